@@ -33,26 +33,18 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from interlace.runtime.interpreter.attributes import Replacement
-from interlace.runtime.numerics.float_formats import (
-    HALF,
-    STORED_AS_BITS,
-    Array,
-    encode,
-    fused_multiply_add,
-    narrow,
-    widen,
-)
+from interlace.runtime.numerics import float_formats as formats
 
 Handle = Any  # triton's TensorHandle: a numpy array and the triton dtype it stands for
 UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # neither OCP formats nor in NVIDIA hardware
 
 
-def _number(handle: Handle) -> Array:
-    return widen(handle.data, handle.dtype.scalar)
+def _number(handle: Handle) -> formats.Array:
+    return formats.widen(handle.data, handle.dtype.scalar)
 
 
 def _stored(handle: Handle) -> bool:
-    return handle.dtype.scalar.name in STORED_AS_BITS
+    return handle.dtype.scalar.name in formats.STORED_AS_BITS
 
 
 def _refuse(*dtypes: Any) -> None:
@@ -73,13 +65,13 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     stock_descriptor_load = stock.create_descriptor_load
     stock_pointer_load = stock.create_tensor_pointer_load
 
-    def like(values: Array, handle: Handle) -> Handle:
+    def like(values: formats.Array, handle: Handle) -> Handle:
         dtype = handle.dtype.scalar
-        if dtype.name in STORED_AS_BITS:
-            return make(narrow(values, dtype), dtype)
+        if dtype.name in formats.STORED_AS_BITS:
+            return make(formats.narrow(values, dtype), dtype)
         return make(values.astype(interpreter._get_np_dtype(dtype)), dtype)
 
-    def binary_op(lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
+    def binary_op(lhs: Handle, rhs: Handle, op: Callable[..., formats.Array]) -> Handle:
         # Infinity and nan are results here, not numpy warnings. Set per operation, because every
         # greenlet has its own context and so its own numpy error state.
         with np.errstate(all="ignore"):
@@ -90,7 +82,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         # Stock tags a comparison with its operands' type, which a later cast then trusts.
         return make(result.data, tl.int1) if result.data.dtype == bool else result
 
-    def unary_op(arg: Handle, op: Callable[..., Array]) -> Handle:
+    def unary_op(arg: Handle, op: Callable[..., formats.Array]) -> Handle:
         with np.errstate(all="ignore"):
             return like(op(_number(arg)), arg) if _stored(arg) else stock_unary(arg, op)
 
@@ -98,8 +90,8 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         source, target = src.dtype.scalar, dst_type.scalar
         _refuse(source, target)
         with np.errstate(all="ignore"):
-            if target.name in STORED_AS_BITS:
-                return make(narrow(_number(src), target), target)
+            if target.name in formats.STORED_AS_BITS:
+                return make(formats.narrow(_number(src), target), target)
             if _stored(src):
                 return make(_number(src).astype(interpreter._get_np_dtype(target)), target)
             return stock_cast(src, dst_type)
@@ -107,12 +99,12 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: Any) -> Handle:
         target = dst_type.scalar
         _refuse(src.dtype.scalar, target)
-        form = HALF if target.name == "fp16" else STORED_AS_BITS.get(target.name)
+        form = formats.HALF if target.name == "fp16" else formats.STORED_AS_BITS.get(target.name)
         if rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
             if form is None:
                 return stock_fp_to_fp(src, dst_type, rounding_mode)
             with np.errstate(all="ignore"):
-                bits = encode(_number(src), form, toward_zero=True)
+                bits = formats.encode(_number(src), form, toward_zero=True)
             return make(bits.view(interpreter._get_np_dtype(target)), target)
         return cast_impl(src, dst_type)
 
@@ -128,7 +120,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         if z.data.dtype == np.float64 or not z.dtype.scalar.is_floating():
             return stock_fma(x, y, z)
         with np.errstate(all="ignore"):
-            return like(fused_multiply_add(_number(x), _number(y), _number(z)), z)
+            return like(formats.fused_multiply_add(_number(x), _number(y), _number(z)), z)
 
     def create_clampf(x: Handle, low: Handle, high: Handle, propagate: Any) -> Handle:
         number, least, most = _number(x), _number(low), _number(high)
@@ -138,16 +130,16 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
             return like(np.fmin(np.fmax(number, least), most), x)
 
     def constant(dtype: Any) -> Callable[[float], Handle]:
-        return lambda value: make(narrow(np.array([value], dtype=np.float64), dtype), dtype)
+        return lambda value: make(formats.narrow(np.array([value], dtype=np.float64), dtype), dtype)
 
     def pads_with_nan(element: Any, padding: Any) -> bool:
         nan = interpreter._ir.PADDING_OPTION.PAD_NAN
-        return bool(padding == nan and element.name in STORED_AS_BITS)
+        return bool(padding == nan and element.name in formats.STORED_AS_BITS)
 
     def padded_load(access: tuple[Any, Any], cache: Any, eviction: Any, volatile: Any) -> Handle:
         ptrs, mask = access
         dtype = ptrs.get_element_ty()
-        form = STORED_AS_BITS[dtype.name]
+        form = formats.STORED_AS_BITS[dtype.name]
         nan = make(np.full(ptrs.data.shape, form.nan, form.storage), dtype)
         masked = make(mask, tl.int1)
         return builder.create_masked_load(ptrs, masked, nan, cache, eviction, volatile)
@@ -201,7 +193,7 @@ def _tensor(data: Any, dtype: Any, model: Any) -> Any:
 def _narrowed(tensor: Any, dtype: Any) -> Any:
     with np.errstate(all="ignore"):
         data = tensor.handle.data
-        data = data.astype(np.float16) if dtype.name == "fp16" else narrow(data, dtype)
+        data = data.astype(np.float16) if dtype.name == "fp16" else formats.narrow(data, dtype)
     return _tensor(data, dtype, tensor)
 
 
@@ -223,11 +215,11 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def apply_impl(self: Any, tensors: tuple[Any, ...]) -> Any:
         dtype = tensors[0].dtype
-        narrowed = dtype.name in STORED_AS_BITS or dtype.name == "fp16"
+        narrowed = dtype.name in formats.STORED_AS_BITS or dtype.name == "fp16"
         if not narrowed or self.combine_fn not in on_raw_data:
             return stock(self, tensors)
         first = tensors[0]
-        wide = widen(first.handle.data, dtype).astype(np.float32)
+        wide = formats.widen(first.handle.data, dtype).astype(np.float32)
         with np.errstate(all="ignore"):
             found = stock(self, (_tensor(wide, tl.float32, first), *tensors[1:]))
         found = list(found) if isinstance(found, (list, tuple)) else [found]

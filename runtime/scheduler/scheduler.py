@@ -28,13 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from interlace.runtime.core.errors import (
-    BlockedWait,
-    CollectiveTimeoutError,
-    DeadlockError,
-    InterlaceError,
-    PlaceUnavailableError,
-)
+from interlace.runtime.core import errors
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter import session
 from interlace.runtime.scheduler import torch_state
@@ -79,12 +73,12 @@ class Scheduler(ProgramHooks):
         strategy: Strategy | None = None,
         store_buffers: bool = False,
         observer: Observer | None = None,
-        idle: Callable[[BlockedWait], None] | None = None,
+        idle: Callable[[errors.BlockedWait], None] | None = None,
         timeout: float | None = None,
         block_polls: bool = True,
     ) -> None:
         if greenlet is None:
-            raise PlaceUnavailableError(
+            raise errors.PlaceUnavailableError(
                 "kernels are interpreted by greenlets here, and greenlet is not installed: "
                 "pip install greenlet"
             )
@@ -169,7 +163,7 @@ class Scheduler(ProgramHooks):
         """Let the scheduler choose who goes on. InterlaceError in a thread that is not the rank's."""
         task = self._current
         if task is not None and greenlet.getcurrent() is not task.greenlet:
-            raise InterlaceError(
+            raise errors.InterlaceError(
                 f"rank {task.rank}: a simulated rank cannot wait for others in thread "
                 f"{threading.current_thread().name!r}, as in hooks of tensors; ranks that are processes "
                 'can, place="shm"'
@@ -183,14 +177,14 @@ class Scheduler(ProgramHooks):
         self._hub.switch()
         builder.grid_dim, builder.grid_idx = grid
 
-    def block(self, ready: Callable[[], bool], waiting: Callable[[], BlockedWait]) -> None:
+    def block(self, ready: Callable[[], bool], waiting: Callable[[], errors.BlockedWait]) -> None:
         """Suspend the current task until ``ready()``; ``waiting`` describes it in a report."""
         task = self.current
         before = task.ready, task.waiting
         task.ready, task.waiting = ready, waiting
         try:
             self.give_way()
-        except InterlaceError:  # it does not wait
+        except errors.InterlaceError:  # it does not wait
             task.ready, task.waiting = before
             raise
 
@@ -263,7 +257,7 @@ class Scheduler(ProgramHooks):
             raise
         except OverdueError:
             self._tasks.remove(task)
-            raise CollectiveTimeoutError(
+            raise errors.CollectiveTimeoutError(
                 f"not finished within {self._timeout} s (seed {self.seed}): {task.name} neither "
                 "ends nor touches memory"
             ) from None
@@ -290,7 +284,7 @@ class Scheduler(ProgramHooks):
         if self.segments:
             self.segments[-1] = self.segments[-1]._replace(points=self.points)
 
-    def blocked(self) -> list[BlockedWait]:
+    def blocked(self) -> list[errors.BlockedWait]:
         """Every wait that is going on, in the order of ranks."""
         waits = [task.waiting() for task in self._tasks if task.waiting is not None]
         return sorted(waits, key=lambda wait: (wait.rank, wait.who))
@@ -305,7 +299,7 @@ class Scheduler(ProgramHooks):
         if self._idle is None:
             if self._woken:
                 del self.segments[self._stuck_after :]  # the last tries are not part of the story
-            raise DeadlockError(waits, self.seed, self.finished)
+            raise errors.DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
 
     def _wake_polls(self) -> bool:
@@ -331,7 +325,7 @@ class Scheduler(ProgramHooks):
                 if task.waiting is None and task.program is not None and task.greenlet
             ]
             waits = "\n".join(f"  {line}" for line in lines)
-            raise CollectiveTimeoutError(
+            raise errors.CollectiveTimeoutError(
                 f"not finished within {self._timeout} s (seed {self.seed}); waiting:\n{waits}"
             )
 
@@ -373,7 +367,7 @@ class Scheduler(ProgramHooks):
 def run_interpreted(
     launch: KernelLaunch,
     rank: int,
-    idle: Callable[[BlockedWait], None],
+    idle: Callable[[errors.BlockedWait], None],
     *,
     observer: Observer | None = None,
 ) -> None:

@@ -288,18 +288,17 @@ def matrix(
     return weight
 
 
-def bias_vector(
-    name: str, value: Any, columns: int, input: torch.Tensor, communicator: Communicator
+def bias_of(
+    name: str, value: Any, shape: tuple[int, ...], input: torch.Tensor, communicator: Communicator
 ) -> torch.Tensor | None:
-    """A bias ``(n,)`` of the input's dtype, or None."""
+    """A bias of the input's dtype, or None."""
     if value is None:
         return None
     rank = communicator.rank
     bias = tensor(name, value, communicator)
-    if tuple(bias.shape) != (columns,):
+    if tuple(bias.shape) != shape:
         raise ValueError(
-            f"{name} must have shape ({columns},) to match weight, got {tuple(bias.shape)} "
-            f"on rank {rank}"
+            f"{name} must have shape {shape} to match weight, got {tuple(bias.shape)} on rank {rank}"
         )
     same_dtype(name, bias.dtype, "input", input.dtype, rank)
     return bias.contiguous()
@@ -325,16 +324,19 @@ def equal_on_all(
             )
 
 
-def fused_algorithm_allowed(
-    algorithm: str, input_dtype: torch.dtype, out: torch.dtype, rank: int
-) -> None:
-    """The kernel multiplies in fp32, so it takes and gives nothing wider."""
-    for name, dtype in (("input", input_dtype), ("out_dtype", out)):
+def algorithm_and_dtype(input: torch.Tensor, options: Any, rank: int) -> tuple[str, torch.dtype]:
+    """The ``algorithm`` of ``options`` and the output's dtype, if they suit the input's."""
+    float_dtype("input", input.dtype, rank)
+    algorithm = one_of("algorithm", options.algorithm, ALGORITHMS, rank)
+    out = output_dtype(options.out_dtype, input, rank)
+    for name, dtype in (("input", input.dtype), ("out_dtype", out)):
+        # the kernel multiplies in fp32, so it takes and gives nothing wider
         if algorithm == "fused" and dtype not in FUSED_DTYPES:
             raise TypeError(
                 f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype} '
                 f'on rank {rank}; use "unfused" or "auto"'
             )
+    return algorithm, out
 
 
 def activation(name: str, value: Any, rank: int) -> str:
@@ -352,18 +354,20 @@ def activations(value: Any, count: int, several: bool, rank: int) -> list[str]:
     """One name for each of ``count`` weights."""
     if not several or value is None or isinstance(value, str):
         return [activation("activation", value, rank)] * count
-    _entries("activation", value, count, "a name or a sequence", rank)
+    entries("activation", value, "weight", count, rank, of="a name or a sequence")
     return [activation(f"activation[{i}]", each, rank) for i, each in enumerate(value)]
 
 
-def _entries(name: str, value: Any, count: int, what: str, rank: int) -> None:
-    """Raise unless ``value`` is a sequence with an entry for each of ``count`` weights."""
+def entries(
+    name: str, value: Any, like: str, count: int, rank: int, *, of: str = "a sequence"
+) -> None:
+    """Raise unless ``value`` is a sequence with an entry for each of the ``count`` weights ``like``."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
         raise TypeError(
-            f"{name} must be {what} like weight, got {type(value).__name__} on rank {rank}"
+            f"{name} must be {of} like {like}, got {type(value).__name__} on rank {rank}"
         )
     if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries, weight has {count}, on rank {rank}")
+        raise ValueError(f"{name} has {len(value)} entries, {like} has {count}, on rank {rank}")
 
 
 class Operands(NamedTuple):
@@ -395,14 +399,11 @@ def operands(
     """
     rank = communicator.rank
     input = tensor("input", input, communicator)
-    float_dtype("input", input.dtype, rank)
+    algorithm, dtype = algorithm_and_dtype(input, options, rank)
     if input.dim() < 2:
         raise ValueError(
             f"input must have at least 2 dimensions, got shape {tuple(input.shape)} on rank {rank}"
         )
-    algorithm = one_of("algorithm", options.algorithm, ALGORITHMS, rank)
-    dtype = output_dtype(options.out_dtype, input, rank)
-    fused_algorithm_allowed(algorithm, input.dtype, dtype, rank)
     inner: int | None = input.shape[-1]
     several = False
     if gather_dim is not None:
@@ -411,7 +412,7 @@ def operands(
         several = not isinstance(imported("weight", weight, rank), torch.Tensor)
     if not several:
         weights = [matrix("weight", weight, input, inner, communicator)]
-        biases = [bias_vector("bias", bias, weights[0].shape[1], input, communicator)]
+        biases = [bias_of("bias", bias, (weights[0].shape[1],), input, communicator)]
     else:
         if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
             raise TypeError(
@@ -423,9 +424,9 @@ def operands(
             for i, each in enumerate(weight)
         ]
         vectors = [None] * len(weights) if bias is None else bias
-        _entries("bias", vectors, len(weights), "a sequence", rank)
+        entries("bias", vectors, "weight", len(weights), rank)
         biases = [
-            bias_vector(f"bias[{i}]", each, own.shape[1], input, communicator)
+            bias_of(f"bias[{i}]", each, (own.shape[1],), input, communicator)
             for i, (each, own) in enumerate(zip(vectors, weights, strict=True))
         ]
     names = activations(options.activation, len(weights), several, rank)

@@ -141,7 +141,7 @@ def checked(
     """The arguments, if they fit together on this rank."""
     rank, world_size = communicator.rank, communicator.world_size
     input = checks.tensor("input", input, communicator)
-    checks.float_dtype("input", input.dtype, rank)
+    algorithm, dtype = checks.algorithm_and_dtype(input, options, rank)
     if input.dim() != 2:
         raise ValueError(
             f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)} on rank {rank}"
@@ -183,19 +183,8 @@ def checked(
                 f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
                 f"{world_size} ranks make {weight.shape[0] * world_size}, on rank {rank}"
             )
-    if bias is not None:
-        bias = checks.tensor("bias", bias, communicator)
-        if bias.shape != (weight.shape[0], weight.shape[2]):
-            raise ValueError(
-                f"bias must have shape {(weight.shape[0], weight.shape[2])} to match weight, got "
-                f"{tuple(bias.shape)} on rank {rank}"
-            )
-        checks.same_dtype("bias", bias.dtype, "input", input.dtype, rank)
-        bias = bias.contiguous()
+    bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
     name = checks.activation("activation", options.activation, rank)
-    algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS, rank)
-    dtype = checks.output_dtype(options.out_dtype, input, rank)
-    checks.fused_algorithm_allowed(algorithm, input.dtype, dtype, rank)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     return Checked(input, weight, bias, sent, expected, name, algorithm, dtype)

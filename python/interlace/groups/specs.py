@@ -23,15 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.groups import rank_lists
-from interlace.groups.groups import (
-    OnInterlace,
-    default_group,
-    joined,
-    resolve,
-    simulated,
-    world_size_of,
-)
+from interlace.groups import groups, rank_lists
 from interlace.runtime.core.communicator import Communicator
 
 RANKS = "ranks:"
@@ -90,13 +82,13 @@ class GroupSpec:
 
         Raises ValueError for another size.
         """
-        communicator = resolve(group)
+        communicator = groups.resolve(group)
         if self.size is not None and communicator.world_size != self.size:
             raise ValueError(
                 f"GroupSpec {self.name!r} has size {self.size}, the group {communicator.world_size}, "
                 f"on rank {communicator.rank}"
             )
-        whole = default_group()
+        whole = groups.default_group()
         _bound.setdefault(whole, {})[self.name] = communicator
         _found.pop(whole, None)
 
@@ -110,7 +102,7 @@ def describe(group: Any, tag: str = "") -> tuple[str, int]:
     if isinstance(group, GroupSpec):
         size = torch.ops.interlace.group_size(group.name) if group.size is None else group.size
         named = group.name, size
-    elif isinstance(group, (Communicator, OnInterlace)):
+    elif isinstance(group, (Communicator, groups.OnInterlace)):
         named = _of_object(id(group))
     elif group is None:
         named = _of_default()
@@ -168,14 +160,14 @@ def _constant(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 @_constant
 def _of_default() -> tuple[str, int]:
-    return rank_lists.DEFAULT_NAME, world_size_of(rank_lists.DEFAULT_NAME)
+    return rank_lists.DEFAULT_NAME, groups.world_size_of(rank_lists.DEFAULT_NAME)
 
 
 @_constant
 def _of_name(name: str) -> tuple[str, int]:
-    whole = joined()
+    whole = groups.joined()
     found = None if whole is None else _bound.get(whole, {}).get(name)
-    return name, world_size_of(name) if found is None else found.world_size
+    return name, groups.world_size_of(name) if found is None else found.world_size
 
 
 @_constant
@@ -183,14 +175,14 @@ def _of_object(address: int) -> tuple[str, int]:
     """Name and size of the group at that address: Dynamo guards ``id``, and passes on constants only."""
     group = ctypes.cast(address, ctypes.py_object).value
     if isinstance(group, Communicator):
-        return rank_lists.name_of(default_group(), group), group.world_size
+        return rank_lists.name_of(groups.default_group(), group), group.world_size
     return group.group_name, group.size()
 
 
 @_constant
 def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
     index = rank_lists.mesh_dim(mesh, dim, "")
-    if simulated():
+    if groups.simulated():
         return _of_ranks(rank_lists.all_rows(mesh, index), "")
     if dist.is_initialized():
         torch_group = mesh.get_group(index)
@@ -200,7 +192,7 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
 
 def size_of(name: str) -> int:
     """The number of ranks in the group that ``name`` stands for."""
-    return _find(default_group(), name).world_size
+    return _find(groups.default_group(), name).world_size
 
 
 def bind(name: str, size: int) -> Communicator:
@@ -208,12 +200,12 @@ def bind(name: str, size: int) -> Communicator:
 
     Raises ValueError if there is none, if the caller is no member, or if it has another size.
     """
-    if simulated():
+    if groups.simulated():
         raise TypeError(
             f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it knows "
             "LocalTensorMode itself, no class derived from it"
         )
-    whole = default_group()
+    whole = groups.default_group()
     if name == rank_lists.DEFAULT_NAME and size == whole.world_size:
         return whole
     known = _found.setdefault(whole, {})
@@ -235,7 +227,7 @@ def _find(whole: Communicator, name: str) -> Communicator:
     if found is not None:
         return found
     if not name.startswith(RANKS):
-        return resolve(name)
+        return groups.resolve(name)
     lists, _, tag = name.removeprefix(RANKS).partition("#")
     rows = [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
     return rank_lists.group_of(whole, rank_lists.chosen(whole, rows), tag)
@@ -246,5 +238,5 @@ def bound(group: Any, tag: str = "") -> Communicator:
     if isinstance(group, GroupSpec) or tag:
         return bind(*describe(group, tag))
     if isinstance(group, str):
-        return _find(default_group(), group)
-    return resolve(group)
+        return _find(groups.default_group(), group)
+    return groups.resolve(group)

@@ -173,14 +173,6 @@ def rank(inputs: Tensors, size: int) -> Outputs:
     return [[torch.tensor(rank, device=inputs[0].device)] for rank in range(size)]
 
 
-def _floats(inputs: Tensors, options: GatherMatmulOptions | MatmulReduceOptions) -> None:
-    dtype, algorithm = inputs[0].dtype, options.algorithm
-    checks.float_dtype("input", dtype, 0)
-    checks.one_of("algorithm", algorithm, checks.ALGORITHMS, 0)
-    wanted = checks.output_dtype(options.out_dtype, inputs[0], 0)
-    checks.fused_algorithm_allowed(algorithm, dtype, wanted, 0)
-
-
 def _vector(bias: torch.Tensor | None, columns: int, input: torch.Tensor) -> torch.Tensor | None:
     if bias is not None:
         if tuple(bias.shape) != (columns,):
@@ -194,7 +186,7 @@ def all_gather_matmul(
 ) -> Outputs:
     *given, size = rest
     op, options = "all_gather_matmul", GatherMatmulOptions(*given)
-    _floats(inputs, options)
+    checks.algorithm_and_dtype(inputs[0], options, 0)
     rows = [[weight.shape[0] for weight in each] for each in weights]
     checks.equal_on_all(op, "rows of weight", rows)
     whole = _gathered(op, inputs, options.gather_dim, size)
@@ -249,7 +241,7 @@ def _matmul_reduced(
     scatters = options.scatter_dim is not None
     dim = (options.scatter_dim or 0) % inputs[0].dim()
     along_n = dim == inputs[0].dim() - 1
-    _floats(inputs, options)
+    checks.algorithm_and_dtype(inputs[0], options, 0)
     alike(op, "input", inputs, but=-1)
     alike(op, "weight", weights, but=0)
     checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype, 0)

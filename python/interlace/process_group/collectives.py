@@ -14,19 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    _create_work_from_future,
-)
+from torch._C import _distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
 from interlace.collectives import monitored_barrier as monitored
@@ -38,14 +26,8 @@ from interlace.collectives.coalesced import (
     _reduce_scatter_tensor_coalesced,
 )
 from interlace.groups.groups import OnInterlace
+from interlace.process_group import rules
 from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
-from interlace.process_group.rules import (
-    ProcessGroup,
-    keep_outside_compilation,
-    renamed,
-    torchs_own,
-    underlying,
-)
 from interlace.process_group.short_forms import all_flat, flat, long_form
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.place import Place
@@ -54,15 +36,15 @@ from interlace.runtime.core.work import Work
 
 Tensors = list[torch.Tensor]
 
-_DEFAULT_ALLREDUCE_COALESCED = AllreduceCoalescedOptions()
-_DEFAULT_ALLGATHER = AllgatherOptions()
-_DEFAULT_REDUCE_SCATTER = ReduceScatterOptions()
-_DEFAULT_ALL_TO_ALL = AllToAllOptions()
+_DEFAULT_ALLREDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
+_DEFAULT_ALLGATHER = c10d.AllgatherOptions()
+_DEFAULT_REDUCE_SCATTER = c10d.ReduceScatterOptions()
+_DEFAULT_ALL_TO_ALL = c10d.AllToAllOptions()
 
 # What a synchronous call returns: torch waits for it and drops it.
 _done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 _done.set_result([])
-COMPLETED: Work = _create_work_from_future(_done)
+COMPLETED: Work = c10d._create_work_from_future(_done)  # type: ignore[attr-defined]
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -94,7 +76,7 @@ class HostCopies:
 ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GPU
 
 
-class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
+class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
     """Methods that torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
@@ -131,7 +113,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return self._unusual(tensors)
 
     def _unusual(self, tensors: Tensors) -> Tensors | None:
-        plain = underlying(tensors)
+        plain = rules.underlying(tensors)
         if (
             plain
             and self._has_gpus
@@ -169,7 +151,7 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
                         self._make_dispatchable()
                     else:
                         around.enter_context(returning_to(self, serve))
-                work = torchs_own(name)(self, *tensors, *rest)
+                work = rules.torchs_own(name)(self, *tensors, *rest)
         finally:
             self._above -= 1
         return works[-1] if works and works[-1] is not None else work
@@ -210,8 +192,8 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return Work(name, self._place, None, outputs)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
-        if type(opts) is not AllreduceOptions or type(tensors) is not list:
-            return self.allreduce(*long_form(AllreduceOptions, [tensors], [opts, *rest]))
+        if type(opts) is not c10d.AllreduceOptions or type(tensors) is not list:
+            return self.allreduce(*long_form(c10d.AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
             return self._dispatched("allreduce", (tensors,), opts)
@@ -230,8 +212,8 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return self._run("all_reduce_coalesced", own, start, (own,), op, opts.asyncOp)
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
-        if type(opts) is not BroadcastOptions or type(tensors) is not list:
-            return self.broadcast(*long_form(BroadcastOptions, [tensors], [opts, *rest]))
+        if type(opts) is not c10d.BroadcastOptions or type(tensors) is not list:
+            return self.broadcast(*long_form(c10d.BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
             return self._dispatched("broadcast", (tensors,), opts)
@@ -240,8 +222,8 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts.asyncOp)
 
     def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
-        if type(opts) is not ReduceOptions or type(tensors) is not list:
-            return self.reduce(*long_form(ReduceOptions, [tensors], [opts, *rest]))
+        if type(opts) is not c10d.ReduceOptions or type(tensors) is not list:
+            return self.reduce(*long_form(c10d.ReduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
         if own is None:
             return self._dispatched("reduce", (tensors,), opts)
@@ -252,8 +234,10 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
     ) -> Any:
-        if type(opts) is not AllgatherOptions or not type(outputs) is type(inputs) is list:
-            return self.allgather(*long_form(AllgatherOptions, [outputs, inputs], [opts, *rest]))
+        if type(opts) is not c10d.AllgatherOptions or not type(outputs) is type(inputs) is list:
+            return self.allgather(
+                *long_form(c10d.AllgatherOptions, [outputs, inputs], [opts, *rest])
+            )
         outs, ins = self._own(outputs[0]), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("allgather", (outputs, inputs), opts)
@@ -275,9 +259,9 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_REDUCE_SCATTER, *rest: Any
     ) -> Any:
-        if type(opts) is not ReduceScatterOptions or not type(outputs) is type(inputs) is list:
+        if type(opts) is not c10d.ReduceScatterOptions or not type(outputs) is type(inputs) is list:
             return self.reduce_scatter(
-                *long_form(ReduceScatterOptions, [outputs, inputs], [opts, *rest])
+                *long_form(c10d.ReduceScatterOptions, [outputs, inputs], [opts, *rest])
             )
         outs, ins = self._own(outputs), self._own(inputs[0])
         if outs is None or ins is None:
@@ -324,8 +308,8 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
-        if type(opts) is not GatherOptions or not type(outputs) is type(inputs) is list:
-            return self.gather(*long_form(GatherOptions, [outputs, inputs], [opts, *rest]))
+        if type(opts) is not c10d.GatherOptions or not type(outputs) is type(inputs) is list:
+            return self.gather(*long_form(c10d.GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("gather", (outputs, inputs), opts)
@@ -335,8 +319,8 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts.asyncOp)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
-        if type(opts) is not ScatterOptions or not type(outputs) is type(inputs) is list:
-            return self.scatter(*long_form(ScatterOptions, [outputs, inputs], [opts, *rest]))
+        if type(opts) is not c10d.ScatterOptions or not type(outputs) is type(inputs) is list:
+            return self.scatter(*long_form(c10d.ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
         if outs is None or ins is None:
             return self._dispatched("scatter", (outputs, inputs), opts)
@@ -346,8 +330,8 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return self._run("scatter", outs, rooted._scatter, (output, scattered), root, opts.asyncOp)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        if type(opts) is not BarrierOptions or timeout is not None:
-            return self.barrier(*long_form(BarrierOptions, [], [opts, timeout]))
+        if type(opts) is not c10d.BarrierOptions or timeout is not None:
+            return self.barrier(*long_form(c10d.BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:
             return self._dispatched("barrier", (), opts)
         timeout = opts.timeout if opts.timeout > timedelta(0) else None
@@ -394,11 +378,11 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 
-    _allgather_base = renamed("all_gather_single")
-    _reduce_scatter_base = renamed("reduce_scatter_single")
-    alltoall_base = renamed("all_to_all_single")
-    allgather_into_tensor_coalesced = renamed("all_gather_single_coalesced")
-    reduce_scatter_tensor_coalesced = renamed("reduce_scatter_single_coalesced")
+    _allgather_base = rules.renamed("all_gather_single")
+    _reduce_scatter_base = rules.renamed("reduce_scatter_single")
+    alltoall_base = rules.renamed("all_to_all_single")
+    allgather_into_tensor_coalesced = rules.renamed("all_gather_single_coalesced")
+    reduce_scatter_tensor_coalesced = rules.renamed("reduce_scatter_single_coalesced")
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)
@@ -422,4 +406,4 @@ class Collectives(OnInterlace, ProcessGroup):  # type: ignore[misc]
         return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
 
 
-keep_outside_compilation(Collectives)
+rules.keep_outside_compilation(Collectives)

@@ -20,12 +20,8 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.signal import (
-    handle_barrier_kernel,
-    put_signal_kernel,
-    wait_signal_kernel,
-    write_value_kernel,
-)
+from interlace.arguments import checks
+from interlace.kernels import signal
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.core.launch import KernelLaunch
@@ -119,7 +115,7 @@ class SymmetricMemory:
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
         """``rank``'s buffer as a tensor, from element ``storage_offset`` on."""
-        self._check_rank("rank", rank)
+        checks.check_member("rank", rank, self._communicator)
         part = self._buffers[rank][: self.buffer_size]
         return self._view("buffer", part, sizes, dtype, storage_offset)
 
@@ -127,7 +123,7 @@ class SymmetricMemory:
         self, peer: int, sizes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """``peer``'s tensor, from the start of its storage."""
-        self._check_rank("peer", peer)
+        checks.check_member("peer", peer, self._communicator)
         return self.get_buffer(peer, sizes, dtype)
 
     def get_signal_pad(
@@ -138,7 +134,7 @@ class SymmetricMemory:
         storage_offset: int = 0,
     ) -> torch.Tensor:
         """``rank``'s signal pad, uint32 by default; all of it if ``sizes`` is empty."""
-        self._check_rank("rank", rank)
+        checks.check_member("rank", rank, self._communicator)
         dtype = torch.uint32 if dtype is None else dtype
         sizes = sizes or (self.signal_pad_size // dtype.itemsize,)
         return self._view("signal pad", self._pads[rank], sizes, dtype, storage_offset)
@@ -168,17 +164,17 @@ class SymmetricMemory:
         the group's own timeout. In ``sim`` there is no clock, and a wait without end is a deadlock
         that is reported.
         """
-        self._run(handle_barrier_kernel, "barrier", channel, timeout_ms)
+        self._run(signal.handle_barrier_kernel, "barrier", channel, timeout_ms)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal ``dst_rank``, after all that precedes it; waits while the last one is not taken."""
-        self._check_rank("dst_rank", dst_rank)
-        self._run(put_signal_kernel, "put_signal", channel, timeout_ms, peer=dst_rank)
+        checks.check_member("dst_rank", dst_rank, self._communicator)
+        self._run(signal.put_signal_kernel, "put_signal", channel, timeout_ms, peer=dst_rank)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for a signal of ``src_rank`` and take it; what it had done before is visible then."""
-        self._check_rank("src_rank", src_rank)
-        self._run(wait_signal_kernel, "wait_signal", channel, timeout_ms, peer=src_rank)
+        checks.check_member("src_rank", src_rank, self._communicator)
+        self._run(signal.wait_signal_kernel, "wait_signal", channel, timeout_ms, peer=src_rank)
 
     def _run(self, kernel: Any, op: str, channel: int, timeout_ms: int, **arguments: int) -> None:
         channels = self.signal_pad_size // (FLAG_BYTES * self.world_size)
@@ -224,12 +220,6 @@ class SymmetricMemory:
 
         self._communicator.run(op, run, async_op=False)
 
-    def _check_rank(self, name: str, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"{name} must be within 0..{self.world_size - 1}, got {rank} on rank {self.rank}"
-            )
-
     @staticmethod
     def memset32(tensor: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
         """Set ``count`` elements of ``tensor``, 1-D and uint32, from element ``offset`` on; the tensor.
@@ -255,7 +245,7 @@ class SymmetricMemory:
         [3, 0]
         """
         _check_words(tensor, offset, val, 1)
-        write_value_kernel[(1,)](tensor[offset:], val)
+        signal.write_value_kernel[(1,)](tensor[offset:], val)
         return tensor
 
 

@@ -183,14 +183,7 @@ def _checked_weights(
             f"weights must be a non-empty sequence of tensors, got {type(weights).__name__} on rank {rank}"
         )
     vectors: Any = [None] * len(weights) if biases is None else biases
-    if isinstance(vectors, Tensor) or not isinstance(vectors, Sequence):
-        raise TypeError(
-            f"biases must be a sequence like weights, got {type(biases).__name__} on rank {rank}"
-        )
-    if len(vectors) != len(weights):
-        raise ValueError(
-            f"biases has {len(vectors)} entries, weights has {len(weights)}, on rank {rank}"
-        )
+    checks.entries("biases", vectors, "weights", len(weights), rank)
     casting = torch.is_autocast_enabled(input.device.type)
     for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
         name, bias_name = names or (f"weights[{index}]", f"biases[{index}]")

@@ -31,6 +31,7 @@ from interlace.ops.eager.pending import Started
 from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.runtime.algorithms import plain as collective_algorithms
 from interlace.runtime.algorithms.operands import rows_of
+from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration
@@ -122,17 +123,13 @@ def _wants_kernel(
 
 
 def _agreed(
-    communicator: Communicator, op: str, algorithm: str, terms: dict[str, Any], part: Any, why: str
+    communicator: Communicator, op: str, algorithm: str, terms: Terms, part: Any, why: str
 ) -> tuple[bool, list[Any]]:
     """Whether all ranks' kernels can do it, and their parts.
 
     Raises unless the ranks agree on ``terms``, and where "fused" cannot be done.
     """
-    answers = communicator.agree(op, (tuple(terms.values()), part, why))
-    for index, name in enumerate(terms):
-        values = [answer[0][index] for answer in answers]
-        checks.equal_on_all(op, name, values)
-    _, parts, why_not = zip(*answers, strict=True)
+    parts, why_not = zip(*communicator.parts(Call(op, terms, part=(part, why))), strict=True)
     for rank, why in enumerate(why_not):
         if why and algorithm == "fused":
             raise ValueError(f'{op}: algorithm="fused" cannot do this: {why}, on rank {rank}')
@@ -207,15 +204,15 @@ def all_gather_scaled_matmul(
         why = ""
         if kernel:
             why = scaled_kernels.why_not(communicator, inner, weights, options.out_dtype)
-        terms = {
-            "shape of input": tuple(input.shape),
-            "gather_dim": dim,
-            "dtype of input": input.dtype,
-            "whether input_scale is by row": by_row,
-            "algorithm": options.algorithm,
-            "use_fast_accum": options.use_fast_accum,
-            "configuration": configuration.OVERRIDE.get(),
-        }
+        terms = (
+            ("shape of input", tuple(input.shape)),
+            ("gather_dim", dim),
+            ("dtype of input", input.dtype),
+            ("whether input_scale is by row", by_row),
+            ("algorithm", options.algorithm),
+            ("use_fast_accum", options.use_fast_accum),
+            ("configuration", configuration.OVERRIDE.get()),
+        )
         can, widths = _agreed(communicator, op, options.algorithm, terms, columns, why)
         if kernel and can:
             event = scaled_kernels.gather(
@@ -294,17 +291,17 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
         if _wants_kernel(communicator, options.algorithm, rows, inner, weight.shape[1]):
             output = scattered(found, options, communicator.world_size)
     if output is not None:
-        terms = {
-            "the shape of input without k": tuple(input.shape[:-1]),
-            "the columns of weight": weight.shape[1],
-            "scatter_dim": options.scatter_dim % input.dim(),
-            "reduce_op": "avg" if average else "sum",
-            "out_dtype": output.dtype,
-            "use_fast_accum": options.use_fast_accum,
-            "algorithm": options.algorithm,
-            "whether there is a bias": found.bias is not None,
-            "configuration": configuration.OVERRIDE.get(),
-        }
+        terms = (
+            ("the shape of input without k", tuple(input.shape[:-1])),
+            ("the columns of weight", weight.shape[1]),
+            ("scatter_dim", options.scatter_dim % input.dim()),
+            ("reduce_op", "avg" if average else "sum"),
+            ("out_dtype", output.dtype),
+            ("use_fast_accum", options.use_fast_accum),
+            ("algorithm", options.algorithm),
+            ("whether there is a bias", found.bias is not None),
+            ("configuration", configuration.OVERRIDE.get()),
+        )
         why = scaled_kernels.why_not(communicator, inner, [weight], output.dtype)
 
         def agree() -> Outcome:
