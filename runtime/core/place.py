@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +20,22 @@ from interlace.runtime.core.memory import Array, LocalMemory, SymmetricBuffer
 from interlace.runtime.core.stream import Event, Outcome, Stream
 
 T = TypeVar("T")
+
+
+BOUND: contextvars.ContextVar[float | None] = contextvars.ContextVar(
+    "interlace_bound", default=None
+)
+"""Seconds that bound each wait of the ops that the caller starts, instead of their group's timeout."""
+
+
+@contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """Within, waits of ops that are started are bounded by ``seconds``, also when they are asynchronous."""
+    token = BOUND.set(seconds)
+    try:
+        yield
+    finally:
+        BOUND.reset(token)
 
 
 PUTS = ("nvshmem", "stores", "late")

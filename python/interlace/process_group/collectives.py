@@ -30,7 +30,7 @@ from interlace.process_group import rules
 from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
 from interlace.process_group.short_forms import all_flat, flat, long_form
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import BOUND, Place, bounded
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.work import Work
 
@@ -45,6 +45,8 @@ _DEFAULT_ALL_TO_ALL = c10d.AllToAllOptions()
 _done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 _done.set_result([])
 COMPLETED: Work = c10d._create_work_from_future(_done)  # type: ignore[attr-defined]
+
+_ZERO = timedelta(0)
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -85,6 +87,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
 
     device_communicator: Any
     _place: Place
+    _waits: Any  # the group of the processes of this host
     _group_name: str
     _has_gpus: bool
     _sequence = 0
@@ -157,17 +160,33 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         return works[-1] if works and works[-1] is not None else work
 
     def _run(
-        self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        function: Callable[..., Any],
+        *args: Any,
+        opts: Any = None,
     ) -> Work:
-        """Call the internal form of an op; a Work in any case."""
+        """Call the internal form of an op, by ``opts`` if there are any; a Work in any case."""
+        if opts is not None:
+            if opts.asyncOp or self._copies is not None:
+                if opts.timeout > _ZERO and BOUND.get() is None:
+                    with bounded(opts.timeout.total_seconds()):
+                        return self._run(name, outputs, function, *args, opts=opts)
+                args = (*args, opts.asyncOp)
+            else:
+                self._waits.options = opts  # its timeout is read if something has to be waited for
         self._sequence += 1
         if self._copies is not None:
             return self._run_elsewhere(name, outputs, function, *args)
-        if _profiling():
-            with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+        try:
+            if _profiling():
+                with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
+                    work = function(self.interlace_communicator, *args)
+            else:
                 work = function(self.interlace_communicator, *args)
-        else:
-            work = function(self.interlace_communicator, *args)
+        finally:
+            self._waits.options = None
         return COMPLETED if work is None else work
 
     def _run_elsewhere(
@@ -200,7 +219,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         (tensor,) = own
         dense = tensor.layout is torch.strided
         start = rootless._all_reduce if dense else sparse._all_reduce
-        return self._run("all_reduce", own, start, (tensor,), (opts.reduceOp,), opts.asyncOp)
+        return self._run("all_reduce", own, start, (tensor,), (opts.reduceOp,), opts=opts)
 
     def allreduce_coalesced(
         self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE_COALESCED
@@ -209,7 +228,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         if own is None:
             return self._dispatched("allreduce_coalesced", (tensors,), opts)
         op, start = (opts.reduceOp,), _all_reduce_coalesced
-        return self._run("all_reduce_coalesced", own, start, (own,), op, opts.asyncOp)
+        return self._run("all_reduce_coalesced", own, start, (own,), op, opts=opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not c10d.BroadcastOptions or type(tensors) is not list:
@@ -219,7 +238,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
             return self._dispatched("broadcast", (tensors,), opts)
         (tensor,) = own
         root = None, opts.rootRank
-        return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts.asyncOp)
+        return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts=opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not c10d.ReduceOptions or type(tensors) is not list:
@@ -229,7 +248,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
             return self._dispatched("reduce", (tensors,), opts)
         (tensor,) = own
         options = None, opts.rootRank, opts.reduceOp
-        return self._run("reduce", own, rooted._reduce, (tensor,), options, opts.asyncOp)
+        return self._run("reduce", own, rooted._reduce, (tensor,), options, opts=opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
@@ -242,7 +261,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             return self._dispatched("allgather", (outputs, inputs), opts)
         (tensor,) = ins
-        return self._run("all_gather", outs, rootless._all_gather, (outs, tensor), (), opts.asyncOp)
+        return self._run("all_gather", outs, rootless._all_gather, (outs, tensor), (), opts=opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_ALLGATHER
@@ -254,7 +273,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         if out.dim() != tensor.dim():
             out, tensor = flat(out, tensor)
         start = rootless._all_gather
-        return self._run("all_gather_single", [output], start, (out, tensor), (), opts.asyncOp)
+        return self._run("all_gather_single", [output], start, (out, tensor), (), opts=opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_REDUCE_SCATTER, *rest: Any
@@ -268,7 +287,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
             return self._dispatched("reduce_scatter", (outputs, inputs), opts)
         (output,) = outs
         op, start = (opts.reduceOp,), rootless._reduce_scatter
-        return self._run("reduce_scatter", outs, start, (output, ins), op, opts.asyncOp)
+        return self._run("reduce_scatter", outs, start, (output, ins), op, opts=opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_REDUCE_SCATTER
@@ -280,13 +299,13 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         if out.dim() != tensor.dim():
             tensor, out = flat(tensor, out)
         op, start = (opts.reduceOp,), rootless._reduce_scatter
-        return self._run("reduce_scatter_single", [output], start, (out, tensor), op, opts.asyncOp)
+        return self._run("reduce_scatter_single", [output], start, (out, tensor), op, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("alltoall", (outputs, inputs), opts)
-        return self._run("all_to_all", outs, _all_to_all, (outs, ins), (), opts.asyncOp)
+        return self._run("all_to_all", outs, _all_to_all, (outs, ins), (), opts=opts)
 
     def all_to_all_single(
         self,
@@ -304,7 +323,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         if not any(splits) and out.shape[1:] != tensor.shape[1:]:
             out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, whatever their shape
         return self._run(
-            "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts.asyncOp
+            "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts=opts
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
@@ -316,7 +335,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         (tensor,) = ins
         gathered = outs if outputs else None
         root = None, opts.rootRank
-        return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts.asyncOp)
+        return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts=opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not c10d.ScatterOptions or not type(outputs) is type(inputs) is list:
@@ -327,15 +346,14 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         (output,) = outs
         scattered = ins if inputs else None
         root = None, opts.rootRank
-        return self._run("scatter", outs, rooted._scatter, (output, scattered), root, opts.asyncOp)
+        return self._run("scatter", outs, rooted._scatter, (output, scattered), root, opts=opts)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         if type(opts) is not c10d.BarrierOptions or timeout is not None:
             return self.barrier(*long_form(c10d.BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:
             return self._dispatched("barrier", (), opts)
-        timeout = opts.timeout if opts.timeout > timedelta(0) else None
-        return self._run("barrier", [], rootless._barrier, opts.asyncOp, timeout)
+        return self._run("barrier", [], rootless._barrier, opts=opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -354,7 +372,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
             return self._dispatched("allgather_coalesced", (outputs, inputs), opts)
         by_input = [outs[index :: len(ins)] for index in range(len(ins))]
         start = _all_gather_coalesced
-        return self._run("all_gather_coalesced", outs, start, (by_input, ins), (), opts.asyncOp)
+        return self._run("all_gather_coalesced", outs, start, (by_input, ins), (), opts=opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
@@ -363,7 +381,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             return self._dispatched("all_gather_single_coalesced", (outputs, inputs), opts)
         lists, start = all_flat(outs, ins), _all_gather_coalesced
-        return self._run("all_gather_single_coalesced", outputs, start, lists, (), opts.asyncOp)
+        return self._run("all_gather_single_coalesced", outputs, start, lists, (), opts=opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_REDUCE_SCATTER
@@ -374,7 +392,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         ins, outs = all_flat(ins, outs)
         op, start = (opts.reduceOp,), _reduce_scatter_tensor_coalesced
         name = "reduce_scatter_single_coalesced"
-        return self._run(name, outputs, start, (outs, ins), op, opts.asyncOp)
+        return self._run(name, outputs, start, (outs, ins), op, opts=opts)
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 

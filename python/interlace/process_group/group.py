@@ -101,8 +101,10 @@ class InterlaceProcessGroup(Collectives):
     ) -> None:
         super().__init__(rank, size)
         functional_kernels.register()
-        place = connect.connect_place(store, rank, size, timeout=timeout.total_seconds(), name=name)
-        self._place = place
+        place: Any = connect.connect_place(
+            store, rank, size, timeout=timeout.total_seconds(), name=name
+        )
+        self._place, self._waits = place, place.group
         self._store: Any = connect.signed(store)
         self._timeout = timeout
         self._group_name, self._group_description = name, "undefined"
@@ -185,6 +187,14 @@ class InterlaceProcessGroup(Collectives):
             self._register_backend(torch.device("cpu"), kind, self._gloo)
             self._set_default_backend(kind)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Bound every later wait of this group by ``timeout``."""
+        self._timeout = timeout
+        for communicator in self.interlace_communicator.on_all_devices():
+            communicator.place.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout  # as torch's backends have it
+
     def abort(self) -> None:
         """Make every wait of every rank end with an error; the group cannot be used any more."""
         reason = f"rank {self.rank()} aborted process group {self._group_name!r}"
@@ -210,3 +220,22 @@ class InterlaceProcessGroup(Collectives):
 
 
 keep_outside_compilation(InterlaceProcessGroup)
+
+
+def _serve_timeouts() -> None:
+    """Have torch's function that sets a group's timeout, which knows two backends, know this one too."""
+    c10d: Any = dist.distributed_c10d
+    torchs_own = c10d._set_pg_timeout
+
+    @functools.wraps(torchs_own)
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        group = group or c10d._get_default_group()
+        if isinstance(group, InterlaceProcessGroup):
+            group.set_timeout(timeout)
+        else:
+            torchs_own(timeout, group)
+
+    c10d._set_pg_timeout = set_timeout
+
+
+_serve_timeouts()

@@ -61,6 +61,7 @@ _LENGTH = struct.Struct("<I")
 _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
+_GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
 
 RankTensor = tuple[int, torch.Tensor]
 
@@ -129,8 +130,8 @@ class HostLinks:
     """This rank's connections to all ranks of a group. Made collectively.
 
     ``store`` is this group's alone. ``pids`` are the ranks' processes, for error messages. ``timeout``,
-    in seconds, bounds connecting and every later wait. ``on_failure`` is called once, in any thread,
-    with what the group failed with.
+    in seconds, bounds connecting, and transfers; ``bound()`` a wait of the op that runs now.
+    ``on_failure`` is called once, in any thread, with what the group failed with.
     """
 
     def __init__(
@@ -141,15 +142,17 @@ class HostLinks:
         address: str | None,
         *,
         timeout: float,
+        bound: Callable[[], float],
         on_failure: Callable[[InterlaceError], None],
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
-        self._pids, self._on_failure = pids, on_failure
+        self._pids, self._bound, self._on_failure = pids, bound, on_failure
         self._failure: InterlaceError | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._ended = threading.Event()
         self._left: set[int] = set()
-        self._waiting: tuple[float, str, tuple[int, ...]] | None = None
+        self._waiting: tuple[float, str, tuple[int, ...], float] | None = None
         self.doing = ""
         """The op that this rank is in, for errors."""
         self._gloo = _connected(store, rank, self.world_size, address, timeout)
@@ -194,9 +197,8 @@ class HostLinks:
     def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
         """Send and receive contiguous tensors, (rank, tensor), to the end. Empty ones do not travel."""
         self.check()
-        waited_for = tuple(peer for peer, _ in receives or sends)
-        self._waiting = (time.monotonic() + self.timeout, doing, waited_for)
-        started = []
+        bound = self._bound()
+        until, started = time.monotonic() + bound, []
         try:
             for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
                 for peer, tensor in parts:
@@ -204,6 +206,7 @@ class HostLinks:
                         started.append((peer, begin([as_bytes(tensor)], peer, OP_TAG)))
             while started:
                 peer, work = started[-1]
+                self._waiting = (until, doing, (peer,), bound)
                 work.wait(_EVER)
                 started.pop()
         except RuntimeError as error:
@@ -256,6 +259,8 @@ class HostLinks:
 
     def _lost(self, peer: int, error: Exception) -> None:
         """A connection has ended: fail the group, unless the peer has left or the group has failed."""
+        if peer not in self._left:
+            self._ended.wait(_GRACE)  # a survivor severs its connections: it, or another, says why
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
         doing = self.doing or "no op, between two of them"
@@ -263,14 +268,14 @@ class HostLinks:
 
     def _watch(self) -> None:
         """End a wait that has taken longer than the group's timeout."""
-        while not self._closed.wait(min(1.0, self.timeout / 10)):
+        while not self._closed.wait(min(_TICK, self.timeout / 10)):
             self._on_tick()
             waiting = self._waiting
             if waiting is not None and time.monotonic() > waiting[0]:
-                _, doing, ranks = waiting
+                _, doing, ranks, bound = waiting
                 self.fail(
                     CollectiveTimeoutError(
-                        f"rank {self.rank}: {doing} has waited {self.timeout:g} s for ranks "
+                        f"rank {self.rank}: {doing} has waited {bound:g} s for ranks "
                         f"{list(ranks)}, some on other hosts",
                         ranks,
                     )
@@ -293,6 +298,9 @@ class HostLinks:
 
     def _broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
         """Why gloo failed: what the listener of that peer has found out, or will in a moment."""
+        listener = self._threads[self._peers.index(peer)]
+        if listener.ident is not None and listener is not threading.current_thread():
+            listener.join(_VERDICT)  # what the peer has said before is read there first
         if self._failure is None and not self._closed.is_set():
             if peer in self._left:
                 self.fail(
@@ -310,6 +318,7 @@ class HostLinks:
             if self._failure is not None or self._closed.is_set():
                 return
             self._failure = error
+        self._ended.set()
         self._on_failure(error)
         if tell:
             reason = error.args[0] if error.args else type(error).__name__
@@ -341,6 +350,7 @@ class HostLinks:
             if self._closed.is_set():
                 return
             self._closed.set()
+        self._ended.set()
         if self._failure is None:
             self._tell(Packet(LEFT))
             self._sever()

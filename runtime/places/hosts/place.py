@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -93,6 +94,7 @@ class HostsPlace(CpuPlace):
                 [card.pid for card in cards],
                 own_address(cards, rank),
                 timeout=timeout,
+                bound=self.group.bound,
                 on_failure=self._on_failure,
             )
             self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
@@ -279,7 +281,10 @@ def _messages(blob: bytes, count: int) -> list[bytes]:
 def _at_exit() -> None:
     """Leave in good order: peers must not take this process for a dead one, and its threads must not
     come back from gloo into an interpreter that is gone."""
+    uncaught = getattr(sys, "last_value", None)
     for place in list(_places):
+        if uncaught is not None:
+            place.abort(f"its process ended with {type(uncaught).__name__}: {uncaught}")
         place.close()
 
 

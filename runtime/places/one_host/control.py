@@ -14,6 +14,8 @@ the header page::
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
+    2504 WAITS  int64: 1 + the rank that the owner waits for, 0 at first
+    2512 SINCE  float64: when it last said so, by the monotonic clock
     2560 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
     4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
          at byte 64 the message
@@ -50,11 +52,11 @@ BOXES_BYTES = 256 << 10
 _LEFT, _REASON = 128, 192
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
-_ASLEEP, _BELL, _CORE, _WRITES = 2240, 2304, 2496, 2560
+_ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
 _AREAS = 4096
 TEXT = 64
 AREA = TEXT + LARGEST_MESSAGE
-_INT64 = struct.Struct("<q")
+_INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
 CONTROL_BYTES = BOXES + BOXES_BYTES
@@ -162,6 +164,30 @@ class Control:
     def data(self, peer: int) -> int:
         """The address of the first place for small data of ``peer``."""
         return self.bases[peer] + _DATA
+
+    def waits(self, rank: int, now: float) -> None:
+        """Say that the owner waits for ``rank``."""
+        self.own_view[_WAITS // 8] = 1 + rank
+        _FLOAT64.pack_into(self._bytes[self._rank], _SINCE, now)
+
+    def culprits(self, waited_for: Sequence[int], since: float) -> Sequence[int]:
+        """For whom these ranks wait in the end; who has not said that it waits ``since`` then does not."""
+        found = set()
+        for rank in waited_for:
+            seen = {self._rank}
+            while rank not in seen:
+                seen.add(rank)
+                word, (when,) = (
+                    self.views[rank][_WAITS // 8],
+                    _FLOAT64.unpack_from(self._bytes[rank], _SINCE),
+                )
+                if when < since or not 0 < word <= len(self.bases):
+                    found.add(rank)
+                    break
+                rank = word - 1
+            else:
+                return waited_for  # they wait for each other
+        return sorted(found)
 
     def abort(self, reason: str) -> None:
         """Tell every rank. The first abort of the group keeps its reason."""

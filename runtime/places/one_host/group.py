@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.core.errors import (
@@ -27,6 +27,7 @@ from interlace.runtime.core.errors import (
     InterlaceError,
     PeerDiedError,
 )
+from interlace.runtime.core.place import BOUND
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.control import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 SETTLE_SECONDS = 0.02
+FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
 
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
@@ -75,10 +77,8 @@ class HostGroup:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not within world size {world_size}")
-        if world_size > MAX_WORLD_SIZE:
-            raise ValueError(
-                f"world size {world_size} is more than the {MAX_WORLD_SIZE} ranks that one host takes"
-            )
+        if world_size > (most := MAX_WORLD_SIZE):
+            raise ValueError(f"world size {world_size} is more than the {most} ranks of one host")
         if world_size > 1 and store is None:
             raise ValueError(f"store must not be None for world size {world_size}")
         self.rank, self.world_size = rank, world_size
@@ -86,6 +86,7 @@ class HostGroup:
         self._parent = parent
         self._sequence = 0
         self._unusable = ""
+        self.options: Any = None  # torch's, of an op that the caller waits for
         self._joining = False
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
         self._spins = SPINS if self.spins else 1
@@ -128,10 +129,8 @@ class HostGroup:
             for peer, delivery in received.items():
                 self._pids[peer] = delivery.pid
                 self._pidfds[peer] = delivery.descriptors.pop()
-            identities = [
-                Identity(nonce, rank, self.world_size, CONTROL_BYTES)
-                for rank in range(self.world_size)
-            ]
+            ranks, size = range(self.world_size), self.world_size
+            identities = [Identity(nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
         finally:
             own.close()
@@ -144,17 +143,14 @@ class HostGroup:
         self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
     ) -> list[Mapping]:
         """Check and map the segments of the peers. Closes their descriptors."""
-        mappings = []
         try:
-            for rank, identity in enumerate(identities):
-                if rank == self.rank:
-                    mappings.append(own)
-                else:
-                    mappings.append(map_segment(received[rank].descriptors[0], identity))
+            return [
+                own if rank == self.rank else map_segment(received[rank].descriptors[0], identity)
+                for rank, identity in enumerate(identities)
+            ]
         finally:
             for delivery in received.values():
                 rendezvous.close_all(delivery.descriptors)
-        return mappings
 
     def new_segment(self, nbytes: int) -> SharedSegment:
         """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
@@ -244,6 +240,7 @@ class HostGroup:
             if self.world_size == 1:
                 self.check_usable()
                 return [payload]
+            self.check()  # or what peers of an aborted group have left would let this rank go on alone
             control, sequence = self.begin(payload)
             control.send(sequence)
             self.await_message(sequence, doing)
@@ -301,8 +298,6 @@ class HostGroup:
                 patience.step(doing, waited_for, lambda: view[index] >= value)
         except BaseException as error:
             self._unusable = f"an earlier exchange failed ({error})"
-            if isinstance(error, PeerDiedError):
-                self.abort(str(error))  # others may be waiting for this rank, not for the dead one
             raise
 
     def wait_until(
@@ -317,9 +312,32 @@ class HostGroup:
 
     def patience(self, timeout: float | None = None) -> Patience:
         """For one wait: step it after every poll that failed. Bounded as the group is by default."""
-        bound = self.timeout if timeout is None else timeout
+        bound = timeout or self.bound()
         bell = None if self.control is None else self.control.bell
-        return Patience(self.rank, bound, self.interruption, spins=self._spins, bell=bell)
+        return Patience(self.rank, bound, self.look, spins=self._spins, bell=bell, judge=self)
+
+    def bound(self) -> float:
+        """Seconds that bound a wait of the op that runs now."""
+        options = self.options
+        own = options.timeout.total_seconds() if options is not None else 0.0
+        return own if own > 0 else BOUND.get() or self.timeout
+
+    def ended(self, error: InterlaceError) -> None:
+        """A wait has ended with ``error``: what came too late, or died, ends those of all ranks."""
+        if isinstance(error, (CollectiveTimeoutError, PeerDiedError)):
+            self.abort(f"{error} (message {self._sequence} of its group)")
+
+    def look(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """:meth:`interruption` for a wait under way, of which the peers can read."""
+        control, now = self.control, time.monotonic()
+        if control is not None and waited_for:
+            control.waits(waited_for[0], now)
+        return self.interruption(doing, waited_for)
+
+    def culprits(self, waited_for: Sequence[int]) -> Sequence[int]:
+        """Whom these ranks wait for in the end: who is to blame if none of them comes."""
+        control, since = self.control, time.monotonic() - FRESH_SECONDS
+        return waited_for if control is None else control.culprits(waited_for, since)
 
     def idle_hook(self) -> Callable[[BlockedWait], None]:
         """For one launch: to be called whenever all its programs wait for peers.
@@ -361,8 +379,8 @@ class HostGroup:
             # of an abort by another survivor the death of any rank is the cause
             return death or self._death(control, self._pidfds, doing) or failure
         for rank in waited_for:
-            if control.has_left(rank):
-                return InterlaceError(
+            if control.has_left(rank):  # perhaps because of a death
+                return self._death(control, self._pidfds, doing) or InterlaceError(
                     f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
                 )
         return None
@@ -389,11 +407,8 @@ class HostGroup:
 
     def failure(self) -> InterlaceError | None:
         """The error by which this group, or one it is a part of, was aborted."""
-        if self.control is not None:
-            found = self.control.aborted_by()
-            if found is not None:
-                rank, reason = found
-                return AbortedError(f"rank {rank} aborted the group: {reason}")
+        if self.control is not None and (found := self.control.aborted_by()) is not None:
+            return AbortedError("rank {} aborted the group: {}".format(*found))
         return self._parent.failure() if self._parent is not None else None
 
     def check(self) -> None:
@@ -401,10 +416,8 @@ class HostGroup:
         control = self.control
         if self._unusable or control is None:
             self.check_usable()
-        elif control.own_view[ABORTED] or (self._parent is not None):
-            failure = self.failure()
-            if failure is not None:
-                raise failure
+        elif (control.own_view[ABORTED] or self._parent) and (failure := self.failure()):
+            raise failure
 
     def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
         """If the group was aborted, raise why: rather a death among these ranks than the abort."""

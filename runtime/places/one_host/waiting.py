@@ -20,6 +20,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, Bell
@@ -48,8 +49,19 @@ def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
     return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & select.POLLIN]
 
 
+class Judge(Protocol):
+    """The group of a wait."""
+
+    def culprits(self, waited_for: Sequence[int]) -> Sequence[int]: ...
+
+    def ended(self, error: InterlaceError) -> None: ...
+
+
 class Patience:
-    """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it."""
+    """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it.
+
+    ``judge`` knows who is to blame, and is told what it ends with.
+    """
 
     def __init__(
         self,
@@ -59,14 +71,20 @@ class Patience:
         *,
         spins: int = SPINS,
         bell: Bell | None = None,
+        judge: Judge | None = None,
     ) -> None:
-        self._bell = bell
+        self._bell, self._judge = bell, judge
         self._rank = rank
         self._timeout = timeout
         self._interruption = interruption
         self._steps = -spins
         self._started = self._next_check = 0.0
         self._suspect = False
+
+    def _told(self, error: InterlaceError) -> InterlaceError:
+        if self._judge is not None:
+            self._judge.ended(error)
+        return error
 
     def step(
         self,
@@ -91,17 +109,15 @@ class Patience:
             problem = self._interruption(doing, waited_for)
             if problem is not None:
                 if self._suspect:
-                    raise problem
+                    raise self._told(problem)
                 self._suspect = True
                 self._next_check = now
                 return
             self._suspect = False
             if waited > self._timeout:
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank}: {doing} has waited {self._timeout:g} s for "
-                    f"ranks {list(waited_for)}",
-                    tuple(waited_for),
-                )
+                late = tuple(self._judge.culprits(waited_for) if self._judge else waited_for)
+                text = f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
+                raise self._told(CollectiveTimeoutError(text, late))
         if waited < YIELD_SECONDS:
             _yield_core()
         elif ready is not None and self._bell is not None:

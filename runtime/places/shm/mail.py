@@ -238,9 +238,10 @@ class Mail:
         if error is None and time.monotonic() - future.started > group.timeout:
             error = CollectiveTimeoutError(
                 f"rank {self._rank}: {future.doing} has waited {group.timeout:g} s",
-                tuple(future.peers),
+                tuple(group.culprits(future.peers)),
             )
         if error is not None and future.suspect:
+            group.ended(error)
             self._fail(future, error)
         future.suspect = error is not None
 
@@ -316,6 +317,11 @@ class Mail:
         slot = theirs + _FIRST_SLOT + taken % SLOTS * self._piece
         tag, nbytes, number, size = words.view[slot >> 3 : (slot >> 3) + 4].tolist()
         message = self._arriving.get(peer)
+        moved = 0 if message is None else message.moved
+        if not (0 <= size <= self._piece - _HEADER and moved + size <= nbytes) or not (
+            0 <= number < len(_DTYPES)
+        ):
+            raise InterlaceError(f"rank {peer} has put what is no piece of a message into its box")
         if message is None:
             message = self._begin(peer, tag, nbytes, _DTYPES[number])
         if message.target:

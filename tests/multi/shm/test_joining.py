@@ -166,14 +166,18 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - started < LONG / 4
 
 
-def test_what_strangers_write_into_a_signed_store_is_overwritten() -> None:
-    store, prefix = HashStore(), "interlace/planted/0"
-    for value in ("00" * NONCE_BYTES, "garbage", ""):
-        store.set(f"{prefix}/nonce", value)
+@pytest.mark.parametrize("planted", ["00" * NONCE_BYTES, "garbage", ""])
+def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -> None:
+    store, key = HashStore(), "interlace/planted/0/nonce"
+    store.set(key, planted)
 
     def join(rank: int) -> list[bytes]:
+        if rank:
+            while len(store.get(key)) < 2 * NONCE_BYTES or store.get(key) == planted.encode():
+                time.sleep(1e-3)
+            store.set(key, planted)  # over what rank 0 has just written
         signed = SignedStore(store, b"secret")
-        group = HostGroup(signed, rank, 2, timeout=20.0 * busy(), prefix=prefix)
+        group = HostGroup(signed, rank, 2, timeout=20.0 * busy(), prefix="interlace/planted/0")
         try:
             return group.exchange(b"%d" % rank, "the end")
         finally:

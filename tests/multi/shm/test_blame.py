@@ -1,0 +1,202 @@
+"""Whom ranks blame when a wait ends: the one that all wait for, on every rank, and at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import interlace
+from guard import busy
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
+from interlace.runtime.core.place import bounded
+from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.start.connect import connect_place
+
+LONG = 120.0
+
+
+def run(ranks: Sequence[int], function: Callable[[int], Any]) -> list[Any]:
+    """What ``function(rank)`` returns or raises, by rank; ranks are threads."""
+
+    def caught(rank: int) -> Any:
+        try:
+            return function(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(caught, ranks))
+
+
+def members(name: str, count: int, timeout: float, **place: Any) -> list[Communicator]:
+    store = HashStore()
+
+    def join(rank: int) -> Communicator:
+        own = {key: value(rank) for key, value in place.items()}
+        joined = connect_place(store, rank, count, timeout=timeout, name=name, **own)
+        return Communicator(joined, range(count))
+
+    return run(range(count), join)
+
+
+def close(groups: Sequence[Communicator]) -> None:
+    run(groups, lambda group: group.close())  # type: ignore[arg-type]
+
+
+def on_hosts(rank: int) -> str:
+    return f"host {rank}"
+
+
+@pytest.fixture(params=["shm", "hosts"])
+def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """One host, or as many as there are ranks."""
+    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
+    return {"host": on_hosts} if request.param == "hosts" else {}
+
+
+def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
+    """They return before the others have called, so no order of the groups can deadlock."""
+    first = members("first", 2, LONG, **place)
+    second = members("second", 2, LONG, **place)
+
+    def on_rank(rank: int) -> list[float]:
+        order = [first[rank], second[rank]][:: 1 if rank else -1]
+        tensors = [torch.ones(4) * (rank + 1) for _ in order]
+        works = [
+            interlace.all_reduce(tensor, group=group, async_op=True)
+            for tensor, group in zip(tensors, order, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert run(range(2), on_rank) == [[3.0, 3.0]] * 2
+    close([*first, *second])
+
+
+def test_async_op_returns_before_the_others_have_called(place: dict[str, Any]) -> None:
+    groups = members("early", 2, LONG, **place)
+    returned = threading.Event()
+
+    def on_rank(rank: int) -> bool:
+        if rank:
+            assert returned.wait(LONG)
+        work = interlace.all_reduce(torch.ones(4), group=groups[rank], async_op=True)
+        early = not work.is_completed()
+        returned.set()
+        work.wait()
+        return early
+
+    assert run(range(2), on_rank)[0] is True
+    close(groups)
+
+
+def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any]) -> None:
+    groups = members("late", 3, 0.5 * busy(), **place)
+    others = threading.Barrier(3)
+
+    def on_rank(rank: int) -> Any:
+        tensor = torch.ones(4)
+        if rank == 2:
+            others.wait(LONG)  # both have given up
+        try:
+            interlace.all_reduce(tensor, group=groups[rank])
+        finally:
+            if rank != 2:
+                others.wait(LONG)
+        return "it has gone on alone"
+
+    errors = run(range(3), on_rank)
+    assert all(isinstance(error, InterlaceError) for error in errors), errors
+    assert type(errors[2]) is AbortedError
+    assert "all_reduce" in str(errors[2])
+    for error in errors:
+        assert "for ranks [2]" in str(error), errors
+    close(groups)
+
+
+def test_who_waits_for_another_is_not_to_blame() -> None:
+    """Rank 0 receives from rank 1, which receives from rank 2, which does nothing."""
+    groups = members("chain", 3, 1.0 * busy())
+    ended = threading.Barrier(3)
+
+    def on_rank(rank: int) -> Any:
+        try:
+            if rank < 2:
+                tensor = torch.empty(4)
+                groups[rank].engine.recv(Call("recv"), tensor, rank + 1, 0).result()
+            return None
+        finally:
+            ended.wait(LONG)
+
+    errors = run(range(3), on_rank)[:2]
+    named = [error.waited_for for error in errors if isinstance(error, CollectiveTimeoutError)]
+    assert named and set(named) == {(2,)}, errors
+    close(groups)
+
+
+def test_ranks_that_wait_for_each_other_are_blamed_as_they_are(place: dict[str, Any]) -> None:
+    groups = members("circle", 2, 0.5 * busy(), **place)
+    errors = run(
+        range(2),
+        lambda rank: groups[rank].engine.recv(Call("recv"), torch.empty(4), 1 - rank, 0).result(),
+    )
+    assert all(isinstance(error, InterlaceError) for error in errors), errors
+    close(groups)
+
+
+def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
+    groups = members("bounded", 2, LONG, **place)
+    gone = threading.Event()
+
+    def on_rank(rank: int) -> Any:
+        if rank:
+            assert gone.wait(LONG)
+            return None
+        started = time.monotonic()
+        try:
+            with bounded(0.3):
+                work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
+            work.wait()
+        except CollectiveTimeoutError as error:
+            return time.monotonic() - started, str(error)
+        finally:
+            gone.set()
+
+    seconds, text = run(range(2), on_rank)[0]
+    assert seconds < LONG / 4
+    assert "has waited 0.3 s" in text
+    close(groups)
+
+
+def _pidfd_of_a_process_that_has_ended() -> int:
+    process = subprocess.Popen(["true"])
+    descriptor = os.pidfd_open(process.pid)
+    process.wait()
+    return descriptor
+
+
+def test_a_death_is_named_before_a_rank_that_left() -> None:
+    """Rank 1 has left because rank 2 died; rank 0, which waits for rank 1 only, hears of rank 2."""
+    groups = members("left", 3, LONG)
+    group = groups[0].place.group
+    assert isinstance(group, HostGroup) and isinstance(groups[0].place, ShmPlace)
+    groups[1].place.close()
+    error = group.interruption("recv", (1,))
+    assert "rank 1 has left" in str(error)
+    group._pidfds[2] = ended = _pidfd_of_a_process_that_has_ended()
+    error = group.interruption("recv", (1,))
+    assert "rank 2" in str(error) and "died" in str(error), ended
+    close(groups)
