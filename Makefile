@@ -1,17 +1,23 @@
 # Everything runs in .venv, which is made from pyproject.toml on first use and again when that changes; each
-# target installs what it needs and no more: interlace alone, its tests, or its documentation.
+# target installs what it needs and no more: interlace alone, its tests, or its documentation. The releases of
+# torch and Triton are those of constraints/.
+# Another torch:    make test TORCH=2.15, which makes and keeps .venv-2.15
 # Another Python:   make test PYTHON=python3.12
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
 # The site elsewhere: make docs SITE=folder
 
 # The first Python on PATH that the project supports; python3 if it is one.
-SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))
 ifeq ($(origin PYTHON),undefined)
-PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && exit; done; echo python3)
 endif
 PIP_FLAGS ?=
-PY := .venv/bin/python
+PINNED := 2.13
+TORCH ?= $(PINNED)
+CORNERS := 2.11 2.13 2.14 2.15
+VENV := .venv$(if $(filter $(PINNED),$(TORCH)),,-$(TORCH))
+PY := $(VENV)/bin/python
 EXTRAS_test := [test,plot]
 EXTRAS_docs := [docs]
 # An empty value lets Python write bytecode, whatever the environment says: workers share it.
@@ -21,58 +27,66 @@ SITE ?= build/site
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all conformance verify verify-fast lint format docs bench clean
+.PHONY: help demo test test-all matrix corner conformance verify verify-fast lint format docs bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "The first of these makes .venv. pip's default torch brings several GB of CUDA packages; without a"
 	@echo "GPU, let PIP_FLAGS name PyTorch's CPU wheels too (--extra-index-url or --find-links)."
 
-demo: .venv/demo  ## run the demonstration; needs no GPU
+demo: $(VENV)/demo  ## run the demonstration; needs no GPU
 	$(PY) -m interlace demo
 
-test: .venv/test  ## run the tests; those that need a GPU are skipped without one
+test: $(VENV)/test  ## run the tests; those that need a GPU are skipped without one
 	$(PYTEST)
 
-test-all: test .venv/docs  ## and those that take long for what they find
+test-all: test $(VENV)/docs  ## and those that take long for what they find
 	$(PYTEST) -m thorough
 
-conformance: .venv/test  ## torch's own tests of process groups, on interlace as a backend; minutes
+matrix:  ## the core of the tests with one torch after another; minutes each, and 6 GB; writes a table
+	status=0; for torch in $(CORNERS); do $(MAKE) TORCH=$$torch corner || status=1; done; \
+		"$(PYTHON)" tests/repository/corner.py --table; exit $$status
+
+corner: $(VENV)/test  # a row of that table
+	$(PY) tests/repository/corner.py
+
+conformance: $(VENV)/test  ## torch's own tests of process groups, on interlace as a backend; minutes
 	$(PY) tests/conformance/run_suite.py
 
-verify: .venv/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
+verify: $(VENV)/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --seeds 6 --schedules 60
 	$(PY) -m pytest -q -m thorough tests/sim/algorithms/test_determinism.py
 
-verify-fast: .venv/demo  ## less of the same: 2 and 3 ranks, one architecture; a minute on a quiet machine
+verify-fast: $(VENV)/demo  ## less of the same: 2 and 3 ranks, one architecture; a minute on a quiet machine
 	$(PY) -m interlace verify all --quick
 
-lint: .venv/test  ## ruff, its formatter in check mode, and mypy
+lint: $(VENV)/test  ## ruff, its formatter in check mode, and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: .venv/test  ## apply ruff's fixes and formatting
+format: $(VENV)/test  ## apply ruff's fixes and formatting
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: .venv/docs  ## build the documentation site into build/site; needs no network
+docs: $(VENV)/docs  ## build the documentation site into build/site; needs no network
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
 
-bench: .venv/test  ## run the benchmarks
+bench: $(VENV)/test  ## run the benchmarks
 	$(PY) benchmarks/run.py
 
 clean:  ## remove .venv and everything that tools leave behind
-	rm -rf .venv build dist python/*.egg-info *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist python/*.egg-info *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kernels runtime python tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so an install that failed is tried again.
-.venv/demo .venv/test .venv/docs: .venv/%: pyproject.toml
+$(VENV)/demo $(VENV)/test $(VENV)/docs: $(VENV)/%: pyproject.toml constraints/torch-$(TORCH).txt
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
-		echo "interlace needs Python 3.10 to 3.13. '$(PYTHON)' says:" \
+		echo "interlace needs Python 3.10 to 3.14. '$(PYTHON)' says:" \
 			"$$("$(PYTHON)" --version 2>&1 | head -n 1)" >&2; \
 		echo "Name one that will do: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
 	@rm -f $@
-	"$(PYTHON)" -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -e ".$(EXTRAS_$*)"
+	"$(PYTHON)" -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints/torch-$(TORCH).txt \
+		-e ".$(EXTRAS_$*)"
 	@touch $@

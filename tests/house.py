@@ -29,43 +29,54 @@ FOLDERS = {
     "kernels/fused": "kernels kernels/collectives",
     "kernels/nodes": "kernels kernels/collectives kernels/fused",
     "runtime": "",
-    "runtime/core": "",
+    "runtime/compat": "",
+    "runtime/core": "runtime/compat",
     "runtime/numerics": "",
-    "runtime/interpreter/inline_ptx": "runtime/core runtime/numerics",
-    "runtime/interpreter": "runtime/core runtime/interpreter/inline_ptx runtime/numerics",
+    "runtime/interpreter/inline_ptx": "runtime/compat runtime/core runtime/numerics",
+    "runtime/interpreter": (
+        "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
+    ),
     "runtime/places": "",
-    "runtime/places/one_host": "runtime/core",
+    "runtime/places/one_host": "runtime/compat runtime/core",
     "runtime/places/shm/machine_code": "",
     "runtime/scheduler": "runtime/core runtime/interpreter",
     "runtime/places/shm": (
-        "runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
+        "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
         "runtime/places/shm/machine_code runtime/scheduler"
     ),
     "runtime/places/hosts": (
-        "runtime/core runtime/numerics runtime/places/one_host runtime/places/shm"
+        "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm"
     ),
     "runtime/tuning": "runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
     "runtime/compiler/lint": "runtime/tuning",
-    "runtime/compiler": "runtime/algorithms runtime/compiler/lint runtime/core runtime/tuning",
+    "runtime/compiler": (
+        "runtime/algorithms runtime/compat runtime/compiler/lint runtime/core runtime/tuning"
+    ),
     "runtime/compiler/bundle": "runtime/compiler runtime/core runtime/tuning",
     "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
-    "runtime/places/cuda": "runtime/core runtime/engines runtime/tuning",
-    "runtime/places/cuda_processes": "runtime/core runtime/places/cuda runtime/places/one_host",
+    "runtime/places/cuda": "runtime/compat runtime/core runtime/engines runtime/tuning",
+    "runtime/places/cuda_processes": (
+        "runtime/compat runtime/core runtime/places/cuda runtime/places/one_host"
+    ),
     "runtime/places/nvshmem": (
-        "runtime/compiler runtime/core runtime/places/cuda runtime/places/cuda_processes"
+        "runtime/compat runtime/compiler runtime/core runtime/places/cuda "
+        "runtime/places/cuda_processes"
     ),
     "runtime/places/sim": (
         "runtime/core runtime/engines runtime/interpreter/inline_ptx runtime/scheduler"
     ),
     "runtime/start": (
-        "runtime/core runtime/places/cuda runtime/places/cuda_processes "
+        "runtime/compat runtime/core runtime/places/cuda runtime/places/cuda_processes "
         "runtime/places/hosts runtime/places/nvshmem runtime/places/one_host "
         "runtime/places/shm"
     ),
     "interlace/arguments": "runtime/core runtime/numerics runtime/tuning",
-    "interlace/cli/output": "runtime/places/hosts runtime/places/shm/machine_code",
-    "interlace/groups": "interlace/arguments runtime/core runtime/start",
+    "interlace/cli/output": (
+        "runtime/compat runtime/compiler runtime/core runtime/places/hosts "
+        "runtime/places/shm/machine_code"
+    ),
+    "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",
     "interlace/collectives": (
         "interlace/arguments interlace/groups runtime/algorithms runtime/core runtime/engines"
     ),
@@ -74,13 +85,13 @@ FOLDERS = {
     ),
     "interlace/ops/eager": (
         "interlace/arguments interlace/collectives interlace/fused runtime/algorithms "
-        "runtime/core runtime/tuning"
+        "runtime/compat runtime/core runtime/tuning"
     ),
     "interlace/ops": (
         "interlace/arguments interlace/fused interlace/groups interlace/ops/eager "
-        "runtime/algorithms runtime/core runtime/numerics"
+        "runtime/algorithms runtime/compat runtime/core runtime/numerics"
     ),
-    "interlace/compile": "interlace/ops runtime/tuning",
+    "interlace/compile": "interlace/ops runtime/compat runtime/tuning",
     "interlace/functional": ("interlace/arguments interlace/groups interlace/ops runtime/core"),
     "interlace/nn/functions": (
         "interlace/arguments interlace/collectives interlace/groups "
@@ -88,7 +99,8 @@ FOLDERS = {
     ),
     "interlace/integrations": "interlace/groups interlace/nn/functions runtime/core",
     "interlace/process_group": (
-        "interlace/collectives interlace/groups runtime/core runtime/places/cuda runtime/start"
+        "interlace/collectives interlace/groups runtime/compat runtime/core "
+        "runtime/places/cuda runtime/start"
     ),
     "interlace/symmetric_memory": (
         "interlace/arguments interlace/groups interlace/ops/eager runtime/core"
@@ -101,8 +113,8 @@ FOLDERS = {
     "python": "interlace/compile interlace/process_group",
     "interlace": (
         "interlace/arguments interlace/collectives interlace/functional interlace/fused "
-        "interlace/groups interlace/ops interlace/ops/eager interlace/symmetric_memory "
-        "python runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
+        "interlace/groups interlace/ops interlace/ops/eager interlace/symmetric_memory python "
+        "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/start runtime/tuning"
     ),
     "interlace/benchmark/timing": "interlace interlace/groups runtime/core",

@@ -26,6 +26,9 @@ OUTPUT_PLACES = 2
 _OUTPUT = tl.constexpr(OUTPUT_PLACES)
 # Interpreted, this is looked at only, for its arguments; Gluon's own cannot even be hashed there.
 jit = triton.jit if triton.knobs.runtime.interpret else gluon.jit
+# Triton 3.8 renames these, and 3.9 has not the old names.
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 class Ring(NamedTuple):
@@ -117,11 +120,11 @@ def load_part(ring, a, b, start, rows, first_row, N, K, place, phase, TILES: gl.
             full = ring.full.index(place)
             mbarrier.wait(ring.empty.index(place), phase ^ 1)
             mbarrier.expect(full, BYTES)
-            tma.async_copy_global_to_shared(a, [row, k], full, ring.a.index(place))
+            _load_tile(a, [row, k], full, ring.a.index(place))
             if TILES.DESCRIPTORS == "nk":
-                tma.async_copy_global_to_shared(b, [column, k], full, ring.b.index(place))
+                _load_tile(b, [column, k], full, ring.b.index(place))
             else:
-                tma.async_copy_global_to_shared(b, [k, column], full, ring.b.index(place))
+                _load_tile(b, [k, column], full, ring.b.index(place))
             place, phase = _next(place, phase, ring.full.shape[0])
     return place, phase
 
@@ -199,7 +202,7 @@ def store_part(output, c_ptr, start, rows, N, place, phase, free, TILES: gl.cons
             if free:
                 column = tile_n * TILES.BLOCK_N + number * COLUMNS
                 row = tile_m * TILES.BLOCK_M
-                tma.async_copy_shared_to_global(c, [row, column], output.a.index(place))
+                _store_tile(c, [row, column], output.a.index(place))
                 # Until it is read; by then the descriptor may be made anew, too.
                 tma.store_wait(0)
             mbarrier.arrive(output.empty.index(place), count=1)

@@ -11,10 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work as TorchWork
 from torch.utils._pytree import tree_map_only
 
 from interlace.groups.groups import resolve
+from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.core.stream import Outcome
 
 

@@ -2,7 +2,8 @@
 
 It must be of the version whose host library the process loads, which is torch's: torch's wheels for CUDA
 bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, and that is looked for first. Releases up to 3.5
-have one file for all architectures, later ones a file each; Triton 3.6 cannot read the later ones.
+have one file for all architectures, later ones (3.7 with torch 2.15) a file each for some, of which that of
+the nearest older architecture serves; Triton 3.6 cannot read the later ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 
 PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 FOLDER = "nvidia/nvshmem/lib"
+NUMBERED = f"{LIBRARY}_sm_[0-9]*.bc"
 VARIABLE = "NVSHMEM_LIB_DIR"  # torch looks at it too
 SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
 
@@ -30,10 +32,12 @@ def device_library(arch: int, folder: str | None = None) -> str:
     """
     looked = []
     for place in [pathlib.Path(folder)] if folder else _places():
-        for name in (f"{LIBRARY}.bc", f"{LIBRARY}_sm_{arch}.bc"):
-            path = place / name
-            if path.is_file():
-                return str(path)
+        if (place / f"{LIBRARY}.bc").is_file():
+            return str(place / f"{LIBRARY}.bc")
+        by_arch = {int(path.stem.rpartition("_")[2]): path for path in place.glob(NUMBERED)}
+        fitting = [number for number in by_arch if number <= arch]
+        if fitting:
+            return str(by_arch[max(fitting)])
         looked.append(str(place))
     raise PlaceUnavailableError(
         f"NVSHMEM's device library for sm_{arch} ({LIBRARY}.bc) is not in {', '.join(looked)}; "

@@ -23,6 +23,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import IO, Any
 
+from interlace.runtime.compat.triton_launcher import cached, compiled, knobs, tool
 from interlace.runtime.compiler import artifacts
 from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.faults import selected
@@ -85,32 +86,20 @@ def _loaded(path: str, kernel: str) -> ModuleType:
 
 def use_cache_of(path: str) -> None:
     """Keep files apart: Triton's cache would give a kernel of equal text the lines of another file."""
-    import triton
-
     root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     name = hashlib.blake2b(os.path.realpath(path).encode(), digest_size=8).hexdigest()
-    triton.knobs.cache.dir = os.path.join(root, f"interlace-{name}") if path else root
+    knobs.cache.dir = os.path.join(root, f"interlace-{name}") if path else root
 
 
 def compile_kernel(request: Compilation) -> Any:
     """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
     use_cache_of(request.path)
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = load(request)
     names = list(kernel.arg_names)
     given = dict.fromkeys(path.partition(".")[0] for path in request.types)
     if given.keys() != set(names):
         differing = sorted(given.keys() ^ set(names))
         raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
-    kind: Any = ASTSource
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        kind = GluonASTSource
-    source = kind(fn=kernel, **_specialised(names, request))
     options: dict[str, Any] = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
@@ -118,7 +107,7 @@ def compile_kernel(request: Compilation) -> Any:
     }
     if request.libraries:
         options["extern_libs"] = request.libraries
-    return triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+    return compiled(kernel, _specialised(names, request), request.arch, options)
 
 
 def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
@@ -143,36 +132,33 @@ def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
 
 
 def measure(request: Compilation) -> Measurement:
-    compiled = compile_kernel(request)
+    kernel = compile_kernel(request)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
-        sass = _disassembly(compiled.asm["cubin"], file.name)
-    ir, arch = TritonIR(compiled.asm["source"]), request.arch
+        sass = _disassembly(kernel.asm["cubin"], file.name)
+    ir, arch = TritonIR(kernel.asm["source"]), request.arch
     counts = sass_rules.instruction_counts(sass)
     spills = sass_rules.spills(counts)
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
     if request.artifacts:
-        artifacts.write(compiled, request.artifacts, usage=used, spills=spills)
+        artifacts.write(kernel, request.artifacts, usage=used, spills=spills)
     tensor_cores, found = None, []
     if not all(dot.exact for dot in ir.dots()):
         tensor_cores = sass_rules.tensor_core_instructions(counts, arch, any_kind=True)
     if not request.libraries:
-        found = sass_rules.faults(ir, compiled.asm["ptx"], sass, arch, request.num_warps)
+        found = sass_rules.faults(ir, kernel.asm["ptx"], sass, arch, request.num_warps)
     faults = selected(found, request.ignore)
-    sizes = used["REG"], used["STACK"], spills, int(compiled.metadata.shared)
+    sizes = used["REG"], used["STACK"], spills, int(kernel.metadata.shared)
     return Measurement(*sizes, tensor_cores, faults, loops=loops(sass))
 
 
 def _disassembly(cubin: bytes, file_name: str) -> str:
     """SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s for the smallest kernel."""
-    import triton
-    from triton.runtime.cache import get_cache_manager
-
-    version = triton.knobs.nvidia.nvdisasm.version
+    version = tool("nvdisasm").version
     digest = hashlib.blake2b(cubin, key=f"nvdisasm -g {version}".encode(), digest_size=32)
-    kept, name = get_cache_manager(digest.hexdigest()), "disassembly.sass.gz"
+    kept, name = cached(digest.hexdigest()), "disassembly.sass.gz"
     found = kept.get_file(name)
     if found:
         return gzip.decompress(pathlib.Path(found).read_bytes()).decode()
@@ -182,9 +168,7 @@ def _disassembly(cubin: bytes, file_name: str) -> str:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    import triton
-
-    command = [getattr(triton.knobs.nvidia, name).path, *arguments]
+    command = [tool(name).path, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -230,10 +214,8 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 
 def main() -> None:
     """Serve stdin and stdout. Whatever the compiler prints must not get between the answers."""
-    import triton
-
     # A file of kernels may well set TRITON_INTERPRET itself; what is set here goes before that.
-    triton.knobs.runtime.interpret = False
+    knobs.runtime.interpret = False
     answers_fd = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(answers_fd, "w") as out:

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from triton.runtime.jit import mangle_type
+from interlace.runtime.compat.triton_launcher import mangle_type
 
 ALIGNMENT = 16
 SMALL = 1 << 31  # numbers below are 32 bits wide

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from interlace.runtime.compat.triton_launcher import warmed_up
 from interlace.runtime.core.kernel_arguments import compiled_with, constants
 
 
@@ -51,14 +52,11 @@ class KernelLaunch:
 
     def compiled(self) -> Any:
         """The kernel for a GPU, compiled and loaded, not run: Triton's ``CompiledKernel``."""
-        made = self.kernel.warmup(
-            **compiled_with(self.kernel, self.arguments),
+        return warmed_up(
+            self.kernel,
+            compiled_with(self.kernel, self.arguments),
             grid=self.extents,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             **self.options,
         )
-        if hasattr(made, "result"):  # compiled in the background
-            made = made.result()
-        made._init_handles()
-        return made

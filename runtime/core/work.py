@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work as TorchWork
 
+from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Outcome

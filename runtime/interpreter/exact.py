@@ -20,7 +20,7 @@ What stays a stand-in for the GPU:
 Nothing of triton is edited: builder methods are shadowed by instance attributes. `tl.reduce` and
 `tl.associative_scan` do not reach the builder: for the combine functions of triton.language.standard they
 call numpy on the raw data, which for bf16 and fp8 is bits, and for fp16 adds in fp16 along some axes and in
-fp32 along others; so their one method is replaced. Verified on triton 3.6.0 and 3.7.1.
+fp32 along others; so their one method is replaced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 
+from interlace.runtime.compat.triton_interpreter import TensorHandle, bare, ir, triton_interpreter
 from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.numerics import float_formats as formats
 
@@ -58,18 +58,18 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
 
     The functions call what ``builder`` has now, so hooks installed before keep working.
     """
-    make, stock = interpreter.TensorHandle, builder
-    stock_binary, stock_unary, stock_cast = stock.binary_op, stock.unary_op, stock.cast_impl
-    stock_fp_to_fp, stock_dot, stock_fma = stock.create_fp_to_fp, stock.create_dot, stock.create_fma
-    stock_rmw, stock_cas = stock.create_atomic_rmw, stock.create_atomic_cas
-    stock_descriptor_load = stock.create_descriptor_load
-    stock_pointer_load = stock.create_tensor_pointer_load
+    make = TensorHandle
+    stock_binary, stock_unary, stock_cast = builder.binary_op, builder.unary_op, builder.cast_impl
+    stock_fp_to_fp, stock_dot = builder.create_fp_to_fp, builder.create_dot
+    stock_fma, stock_rmw = builder.create_fma, builder.create_atomic_rmw
+    stock_cas, stock_descriptor_load = builder.create_atomic_cas, builder.create_descriptor_load
+    stock_pointer_load: Any = getattr(builder, "create_tensor_pointer_load", None)
 
     def like(values: formats.Array, handle: Handle) -> Handle:
         dtype = handle.dtype.scalar
         if dtype.name in formats.STORED_AS_BITS:
             return make(formats.narrow(values, dtype), dtype)
-        return make(values.astype(interpreter._get_np_dtype(dtype)), dtype)
+        return make(values.astype(triton_interpreter._get_np_dtype(dtype)), dtype)
 
     def binary_op(lhs: Handle, rhs: Handle, op: Callable[..., formats.Array]) -> Handle:
         # Infinity and nan are results here, not numpy warnings. Set per operation, because every
@@ -93,19 +93,19 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
             if target.name in formats.STORED_AS_BITS:
                 return make(formats.narrow(_number(src), target), target)
             if _stored(src):
-                return make(_number(src).astype(interpreter._get_np_dtype(target)), target)
+                return make(_number(src).astype(triton_interpreter._get_np_dtype(target)), target)
             return stock_cast(src, dst_type)
 
     def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: Any) -> Handle:
         target = dst_type.scalar
         _refuse(src.dtype.scalar, target)
         form = formats.HALF if target.name == "fp16" else formats.STORED_AS_BITS.get(target.name)
-        if rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
+        if rounding_mode == ir.ROUNDING_MODE.RTZ:
             if form is None:
                 return stock_fp_to_fp(src, dst_type, rounding_mode)
             with np.errstate(all="ignore"):
                 bits = formats.encode(_number(src), form, toward_zero=True)
-            return make(bits.view(interpreter._get_np_dtype(target)), target)
+            return make(bits.view(triton_interpreter._get_np_dtype(target)), target)
         return cast_impl(src, dst_type)
 
     def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> Handle:
@@ -133,28 +133,27 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         return lambda value: make(formats.narrow(np.array([value], dtype=np.float64), dtype), dtype)
 
     def pads_with_nan(element: Any, padding: Any) -> bool:
-        nan = interpreter._ir.PADDING_OPTION.PAD_NAN
+        nan = ir.PADDING_OPTION.PAD_NAN
         return bool(padding == nan and element.name in formats.STORED_AS_BITS)
 
-    def padded_load(access: tuple[Any, Any], cache: Any, eviction: Any, volatile: Any) -> Handle:
+    def padded_load(access: tuple[Any, Any], *policy: Any) -> Handle:
         ptrs, mask = access
         dtype = ptrs.get_element_ty()
         form = formats.STORED_AS_BITS[dtype.name]
         nan = make(np.full(ptrs.data.shape, form.nan, form.storage), dtype)
-        masked = make(mask, tl.int1)
-        return builder.create_masked_load(ptrs, masked, nan, cache, eviction, volatile)
+        return builder.create_masked_load(ptrs, make(bare(mask), tl.int1), nan, *policy)
 
-    def create_descriptor_load(desc: Any, indices: Any, cache: Any, eviction: Any) -> Handle:
+    def create_descriptor_load(desc: Any, indices: Any, *policy: Any) -> Handle:
         if not pads_with_nan(desc.base.dtype.element_ty, desc.padding):
-            return stock_descriptor_load(desc, indices, cache, eviction)
-        return padded_load(desc.materialize_pointers(indices), cache, eviction, False)
+            return stock_descriptor_load(desc, indices, *policy)
+        return padded_load(desc.materialize_pointers(indices), *policy, False)
 
     def create_tensor_pointer_load(
-        ptr: Any, boundary_check: Any, padding: Any, cache: Any, eviction: Any, volatile: Any
+        ptr: Any, boundary_check: Any, padding: Any, *policy: Any
     ) -> Handle:
         if not pads_with_nan(ptr.base.get_element_ty(), padding):
-            return stock_pointer_load(ptr, boundary_check, padding, cache, eviction, volatile)
-        return padded_load(ptr.materialize_pointers(boundary_check), cache, eviction, volatile)
+            return stock_pointer_load(ptr, boundary_check, padding, *policy)
+        return padded_load(ptr.materialize_pointers(boundary_check), *policy)
 
     def no_atomics(val: Handle) -> None:
         if _stored(val):
@@ -170,7 +169,8 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
 
     functions = (
         *(binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot, create_fma, create_clampf),
-        *(create_descriptor_load, create_tensor_pointer_load, create_atomic_rmw, create_atomic_cas),
+        *(create_descriptor_load, create_atomic_rmw, create_atomic_cas),
+        *((create_tensor_pointer_load,) if stock_pointer_load else ()),
     )
     return {
         **{function.__name__: function for function in functions},
@@ -187,7 +187,7 @@ def _tensor(data: Any, dtype: Any, model: Any) -> Any:
     """``data`` as a tensor of ``dtype`` and of the shape of ``model``."""
     shape = model.type.get_block_shapes() if model.type.is_block() else None
     kind = tl.block_type(dtype, shape) if shape else dtype
-    return tl.tensor(interpreter.TensorHandle(data, dtype), kind)
+    return tl.tensor(TensorHandle(data, dtype), kind)
 
 
 def _narrowed(tensor: Any, dtype: Any) -> Any:
@@ -211,6 +211,8 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
         standard._elementwise_min,
         standard._argmax_combine_tie_break_left,
         standard._argmin_combine_tie_break_left,
+        standard._argmax_combine_tie_break_fast,
+        standard._argmin_combine_tie_break_fast,
     )
 
     def apply_impl(self: Any, tensors: tuple[Any, ...]) -> Any:
@@ -231,8 +233,8 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def exact_arithmetic() -> list[Replacement]:
     """Replacements that make interpreted kernels exact in all threads, which share one builder."""
-    builder = interpreter.interpreter_builder
-    kinds = (interpreter.ReduceOps, interpreter.ScanOps)
+    builder = triton_interpreter.interpreter_builder
+    kinds = (triton_interpreter.ReduceOps, triton_interpreter.ScanOps)
     return [
         *((builder, *override) for override in exact_overrides(builder).items()),
         *((kind, "apply_impl", exact_reduction(kind.apply_impl)) for kind in kinds),

@@ -23,8 +23,13 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
-from triton.runtime import interpreter as triton_interpreter
 
+from interlace.runtime.compat.triton_interpreter import (
+    InterpretedFunction,
+    bare,
+    ir,
+    triton_interpreter,
+)
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants
@@ -36,7 +41,7 @@ from interlace.runtime.interpreter.inline_ptx.threads import InlineAssembly
 
 def require_interpreter(kernel: Any) -> None:
     """Raise unless ``kernel`` was decorated while Triton was in interpreter mode."""
-    kind = triton_interpreter.InterpretedFunction
+    kind = InterpretedFunction
     if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # its own functions were first
         return
     raise PlaceUnavailableError(
@@ -88,18 +93,21 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             scope = triton_interpreter._patch_lang(function)
             if scope is not None:
                 stack.callback(scope.restore)
-        kind = triton_interpreter.InterpretedFunction
         nothing = SimpleNamespace(restore=lambda: None)
         changes: list[Replacement] = [
             # the language is patched for good; kernels that user code launches in between
             # must not patch and restore it in an order of their own
             (triton_interpreter, "_patch_lang", lambda function: nothing),
             # without the stock re-patching (206 us against 16 us per call)
-            (kind, "__call__", lambda self, *a, **named: self.rewrite()(*a, **named)),
+            (
+                InterpretedFunction,
+                "__call__",
+                lambda self, *a, **named: self.rewrite()(*a, **named),
+            ),
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
             (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
             (triton_interpreter, "_get_np_dtype", _numpy_dtype),
-            (kind, "run", _launched(hooks)),
+            (InterpretedFunction, "run", _launched(hooks)),
         ]
         shortcuts = shortcuts and not builder.options.debug
         if not builder.options.debug:
@@ -137,18 +145,11 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
-    def masked_load(
-        pointers: Any,
-        mask: Any,
-        other: Any,
-        cache_modifier: Any,
-        eviction_policy: Any,
-        is_volatile: bool,
-    ) -> Any:
-        def perform() -> Any:
-            return load(pointers, mask, other, cache_modifier, eviction_policy, is_volatile)
-
-        return hooks.load(pointers, mask, perform, volatile=bool(is_volatile))
+    def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        volatile = bool(named["is_volatile"] if named else rest[-1])
+        return hooks.load(
+            pointers, mask, lambda: load(pointers, mask, other, *rest, **named), volatile=volatile
+        )
 
     def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         return hooks.store(
@@ -176,20 +177,19 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     ]
 
 
-_ir = triton_interpreter._ir
 _SEMS = {
-    _ir.MEM_SEMANTIC.RELAXED: "relaxed",
-    _ir.MEM_SEMANTIC.ACQUIRE: "acquire",
-    _ir.MEM_SEMANTIC.RELEASE: "release",
-    _ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+    ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    ir.MEM_SEMANTIC.RELEASE: "release",
+    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
 }
 _SCOPES = {
-    _ir.MEM_SYNC_SCOPE.CTA: "cta",
-    _ir.MEM_SYNC_SCOPE.GPU: "gpu",
-    _ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
+    ir.MEM_SYNC_SCOPE.CTA: "cta",
+    ir.MEM_SYNC_SCOPE.GPU: "gpu",
+    ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
 }
 _KINDS = {
-    getattr(_ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # as "add" of FADD, "min" of UMIN
+    getattr(ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # as "add" of FADD, "min" of UMIN
     for name in ["ADD", "FADD", "MIN", "UMIN", "MAX", "UMAX", "AND", "OR", "XOR", "XCHG"]
 }
 
@@ -225,7 +225,7 @@ def active(values: Any, pointers: Any, mask: Any) -> Any:
         values = np.broadcast_to(values, shape)
     if mask is None:
         return values.ravel()
-    chosen = mask if isinstance(mask, np.ndarray) else mask.data  # descriptors pass bare arrays
+    chosen = bare(mask)
     return values.ravel() if chosen.all() else values[np.broadcast_to(chosen, shape)]
 
 

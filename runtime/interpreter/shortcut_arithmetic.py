@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
 
+from interlace.runtime.compat.triton_interpreter import TensorHandle
 from interlace.runtime.interpreter.attributes import Replacement
 
 Method = Callable[..., Any]

@@ -22,13 +22,11 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 
+from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle
 from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.interpreter.shortcut_arithmetic import block_of, lengths
 
-_CACHE = interpreter._ir.CACHE_MODIFIER.NONE
-_EVICTION = interpreter._ir.EVICTION_POLICY.NORMAL
 _shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 _ranges: dict[tuple[int, int], Any] = {}
 
@@ -62,7 +60,7 @@ def _load(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
         if mask is None:
             if other is not None:
                 return stock(pointer, mask, other)
-            handle = builder.create_load(pointer.handle, _CACHE, _EVICTION, False)
+            handle = builder.create_load(pointer.handle, *NO_POLICY, False)
         else:
             value = other.value if other.__class__ is tl.constexpr else other
             if (
@@ -72,7 +70,7 @@ def _load(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
             ):
                 return stock(pointer, mask, other)
             handle = builder.create_masked_load(
-                pointer.handle, mask.handle, None, _CACHE, _EVICTION, False
+                pointer.handle, mask.handle, None, *NO_POLICY, False
             )
         whole = pointer.type.__class__ is tl.block_type
         return tl.tensor(handle, pointer.type.with_element_ty(element) if whole else element)
@@ -94,10 +92,10 @@ def _store(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
         ):
             return stock(pointer, value, mask, *more, **named)
         if mask is None:
-            done = builder.create_store(pointer.handle, value.handle, _CACHE, _EVICTION)
+            done = builder.create_store(pointer.handle, value.handle, *NO_POLICY)
         else:
             done = builder.create_masked_store(
-                pointer.handle, value.handle, mask.handle, _CACHE, _EVICTION
+                pointer.handle, value.handle, mask.handle, *NO_POLICY
             )
         return tl.tensor(done, tl.void)
 
@@ -115,7 +113,7 @@ def _arange(stock: Callable[..., Any]) -> Callable[..., Any]:
             made = stock(start, end)
             _ranges[first, last] = made.type
             return made
-        handle = interpreter.TensorHandle(np.arange(first, last, dtype=np.int32), tl.int32)
+        handle = TensorHandle(np.arange(first, last, dtype=np.int32), tl.int32)
         return tl.tensor(handle, kind)
 
     return arange

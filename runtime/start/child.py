@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
+from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.errors import AbortedError, PeerDiedError
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.one_host.group import HostGroup

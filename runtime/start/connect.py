@@ -23,8 +23,7 @@ from interlace.runtime.places.one_host.signed_store import signed as signed
 from interlace.runtime.places.shm.place import ShmPlace
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
+    from interlace.runtime.compat.torch_groups import Store
     from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
 
 

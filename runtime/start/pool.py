@@ -35,9 +35,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from interlace.kernels.signal import MAX_WORLD_SIZE
+from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
 from interlace.runtime.start.child import RankTask, Setup, TaskReport, serve
 

@@ -146,6 +146,9 @@ def test_a_file_for_all_or_one_for_each(tmp_path: pathlib.Path) -> None:
     assert nvshmem_library.device_library(90, folder).endswith("libnvshmem_device_sm_90.bc")
     with pytest.raises(PlaceUnavailableError, match=r"for sm_80 .* is not in .*name its folder"):
         nvshmem_library.device_library(80, folder)
+    folder_with(tmp_path, "libnvshmem_device_sm_75.bc")
+    for arch, nearest in ((80, 75), (90, 90), (100, 90)):
+        assert nvshmem_library.device_library(arch, folder).endswith(f"_sm_{nearest}.bc")
     folder_with(tmp_path, "libnvshmem_device.bc")
     assert nvshmem_library.device_library(80, folder).endswith("libnvshmem_device.bc")
 

@@ -174,13 +174,14 @@ def prepared(launch: Any) -> None:
     """``launch`` as a stream has it run, also by a launcher of a kind that is not known."""
     import torch
 
+    from interlace.runtime.compat import triton_launcher
     from interlace.runtime.places.cuda import launch as cuda
 
     cache = cuda.LaunchCache(torch.device("cpu"), lambda compiled: None)
     cache.prepare(launch, 7, 0).run(7)
-    known, cuda._launcher_class = cuda._launcher_class, lambda: None
+    known, triton_launcher._launcher_class = triton_launcher._launcher_class, lambda: None
     cuda.LaunchCache(torch.device("cpu"), lambda compiled: None).prepare(launch, 7, 0).run(7)
-    cuda._launcher_class = known
+    triton_launcher._launcher_class = known
 
 
 def parts(folder: Path) -> dict[str, Callable[[], int]]:

@@ -39,8 +39,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.places.cuda.launch import PreparedLaunch
-from interlace.runtime.places.cuda_processes.ipc import tensor_over
 from stand_ins import fake_kernels
 from stand_ins.fake_items import (
     Capture,

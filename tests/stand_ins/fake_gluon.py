@@ -253,8 +253,6 @@ class Program:
         )
         tma = SimpleNamespace(
             make_tensor_descriptor=Descriptor.make,
-            async_copy_global_to_shared=self._load_tile,
-            async_copy_shared_to_global=lambda *store: self.stores.append(store),
             store_wait=self.read_stores,
         )
         hopper = SimpleNamespace(
@@ -266,6 +264,8 @@ class Program:
             "gl": gl,
             "mbarrier": mbarrier,
             "tma": tma,
+            "_load_tile": self._load_tile,
+            "_store_tile": lambda *store: self.stores.append(store),
             "hopper": hopper,
             "tl": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
             "first_tile": first_tile.fn,

@@ -22,8 +22,8 @@ from interlace.kernels.signal import (
     SPIN_LIMIT_WORD,
 )
 from interlace.kernels.transfer import TRANSFER_COLUMNS
+from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.memory import WORD
-from interlace.runtime.places.cuda_processes.ipc import tensor_over
 
 Steps = Iterator[Callable[[], bool]]
 View = tuple[Sequence[int], Sequence[int]]

@@ -30,6 +30,7 @@ from interlace.compile.graph_nodes import (
     value,
     wait_tensor,
 )
+from interlace.runtime.compat import torch_groups
 
 _ops: Any = torch.ops.interlace
 
@@ -107,7 +108,7 @@ def _at(node: fx.Node) -> Collective | None:
 def _size_of(name: Any) -> int | None:
     """torch's all_reduce does not carry the size of its group; None if there is no such group yet."""
     try:
-        return int(torch._C._distributed_c10d._resolve_process_group(name).size())
+        return int(torch_groups.resolve(name).size())
     except (RuntimeError, LookupError, ValueError, TypeError):
         return None
 

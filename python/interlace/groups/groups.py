@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.groups import rank_lists
+from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.place import Place
@@ -99,7 +100,7 @@ def world_size_of(name: str) -> int:
         if name == rank_lists.DEFAULT_NAME:
             return dist.get_world_size()
         with contextlib.suppress(RuntimeError, LookupError, ValueError):
-            return dist.distributed_c10d._resolve_process_group(name).size()  # type: ignore[attr-defined,arg-type]
+            return int(torch_groups.resolve(name).size())
     elif name == rank_lists.DEFAULT_NAME and simulated():
         return simulated()
     return resolve(name).world_size
@@ -127,8 +128,6 @@ def init(
     >>> interlace.shutdown()
     >>> dist.destroy_process_group()
     """
-    from torch._C._distributed_c10d import TCPStore
-
     global _of_process, _made_from
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if _of_process is not None:
@@ -140,7 +139,7 @@ def init(
                 "interlace.functional, which needs no group"
             )
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: Any = torch_groups.default_store()
     else:
         missing = [
             n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ
@@ -152,7 +151,7 @@ def init(
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torchrun's agent serves the store already; whoever starts ranks by hand lets rank 0 do it
         agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-        store = TCPStore(
+        store = torch_groups.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size,
@@ -239,7 +238,7 @@ def _from_name(name: str) -> Communicator:
     if found is not None:
         return found
     try:
-        torch_group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+        torch_group = torch_groups.resolve(name)
     except (RuntimeError, LookupError, ValueError) as error:
         raise ValueError(
             f"group: there is no group named {name!r} on rank {whole.rank}; names are "
@@ -273,7 +272,7 @@ def _from_process_group(group: dist.ProcessGroup) -> Communicator:
         if ranks == list(range(whole.world_size)):
             return whole
         place = connect_place(
-            dist.distributed_c10d._get_default_store(),
+            torch_groups.default_store(),
             ranks.index(dist.get_rank()),
             len(ranks),
             timeout=DEFAULT_TIMEOUT,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _register_work
 from torch.utils._pytree import tree_map_only
 
+from interlace.runtime.compat.torch_groups import _register_work
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.torch_modes import PLAIN_TYPES
 from interlace.runtime.core.work import Work

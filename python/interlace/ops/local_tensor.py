@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from interlace.groups import groups, rank_lists, specs
 from interlace.ops import simulated
+from interlace.runtime.compat.torch_groups import resolve
 
 NAMESPACE = "interlace"
 PER_RANK = ("output_split_sizes", "input_split_sizes")
@@ -233,7 +234,7 @@ def _alive(name: str) -> Sequence[int] | None:
     if not dist.is_initialized():
         return None
     try:
-        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+        group = resolve(name)
     except (RuntimeError, LookupError, ValueError):
         return None
     return dist.get_process_group_ranks(group)

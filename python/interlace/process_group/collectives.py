@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves
 
 from interlace.collectives import monitored_barrier as monitored
@@ -29,6 +28,8 @@ from interlace.groups.groups import OnInterlace
 from interlace.process_group import rules
 from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
 from interlace.process_group.short_forms import all_flat, flat, long_form
+from interlace.runtime.compat import torch_groups
+from interlace.runtime.compat.torch_groups import c10d
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.place import BOUND, Place, bounded
 from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
@@ -44,7 +45,7 @@ _DEFAULT_ALL_TO_ALL = c10d.AllToAllOptions()
 # What a synchronous call returns: torch waits for it and drops it.
 _done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 _done.set_result([])
-COMPLETED: Work = c10d._create_work_from_future(_done)  # type: ignore[attr-defined]
+COMPLETED: Work = c10d._create_work_from_future(_done)
 
 _ZERO = timedelta(0)
 
@@ -78,7 +79,7 @@ class HostCopies:
 ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GPU
 
 
-class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
+class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     """Methods that torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
@@ -154,7 +155,7 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
                         self._make_dispatchable()
                     else:
                         around.enter_context(returning_to(self, serve))
-                work = rules.torchs_own(name)(self, *tensors, *rest)
+                work = torch_groups.torchs_own(name)(self, *tensors, *rest)
         finally:
             self._above -= 1
         return works[-1] if works and works[-1] is not None else work
@@ -396,11 +397,11 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
 
     # -- what torch before 2.13 calls them -----------------------------------------------------
 
-    _allgather_base = rules.renamed("all_gather_single")
-    _reduce_scatter_base = rules.renamed("reduce_scatter_single")
-    alltoall_base = rules.renamed("all_to_all_single")
-    allgather_into_tensor_coalesced = rules.renamed("all_gather_single_coalesced")
-    reduce_scatter_tensor_coalesced = rules.renamed("reduce_scatter_single_coalesced")
+    _allgather_base = torch_groups.renamed("all_gather_single")
+    _reduce_scatter_base = torch_groups.renamed("reduce_scatter_single")
+    alltoall_base = torch_groups.renamed("all_to_all_single")
+    allgather_into_tensor_coalesced = torch_groups.renamed("all_gather_single_coalesced")
+    reduce_scatter_tensor_coalesced = torch_groups.renamed("reduce_scatter_single_coalesced")
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
         own = self._own(tensors)
@@ -424,4 +425,4 @@ class Collectives(OnInterlace, rules.ProcessGroup):  # type: ignore[misc]
         return self._run("recv_anysource", own, point_to_point._irecv, tensor, None, tag)
 
 
-rules.keep_outside_compilation(Collectives)
+torch_groups.keep_outside_compilation(Collectives)

@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.process_group.rules import underlying
+from interlace.runtime.compat.torch_groups import _create_work_from_future
 from interlace.runtime.core.torch_modes import modes_active
 
 _C: Any = torch._C
-_c10d: Any = c10d
 _TorchDispatchMode: Any = TorchDispatchMode
 
 
@@ -67,7 +66,7 @@ class _Returning(_TorchDispatchMode):  # type: ignore[misc]
         work = self._serve(*args[:2])
         if work is None:
             return None
-        boxed = _c10d._create_work_from_future(work.get_future()).boxed()
+        boxed = _create_work_from_future(work.get_future()).boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
     def _is_ours(self, func: Any, args: Any) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, _register_work, _resolve_process_group
+
+from interlace.runtime.compat.torch_groups import ProcessGroup, _register_work, resolve
 
 _Library: Any = torch.library.Library
 _library: Any = None
@@ -32,7 +33,7 @@ def register() -> None:
 def _group(name_or_group: Any) -> Any:
     """The process group itself; ops may be given its name, or the object that C++ made of it."""
     if isinstance(name_or_group, str):
-        return _resolve_process_group(name_or_group)  # type: ignore[arg-type]
+        return resolve(name_or_group)
     if isinstance(name_or_group, torch._C.ScriptObject):
         return ProcessGroup.unbox(name_or_group)
     return name_or_group

@@ -7,7 +7,7 @@ internal form of interlace's own function; a call that torch's dispatcher has to
 - ``ProcessGroup.__init__(rank, size)``; given a store, it builds an object without overrides.
 - Name and description are kept here: torch would keep them in its C++ backends, of which there is none.
 - Every collective returns a Work: C++ callers do not expect None, and crash.
-- Dynamo must not trace into a method: see ``rules.keep_outside_compilation``.
+- Dynamo must not trace into a method: see ``keep_outside_compilation``.
 - C++ code that finds the group in a dispatched ``c10d::`` op asks it for a C++ backend. That is a gloo
   group over the same ranks, made when it is first needed, which takes all ranks of the group.
 - Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks, which is made when
@@ -25,11 +25,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from interlace.process_group import functional_kernels
 from interlace.process_group.collectives import Collectives
-from interlace.process_group.rules import keep_outside_compilation
+from interlace.runtime.compat.torch_groups import (
+    PrefixStore,
+    c10d,
+    keep_outside_compilation,
+    leave_unrecorded,
+)
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem
@@ -42,6 +46,7 @@ ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other gr
 
 def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
     """The process group that torch asks for, with its ``_DistributedBackendOptions``. Collective."""
+    leave_unrecorded("interlace")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return InterlaceProcessGroup(
         options.store,
@@ -177,13 +182,13 @@ class InterlaceProcessGroup(Collectives):
     def _make_dispatchable(self) -> None:
         """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
         if self._gloo is None:
-            from torch._C._distributed_c10d import ProcessGroupGloo
-
             kind = self._backend_kind
             # gloo reads what an earlier group has left under the same name in the same store
             name = self.interlace_communicator.agree("a gloo group", os.urandom(8).hex())[0]
             store = PrefixStore(f"interlace/gloo/{name}", self._store)
-            self._gloo = ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
+            self._gloo = c10d.ProcessGroupGloo(
+                store, self.rank(), self.size(), timeout=self._timeout
+            )
             self._register_backend(torch.device("cpu"), kind, self._gloo)
             self._set_default_backend(kind)
 

@@ -1,11 +1,13 @@
 """PTX as a list of instructions with source lines and control flow.
 
 Takes what Triton emits and what kernels write as inline assembly: several statements in a line, scopes
-with labels of their own, predicates on anything. Line information is in ``.loc`` directives; Triton
-writes the chain of inlined calls only as a comment behind them::
+with labels of their own, predicates on anything. Line information is in ``.loc`` directives. The chain of
+inlined calls is a comment behind them, up to Triton 3.7; later they name the call, which has a ``.loc`` of
+its own before, and count the lines of a text of inline assembly as if they were the kernel's::
 
     .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/fused/all_gather_matmul.py:105:12 ]
     ]
+    .loc  2 73 29, function_name $L__info_string0, inlined_at 3 108 71    // signal.py:73:29
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from interlace.runtime.compiler.lint.lines import Frame, FrameChain
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^/]*(?://(.*))?")
+_CALL = re.compile(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)")
+_INLINE = "// begin inline asm", "// end inline asm"
 _LABEL = re.compile(r"([$%\w]+):(?!:)\s*")
 _PREDICATE = re.compile(r"@(!?[%$\w]+)\s+")
 _TARGETS = re.compile(r"\.branchtargets\b(.*)")
@@ -121,11 +125,15 @@ class PtxModule:
 
     def _read(self, ptx: str) -> None:
         chain: FrameChain = ()
-        label = pending = ""
+        chains: dict[Frame, FrameChain] = {}  # the last of a call
+        label, pending, inline = "", "", False
         for number, raw in enumerate(ptx.splitlines(), 1):
             text = raw.strip()
+            if text in _INLINE:
+                inline = text == _INLINE[0]
             if text.startswith(".loc"):
-                chain = self._chain(text)
+                if not inline:
+                    chain = self._chain(text, chains)
                 continue
             text = text.split("//")[0].strip()
             if re.match(r"(\.\w+\s+)*\.(entry|func)\b", text):
@@ -144,18 +152,26 @@ class PtxModule:
                 elif re.match(r"[a-z@]", statement):
                     self.instructions.append(_instruction(statement[:-1].strip(), chain, number))
 
-    def _chain(self, directive: str) -> FrameChain:
+    def _frame(self, number: str, line: str, column: str) -> Frame:
+        return Frame(self._paths.get(int(number), ""), int(line), int(column))
+
+    def _chain(self, directive: str, chains: dict[Frame, FrameChain]) -> FrameChain:
         found = _LOC.match(directive)
         if not found:
             return ()
-        number, line, column, comment = found.groups()
-        innermost = Frame(self._paths.get(int(number), ""), int(line), int(column))
+        *place, comment = found.groups()
+        innermost = self._frame(*place)
+        if call := _CALL.search(directive):
+            caller = self._frame(*call.groups())
+            chains[innermost] = (innermost, *chains.get(caller, (caller,)))
+            return chains[innermost]
         frames = [innermost]
         for called_at in (comment or "").replace("]", "").split("@[")[1:]:
             name, _, rest = called_at.strip().partition(":")
             numbers = [int(word) for word in rest.split(":") if word.strip().isdigit()]
             frames.append(Frame(self._by_name.get(name, name), *numbers[:2]))
-        return tuple(frames)
+        chains[innermost] = tuple(frames)
+        return chains[innermost]
 
     def _successors(self, index: int) -> list[int]:
         one = self.instructions[index]

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import interpreter
-from triton.runtime.interpreter import TensorHandle
 
+from interlace.runtime.compat.triton_interpreter import TensorHandle, atomics
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
 from interlace.runtime.interpreter.inline_ptx.special import Reader, Thread
@@ -36,10 +35,10 @@ Addresses = Callable[[Thread], list[int]]
 SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a program is a cluster
 ALL = TensorHandle(np.ones(1, np.bool_), tl.int1)
 ORDERS = {
-    "relaxed": interpreter.MEM_SEMANTIC.RELAXED,
-    "acquire": interpreter.MEM_SEMANTIC.ACQUIRE,
-    "release": interpreter.MEM_SEMANTIC.RELEASE,
-    "acq_rel": interpreter.MEM_SEMANTIC.ACQUIRE_RELEASE,
+    "relaxed": atomics.MEM_SEMANTIC.RELAXED,
+    "acquire": atomics.MEM_SEMANTIC.ACQUIRE,
+    "release": atomics.MEM_SEMANTIC.RELEASE,
+    "acq_rel": atomics.MEM_SEMANTIC.ACQUIRE_RELEASE,
 }
 _WHOLE = ("u32", "s32", "u64", "s64")
 _OPERATIONS = {
@@ -194,7 +193,7 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
         nothing = np.zeros(1, kind.raw)
 
         def unchanged(addresses: Any, order: Any) -> Any:  # 0 becomes 0, and anything else stays
-            return interpreter.atomic_cas(addresses, nothing, nothing, order)
+            return atomics.atomic_cas(addresses, nothing, nothing, order)
 
         access = _atomic(kind, "load", str(sem), scope)
         return lambda thread, address: access(thread, address, unchanged, reads_only=True)
@@ -205,7 +204,7 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
         pointers = _pointer(address, kind)
 
         def perform() -> Any:
-            found = interpreter.load(pointers.data, ALL.data, zero.data, zero.data.dtype)
+            found = atomics.load(pointers.data, ALL.data, zero.data, zero.data.dtype)
             return TensorHandle(found, kind.memory)
 
         return _bits_of(thread.session.hooks.load(pointers, ALL, perform, volatile=volatile))
@@ -222,7 +221,7 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
         pointers, value = _pointer(address, kind), _handle(bits, kind)
 
         def perform() -> None:
-            interpreter.store(pointers.data, value.data, ALL.data)
+            atomics.store(pointers.data, value.data, ALL.data)
 
         thread.session.hooks.store(pointers, value, ALL, perform)
 
@@ -288,7 +287,7 @@ def _compare_and_swap(kind: ScalarType, sem: str, scope: str) -> Callable[..., i
         compare, swap = _handle(expected, kind), _handle(value, kind)
 
         def change(addresses: Any, order: Any) -> Any:
-            return interpreter.atomic_cas(addresses, compare.data, swap.data, order)
+            return atomics.atomic_cas(addresses, compare.data, swap.data, order)
 
         return access(thread, address, change, reads_only=expected == value, compare=compare)
 
@@ -312,7 +311,7 @@ def read_modify_write(
 
 
 _NATIVE = {
-    (letter, name): getattr(interpreter.RMW_OP, prefix + name.upper())
+    (letter, name): getattr(atomics.RMW_OP, prefix + name.upper())
     for letters, prefix, names in (
         ("us", "", "add and or xor xchg"),
         ("b", "", "and or xor xchg"),
@@ -334,7 +333,7 @@ def _change(name: str, kind: ScalarType) -> Callable[[int, Any, Any], Any]:
     """(bits, addresses, order) -> what was there, atomically."""
     native = _NATIVE.get((kind.letter, name)) if kind.bits >= 32 else None
     if native is not None:
-        return lambda bits, addresses, order: interpreter.atomic_rmw(
+        return lambda bits, addresses, order: atomics.atomic_rmw(
             native, addresses, _handle(bits, kind).data, ALL.data, order
         )
 
@@ -342,7 +341,7 @@ def _change(name: str, kind: ScalarType) -> Callable[[int, Any, Any], Any]:
         seen = _handle(0, kind).data
         while True:
             value = _handle(_UPDATES[name](int(seen[0]), bits), kind).data
-            found = interpreter.atomic_cas(addresses, seen, value, order)
+            found = atomics.atomic_cas(addresses, seen, value, order)
             if found[0] == seen[0]:
                 return found
             seen = found

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import numpy as np
-from triton.runtime import interpreter as triton_interpreter
 
+from interlace.runtime.compat.triton_interpreter import TensorHandle, triton_interpreter
 from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError, Register
 
 _WIDTHS = {"r": 32, "f": 32, "l": 64, "d": 64, "h": 16, "b": 1}
@@ -73,7 +73,7 @@ class AsmOperands:
             mask = (1 << bits) - 1
             values = [group[slot] >> shift & mask for group in groups for slot, shift in places]
             data = np.array(values, f"u{kind.itemsize}").view(kind).reshape(shape)
-            handles.append(triton_interpreter.TensorHandle(data, result.scalar))
+            handles.append(TensorHandle(data, result.scalar))
         return handles
 
     def _check(self, what: str, found: list[Register], wanted: int) -> None:

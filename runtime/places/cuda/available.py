@@ -11,7 +11,7 @@ def gpu_problem() -> str:
     """Why this process cannot run kernels on a GPU; "" if it can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    from triton import knobs
+    from interlace.runtime.compat.triton_launcher import knobs
 
     return "TRITON_INTERPRET is set, which compiles no kernels" if knobs.runtime.interpret else ""
 

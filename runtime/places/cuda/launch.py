@@ -21,10 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-from triton import knobs
-from triton.runtime import _allocation
 
+from interlace.runtime.compat import triton_launcher
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.kernel_arguments import ALIGNMENT, SMALL, constants, general, leaves
 from interlace.runtime.core.launch import KernelLaunch
@@ -128,7 +126,9 @@ class _Compiled:
         if [index for index, _ in self._order] == list(range(count)):
             self._order = []  # as they are given
         metadata = self.kernel.metadata
-        self._direct = _direct(self.kernel, self._nested)
+        self._direct = triton_launcher.direct(
+            self.kernel, lambda signature: leaves(signature).values(), self._nested
+        )
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
     def ordered(self, values: list[Any]) -> list[Any]:
@@ -152,62 +152,19 @@ class _Compiled:
     ) -> None:
         """``values`` in the order of the parameters; ``scratch`` as :meth:`LaunchCache.scratch_for`."""
         kernel = self.kernel
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        enter, leave = triton_launcher.hooks()
         metadata = None
-        if not getattr(enter, "calls", True):
-            enter = None  # Triton's chain of hooks is empty: a launch costs less without
         if enter is not None:
             metadata = kernel.launch_metadata(extents, stream, *self._nested(values))
-        if not getattr(leave, "calls", True):
-            leave = None
         if self._direct is not None:
             address = None if scratch is None else scratch.data_ptr()
             self._direct(extents, stream, (metadata, enter, leave), address, values)
             return
-        token = None
-        if scratch is not None:
-            token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
-        try:
+        with triton_launcher.scratch_from(scratch):
             kernel.run(
                 *extents, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave,
                 *self._nested(values),
             )  # fmt: skip
-        finally:
-            if token is not None:
-                _allocation._allocator.reset(token)
-
-
-def _direct(kernel: Any, nested: Callable[[list[Any]], list[Any]]) -> Callable[..., None] | None:
-    """A way around the Python half of Triton's launcher of ``kernel``, which only finds scratch memory.
-
-    None for a launcher of another kind than those of Triton 3.6 and 3.7, which takes the way through.
-    That of 3.6 wants tuples; that of 3.7 is told of single values, and so need not take tuples apart.
-    """
-    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
-    launch = getattr(run, "launch", None)
-    if type(run) is not _launcher_class() or launch is None or run.profile_scratch_size:
-        return None
-    fixed = function, run.launch_cooperative_grid, run.launch_pdl
-    if hasattr(run, "kernel_signature"):
-        from triton.backends.nvidia.driver import annotate_arguments
-
-        kinds = annotate_arguments(leaves(kernel.src.signature).values())
-        signature = run.kernel_signature
-        return lambda grid, stream, hooks, scratch, values: launch(
-            *grid, stream, *fixed, packed, *hooks, scratch, None, kinds, signature, values
-        )
-    return lambda grid, stream, hooks, scratch, values: launch(
-        *grid, stream, *fixed, scratch, None, packed, *hooks, *nested(values)
-    )
-
-
-def _launcher_class() -> Any:
-    """Triton's launcher for CUDA; None if this Triton is not a known version."""
-    if tuple(triton.__version__.split(".")[:2]) not in (("3", "6"), ("3", "7")):
-        return None
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    return CudaLauncher
 
 
 class PreparedLaunch:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import WORD, SymmetricBuffer
 from interlace.runtime.core.place import Place
@@ -35,13 +36,6 @@ def cupy() -> Any:
             "sharing GPU memory by CUDA IPC needs CuPy; install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
         ) from error
     return cupy
-
-
-def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor at ``address``, which owns nothing; ``device``'s streams copy a peer's memory, too."""
-    make: Any = torch._C._construct_storage_from_data_pointer
-    storage = make(address, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
 class _Exported:

@@ -3,7 +3,7 @@
 torch allocates with CUDA's virtual memory API, hands the allocations over (file descriptors, or fabric
 handles between hosts), maps every peer's, and binds a multicast object where the hardware has one.
 
-What torch needs for its rendezvous, in 2.11 to 2.13: a C++ ``ProcessGroup`` registered under the name it
+What torch needs for its rendezvous: a C++ ``ProcessGroup`` registered under the name it
 is given, for rank, size and store. It needs no backend, so a bare one will do. The store serves as an
 all-gather: torch sets one key per rank and round, and reads those of all ranks. :class:`ExchangeStore`
 does just that with messages of the group, for three reasons: it works whatever store the group has met
@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 
+from interlace.runtime.compat import torch_symmetric_memory as symmetric
+from interlace.runtime.compat.torch_groups import Store
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.places.cuda_processes.interrupted import interrupted_after
 
@@ -37,7 +38,6 @@ RENDEZVOUS_SECONDS = 30.0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _VALUE, _FAILED = b"V", b"F"
 
-_c10d: Any = c10d
 _lock = threading.Lock()  # torch's sockets are named after the process
 _numbers = itertools.count()
 
@@ -48,7 +48,7 @@ class MemoryRefused(Exception):
     """A rank could not have memory of this kind; the text names it and says why. Raised on all ranks."""
 
 
-class ExchangeStore(c10d.Store):
+class ExchangeStore(Store):
     """A store for torch's rendezvous, by rounds of ``exchange``; see the module."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -138,8 +138,7 @@ class TorchMemory:
         self._name = f"interlace symmetric memory {next(_numbers)}"
         # kept, for torch's registry does not, and the group does not keep a store written in Python
         self._store = ExchangeStore(exchange)
-        self._group = _c10d.ProcessGroup(self._store, rank, world_size)
-        _c10d._register_process_group(self._name, self._group)
+        self._group = symmetric.register_bare_group(self._name, self._store, rank, world_size)
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
         """``overlapping``: whether two ranks are on one GPU. MemoryRefused, on all ranks, if it fails."""
@@ -157,8 +156,7 @@ class TorchMemory:
 
     def _own(self, nbytes: int) -> torch.Tensor:
         """Zeroed memory of this rank, which peers may write once they have met."""
-        empty = _c10d._SymmetricMemory.empty_strided_p2p
-        memory: torch.Tensor = empty((nbytes,), (1,), torch.uint8, self._device)
+        memory = symmetric.empty(nbytes, self._device)
         memory.zero_()
         torch.cuda.current_stream().synchronize()
         return memory
@@ -168,7 +166,7 @@ class TorchMemory:
         agreed(self._exchange, value(b""))
         with interrupted_after(self._seconds) as passed:
             try:
-                return _c10d._SymmetricMemory.rendezvous(memory, self._name)
+                return symmetric.c10d._SymmetricMemory.rendezvous(memory, self._name)
             except RuntimeError as error:
                 if not passed.is_set():
                     raise
@@ -179,7 +177,7 @@ class TorchMemory:
     def close(self) -> None:
         """Forget the group. Memory stays until its last tensor has gone."""
         with contextlib.suppress(RuntimeError):
-            _c10d._unregister_process_group(self._name)
+            symmetric.c10d._unregister_process_group(self._name)
 
 
 @contextlib.contextmanager

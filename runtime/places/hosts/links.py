@@ -45,7 +45,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from interlace.runtime.compat.torch_groups import Store
 
 OP_TAG = 1
 CONTROL = 2
@@ -104,9 +104,9 @@ def _connected(
     store: Store, rank: int, world_size: int, address: str | None, timeout: float
 ) -> Any:
     """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name."""
-    from torch._C import _distributed_c10d
+    from interlace.runtime.compat.torch_groups import c10d
 
-    gloo: Any = _distributed_c10d.ProcessGroupGloo
+    gloo: Any = c10d.ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         device = gloo.create_device(interface=interface, lazy_init=False)

@@ -40,7 +40,7 @@ from interlace.runtime.places.one_host.signed_store import job_secret, need_secr
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from interlace.runtime.compat.torch_groups import Store
 
 _LENGTH = struct.Struct("<q")
 _FRAME = 64  # bytes around each message, at most
@@ -64,7 +64,7 @@ class HostsPlace(CpuPlace):
         prefix: str,
         parent: HostsPlace | None = None,
     ) -> None:
-        from torch._C._distributed_c10d import PrefixStore
+        from interlace.runtime.compat.torch_groups import PrefixStore
 
         self.rank, self.world_size = rank, len(cards)
         self.map = HostMap.of([card.host for card in cards])

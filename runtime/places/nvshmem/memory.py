@@ -1,8 +1,8 @@
 """Symmetric memory of processes on several nodes, from torch's NVSHMEM backend.
 
 torch allocates with ``nvshmem_malloc``, which all processes call together, and asks NVSHMEM for each
-peer's mapping: a null pointer says that the peer is reached over the network only. What torch needs, in
-2.11 to 2.13, beside what ``cuda_processes/memory.py`` says: the backend is chosen for the whole process,
+peer's mapping: a null pointer says that the peer is reached over the network only. What torch needs,
+beside what ``cuda_processes/memory.py`` says: the backend is chosen for the whole process,
 before its first symmetric tensor; and the group of all processes is registered as "0", by
 ``torch.distributed`` or here. A rank's number in it is its number for NVSHMEM.
 
@@ -16,30 +16,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 
 from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.places.cuda_processes.memory import Exchange, TorchMemory, together
 
 BACKEND, EVERYONE = "NVSHMEM", "0"
-
-_c10d: Any = c10d
 
 
 def problem() -> str:
     """Why this process cannot use NVSHMEM through torch; "" if it can, and then it is to be used."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    available = getattr(_c10d, "_is_nvshmem_available", None)
+    available = symmetric.nvshmem_available()
     if available is None:
         return f"this torch ({torch.__version__}) was built without NVSHMEM; install one for CUDA"
-    if not available():
+    if not available:
         return "torch finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13"
-    backend = _c10d._SymmetricMemory.get_backend(torch.device("cuda"))
+    backend = symmetric.c10d._SymmetricMemory.get_backend(torch.device("cuda"))
     if backend != BACKEND:
         try:
-            _c10d._SymmetricMemory.set_backend(BACKEND)
+            symmetric.c10d._SymmetricMemory.set_backend(BACKEND)
         except RuntimeError as error:
             first = str(error).splitlines()[0]
             return (
@@ -58,10 +56,10 @@ class NvshmemMemory(TorchMemory):
         self, rank: int, world_size: int, device: torch.device, exchange: Exchange
     ) -> None:
         super().__init__(rank, world_size, device, exchange)
-        everyone = registered(EVERYONE)
+        everyone = symmetric.registered(EVERYONE)
         if everyone is None:  # NVSHMEM is begun with it, and is as long as the process
             everyone = self._group
-            _c10d._register_process_group(EVERYONE, everyone)
+            symmetric.c10d._register_process_group(EVERYONE, everyone)
         number = everyone.rank()
         self.numbers = [int(each) for each in exchange(b"%d" % number, "joining NVSHMEM")]
         if everyone.size() != world_size:
@@ -77,15 +75,7 @@ class NvshmemMemory(TorchMemory):
         """
         with together(self._exchange):
             memory = self._own(nbytes)
-            return memory, _c10d._SymmetricMemory.rendezvous(memory, self._name)
-
-
-def registered(name: str) -> Any:
-    """torch's process group of that name, None if there is none."""
-    try:
-        return _c10d._resolve_process_group(name)
-    except RuntimeError:
-        return None
+            return memory, symmetric.c10d._SymmetricMemory.rendezvous(memory, self._name)
 
 
 def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
@@ -117,6 +107,6 @@ class Modules:
         libraries = dict(getattr(compiled.metadata, "extern_libs", None) or ())
         if LIBRARY not in libraries or compiled.module in self._known:
             return False
-        _c10d._nvshmemx_cumodule_init(compiled.module)
+        symmetric.c10d._nvshmemx_cumodule_init(compiled.module)
         self._known.add(compiled.module)
         return True

@@ -23,13 +23,14 @@ import platform
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from triton._C.libtriton import interpreter
 
-_rmw = interpreter.atomic_rmw
-_EXCHANGE = interpreter.RMW_OP.XCHG
-_ADD = interpreter.RMW_OP.ADD
-_RELEASE = interpreter.MEM_SEMANTIC.RELEASE
-_ACQUIRE = interpreter.MEM_SEMANTIC.ACQUIRE
+from interlace.runtime.compat.triton_interpreter import atomics
+
+_rmw = atomics.atomic_rmw
+_EXCHANGE = atomics.RMW_OP.XCHG
+_ADD = atomics.RMW_OP.ADD
+_RELEASE = atomics.MEM_SEMANTIC.RELEASE
+_ACQUIRE = atomics.MEM_SEMANTIC.ACQUIRE
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 

@@ -48,7 +48,7 @@ from interlace.runtime.places.one_host.shared_ranges import SharedRanges
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from interlace.runtime.compat.torch_groups import Store
 
 SETTLE_SECONDS = 0.02
 FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core

@@ -34,7 +34,7 @@ from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from interlace.runtime.compat.torch_groups import Store
 
 _MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
 _CREDENTIALS = struct.Struct("3i")

@@ -12,8 +12,7 @@ import hmac
 import os
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-
+from interlace.runtime.compat.torch_groups import Store
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 
 SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"

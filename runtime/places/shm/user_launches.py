@@ -21,9 +21,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import KernelInterface
-
+from interlace.runtime.compat.triton_interpreter import InterpretedFunction, KernelInterface
 from interlace.runtime.core.errors import BlockedWait, InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter import session

@@ -20,6 +20,7 @@ from cases import launches
 from tiers import thorough
 
 ALGORITHMS, PLACES = "runtime/algorithms", "runtime/places/cuda"
+COMPAT = "runtime/compat/triton_launcher.py"
 SITES = {
     "algorithms": [
         f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
@@ -33,9 +34,9 @@ SITES = {
         f"{ALGORITHMS}/node_moves.py::reduce_scatter.launch",
         f"{ALGORITHMS}/plain.py::enqueue_kernel",
         "runtime/compiler/catalogue.py::signals",
-        "runtime/core/launch.py::KernelLaunch.compiled",
+        f"{COMPAT}::direct",
+        f"{COMPAT}::warmed_up",
         f"{PLACES}/launch.py::_Compiled.launch",
-        f"{PLACES}/launch.py::_direct",
     ],
     "streams": [
         f"{PLACES}/device_place.py::DevicePlace._load_signals",
@@ -56,7 +57,7 @@ SITES = {
     "bundles": ["python/interlace/aot.py::Kernel.launch"],
     "driver": [f"{PLACES}/driver.py::Driver.__init__"],
 }
-ONE_OF_THEM = (f"{PLACES}/launch.py::_direct",)  # one for each known version of Triton
+ONE_OF_THEM = (f"{COMPAT}::direct",)  # one for each known version of Triton
 INTERPRETED = [
     "benchmarks/cpu/schedules.py::exchange",
     "python/interlace/symmetric_memory/handle.py::SymmetricMemory._run",

@@ -187,6 +187,18 @@ def test_fault_names_the_inlined_line_and_the_kernels() -> None:
     assert str(fault).startswith("k.py:7, called at k.py:30: release without barrier: no bar.sync")
 
 
+def test_a_call_is_found_where_its_own_line_was() -> None:
+    """Triton 3.9 writes no comment, but which line called; that line may itself be in a function."""
+    ptx = '.file 1 "/src/k.py"\n' + STORE + ".loc 1 30 5 // k.py:30:5\n"
+    for line, caller in ((20, 30), (7, 20)):
+        ptx += f".loc 1 {line} 5, function_name $L__info_string0, inlined_at 1 {caller} 5 // k.py\n"
+    ptx += "// begin inline asm\n.loc 1 8 5 // of the asm's second line\n// end inline asm\n"
+    program = PtxModule(ptx + RELEASE)
+    assert [frame.line for frame in program.instructions[-1].chain] == [7, 20, 30]
+    (fault,) = ptx_rules.release_without_barrier(program)
+    assert fault.where == "k.py:7, called at k.py:30"
+
+
 def test_branch_tables_are_followed() -> None:
     table = "$L_brx_0: .branchtargets $L__BB0_1, $L__BB0_2;\n"
     ptx = STORE + table + "brx.idx %r1, $L_brx_0;\n$L__BB0_1:\nret;\n$L__BB0_2:\n" + RELEASE

@@ -6,13 +6,15 @@ import copy
 import importlib.metadata
 import io
 import json
+import re
 import sys
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from interlace.cli.commands.doctor import collect, doctor, judge_places
+import interlace
+from interlace.cli.commands.doctor import SUM, collect, doctor, judge_places, try_places
 from interlace.cli.output import machine
 
 GPU = {"index": 0, "name": "H200", "capability": [9, 0], "memory_bytes": 139 << 30}
@@ -36,6 +38,19 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         target = target[key]
     target[last] = value
     return facts
+
+
+@pytest.fixture(autouse=True)
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which places are tried, as if all worked; tests of the pages do try."""
+    seen: list[str] = []
+
+    def run(fn: Any, world_size: int, *args: Any, place: str, timeout: float) -> list[float]:
+        seen.append(place)
+        return [SUM] * world_size
+
+    monkeypatch.setattr(interlace, "run", run)
+    return seen
 
 
 def printed(as_json: bool) -> tuple[int, str]:
@@ -152,3 +167,47 @@ def test_optional_packages_are_not_imported() -> None:
     before = optional & set(sys.modules)  # other tests may draw
     collect()
     assert optional & set(sys.modules) == before
+
+
+def test_a_place_that_the_facts_allow_is_tried(tries: list[str]) -> None:
+    facts = {**CLUSTER, "places": judge_places(CLUSTER)}
+    try_places(facts)
+    assert tries == ["shm", "cuda"]
+    assert facts["places"]["shm"]["why"].startswith("tried: all_reduce on 2 ranks, right after")
+    assert facts["places"]["hosts"]["why"].startswith("not tried, which takes torchrun; ")
+    assert not facts["places"]["sim"]["works"]
+
+
+@pytest.mark.parametrize(
+    ("result", "why"),
+    [
+        (
+            AttributeError("no 'create_load'\nand more"),
+            "failed with AttributeError: no 'create_load';",
+        ),
+        ([SUM, 0.0], r"and \[48\.0, 0\.0\] is wrong"),
+    ],
+)
+def test_a_place_that_fails_does_not_work(
+    result: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*args: Any, **options: Any) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(interlace, "run", run)
+    facts = {**CLUSTER, "places": judge_places(CLUSTER)}
+    try_places(facts)
+    assert not facts["places"]["cuda"]["works"]
+    assert re.search(why, facts["places"]["cuda"]["why"])
+
+
+def test_two_ranks_of_a_place_do_the_op(tries: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    facts: dict[str, Any] = {
+        "triton": {"interpreted": True},
+        "places": {"sim": {"works": True, "why": ""}},
+    }
+    try_places(facts)
+    assert facts["places"]["sim"]["works"] and not tries

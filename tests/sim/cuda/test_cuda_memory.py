@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._C._distributed_c10d as c10d
 
+from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.places.cuda.turns import Turns, run_threads
 from interlace.runtime.places.cuda_processes import ipc
@@ -126,7 +127,7 @@ class FakeSymmetricMemory:
         torch_213_all_gather(store, 8, rank, size, b"barrier")
 
         def buffer(peer: int, shape: Any, dtype: Any) -> torch.Tensor:
-            return ipc.tensor_over(int(addresses[peer]), shape[0], CPU)
+            return tensor_over(int(addresses[peer]), shape[0], CPU)
 
         return SimpleNamespace(get_buffer=buffer, multicast_ptr=4096)
 

@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from interlace.runtime.algorithms import node_moves
+from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.cuda.turns import Turns, run_threads
-from interlace.runtime.places.cuda_processes import ipc
-from interlace.runtime.places.cuda_processes import memory as cuda_memory
 from interlace.runtime.places.cuda_processes.memory import agreed, value
-from interlace.runtime.places.nvshmem import memory as nvshmem_memory
 from interlace.runtime.places.nvshmem import place as place_nvshmem
 from interlace.runtime.places.nvshmem.memory import Modules, NvshmemMemory, nodes_of
 from interlace.runtime.places.nvshmem.place import NvshmemPlace
@@ -110,7 +108,7 @@ class FakeTorch:
 
         def buffer(peer: int, shape: Any, dtype: Any) -> torch.Tensor:
             assert addresses[peer], "a tensor over nothing"
-            return ipc.tensor_over(addresses[peer], shape[0], CPU)
+            return symmetric.tensor_over(addresses[peer], shape[0], CPU)
 
         return SimpleNamespace(
             buffer_ptrs=addresses, get_buffer=buffer, multicast_ptr=4096, memory=tensor
@@ -124,8 +122,7 @@ class FakeTorch:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> FakeTorch:
     """Four ranks on two nodes, with all that is needed."""
     made = FakeTorch([0, 0, 1, 1])
-    for module in (cuda_memory, nvshmem_memory):
-        monkeypatch.setattr(module, "_c10d", made)
+    monkeypatch.setattr(symmetric, "c10d", made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     stream = SimpleNamespace(synchronize=lambda: None)

@@ -1,14 +1,25 @@
-"""``interlace doctor``: what this machine offers, and which places work here and why not."""
+"""``interlace doctor``: what this machine offers, and which places work here and why not.
+
+Places that the facts allow are tried, with two ranks and one op: internals of torch or Triton may be others
+than those that interlace knows, of which no fact tells.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import torch
+
+import interlace
 from interlace.cli.output.consoles import write
 from interlace.cli.output.machine import DEVICE_LIBRARY, MachineFacts, inspect_machine
+from interlace.launcher import PLACES
 
 OLDEST_CAPABILITY = (8, 0)
+TRY_SECONDS = 60.0  # a place that takes longer for one op does not work
+SUM = 48.0  # of what _one_op gathers and multiplies
 
 
 def collect() -> MachineFacts:
@@ -76,9 +87,49 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
     return places
 
 
+def try_places(facts: MachineFacts) -> None:
+    """Try the places that work as far as ``facts`` tell, and put what came of it in their verdicts.
+
+    Those of processes that somebody else starts, on several hosts, are not tried, and say so.
+    """
+    for name, verdict in facts["places"].items():
+        if verdict["works"]:
+            if name in PLACES:
+                verdict["works"], said = _tried(name, facts["triton"]["interpreted"])
+            else:
+                said = "not tried, which takes torchrun"
+            verdict["why"] = f"{said}; {verdict['why']}"
+
+
+def _tried(place: str, interpreted: bool) -> tuple[bool, str]:
+    kernels = interpreted or place == "cuda"
+    begin = time.monotonic()
+    try:
+        results = interlace.run(_one_op, 2, kernels, place=place, timeout=TRY_SECONDS)
+    except Exception as error:  # whatever another release raises is the finding
+        first = str(error).strip().partition("\n")[0]
+        return False, f"tried, and failed with {type(error).__name__}: {first}"
+    seconds = time.monotonic() - begin
+    if results != [SUM, SUM]:
+        return False, f"tried, and {results} is wrong, {[SUM, SUM]} would be right"
+    op = "all_gather_matmul" if kernels else "all_reduce"
+    return True, f"tried: {op} on 2 ranks, right after {seconds:.1f} s"
+
+
+def _one_op(kernels: bool) -> float:
+    """SUM, by a fused kernel or by a collective without one."""
+    mine = torch.full((2, 4), 1.0 + interlace.get_rank(), device=interlace.device())
+    if kernels:
+        weight = torch.ones(4, 2, device=mine.device)
+        return float(interlace.all_gather_matmul(mine, weight, algorithm="fused").sum())
+    interlace.all_reduce(mine)
+    return float(mine.sum() * 2)
+
+
 def doctor(console: Any, as_json: bool = False) -> int:
-    """Print what :func:`collect` finds; 0 if at least one place works here, else 1."""
+    """Print what :func:`collect` finds and trying does; 0 if at least one place works here, else 1."""
     facts = collect()
+    try_places(facts)
     code = 0 if any(place["works"] for place in facts["places"].values()) else 1
     if as_json:
         console.out(json.dumps(facts, indent=2))
@@ -94,15 +145,16 @@ def doctor(console: Any, as_json: bool = False) -> int:
 
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     """Facts about the machine as (name, text)."""
-    torch, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
+    versions, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"
-    built_for = f"{torch.get('version')}, CUDA build: {torch.get('cuda_build') or 'none'}"
+    built_for = f"{versions.get('version')}, CUDA build: {versions.get('cuda_build') or 'none'}"
     rows = [
         ("python", facts["python"]),
         ("interlace", _show(facts["interlace"])),
-        ("torch", _show(torch) if "error" in torch else built_for),
+        ("torch", _show(versions) if "error" in versions else built_for),
         ("triton", f"{_show(triton['version'])}, kernels are {mode}"),
+        ("releases not tried", facts["untried"] or "none"),
         ("numpy", _show(facts["numpy"])),
         ("greenlet", _show(facts["greenlet"])),
         ("cupy", _show(facts["cupy"])),

@@ -16,11 +16,13 @@ import platform
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from interlace.runtime.compat.releases import untried
+from interlace.runtime.core.errors import PlaceUnavailableError
 
 MachineFacts = dict[str, Any]
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -34,6 +36,7 @@ def inspect_machine() -> MachineFacts:
         "interlace": _version("interlace"),
         "torch": _probe(_torch),
         "triton": {"version": _version("triton"), "interpreted": _interpreted()},
+        "untried": untried(),
         "numpy": _version("numpy"),
         "greenlet": _version("greenlet"),
         "cupy": next((f"{name} {v}" for name in CUPY if (v := _version(name))), None),
@@ -86,9 +89,8 @@ def _version(distribution: str) -> str | None:
 
 def _interpreted() -> bool:
     """Whether interlace's kernels are interpreted, as they were decorated when they were imported."""
-    from triton.runtime.interpreter import InterpretedFunction
-
     from interlace.kernels import signal
+    from interlace.runtime.compat.triton_interpreter import InterpretedFunction
 
     return any(isinstance(value, InterpretedFunction) for value in vars(signal).values())
 
@@ -117,12 +119,14 @@ def _peer_access() -> str | None:
 
 def _multicast() -> bool | None:
     from torch._C._autograd import DeviceType
-    from torch._C._distributed_c10d import _SymmetricMemory
+
+    from interlace.runtime.compat.torch_groups import c10d
 
     count = torch.cuda.device_count()
     if not count:
         return None
-    return all(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, i) for i in range(count))
+    ask = c10d._SymmetricMemory.has_multicast_support
+    return all(ask(DeviceType.CUDA, i) for i in range(count))
 
 
 def _machine_code() -> bool:
@@ -132,19 +136,19 @@ def _machine_code() -> bool:
 
 
 def _nvshmem_backend() -> bool:
-    from torch.distributed._symmetric_memory import is_nvshmem_available
+    from interlace.runtime.compat.torch_symmetric_memory import nvshmem_available
 
-    return bool(is_nvshmem_available())
+    return bool(nvshmem_available())
 
 
 def _nvshmem_library() -> str | None:
-    """Where the bitcode that kernels are linked with lies: $NVSHMEM_LIB_DIR or the pip package."""
-    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if "NVSHMEM_LIB_DIR" in os.environ else []
-    nvidia = importlib.util.find_spec("nvidia")
-    for root in (nvidia.submodule_search_locations or []) if nvidia else []:
-        folders.append(Path(root, "nvshmem", "lib"))
-    files = [folder / DEVICE_LIBRARY for folder in folders]
-    return next((str(file) for file in files if file.is_file()), None)
+    """Where the bitcode lies that kernels would be linked with, for sm_90."""
+    from interlace.runtime.compiler.nvshmem_library import device_library
+
+    try:
+        return device_library(90)
+    except PlaceUnavailableError:
+        return None
 
 
 def _this_host() -> str:

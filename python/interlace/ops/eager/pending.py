@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._distributed_c10d import _register_work
 
+from interlace.runtime.compat.torch_groups import _register_work
 from interlace.runtime.core.work import Work
 
 

@@ -1,0 +1,85 @@
+"""Releases of Python, torch and Triton that interlace was tried with, and what it says of others.
+
+The metadata of the package has no upper bounds. A newer release is tried, with one warning that names it;
+if it lacks an internal that is needed, the import of that says so, and which releases have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import warnings
+from collections.abc import Iterator
+
+import torch
+import triton
+
+Release = tuple[int, int]
+
+TRIED: dict[str, tuple[Release, Release]] = {
+    "Python": ((3, 10), (3, 13)),
+    "torch": ((2, 11), (2, 15)),
+    "Triton": ((3, 6), (3, 9)),
+}
+"""The oldest and the newest, which ``make matrix`` and docs/compatibility.md are about."""
+
+INSTALLED = {
+    "Python": platform.python_version(),
+    "torch": str(torch.__version__),
+    "Triton": str(triton.__version__),
+}
+
+SAID = "INTERLACE_UNTRIED"
+"""Set once the warning was given, which child processes need not give again."""
+
+
+def release(version: str) -> Release:
+    """Its first two numbers: (2, 13) of "2.13.0+cpu"."""
+    first, second = re.findall(r"\d+", version)[:2]
+    return int(first), int(second)
+
+
+def untried() -> str:
+    """What is installed and newer than anything tried, in words; "" if nothing is."""
+    newer = [
+        f"{name} {INSTALLED[name]} (tried: {_words(name)})"
+        for name, (_, newest) in TRIED.items()
+        if release(INSTALLED[name]) > newest
+    ]
+    return ", ".join(newer)
+
+
+def _words(name: str) -> str:
+    return " to ".join(".".join(map(str, each)) for each in TRIED[name])
+
+
+def warn_of_untried() -> None:
+    """One warning, from the process that imports interlace first, which names all that is newer."""
+    first = SAID not in os.environ and os.environ.get("RANK", "0") == "0"
+    if first and (found := untried()):
+        os.environ[SAID] = "1"
+        warnings.warn(
+            f"interlace was not tried with {found}. What hangs on internals may fail there; "
+            "`interlace doctor` tries each place",
+            stacklevel=3,
+        )
+
+
+def was_tried(name: str) -> bool:
+    """Whether the installed release of ``name`` is among those tried."""
+    oldest, newest = TRIED[name]
+    return oldest <= release(INSTALLED[name]) <= newest
+
+
+@contextlib.contextmanager
+def needed(name: str, what: str) -> Iterator[None]:
+    """Around imports of internals of ``name``: what is missing is an ImportError that says who has it."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"interlace needs {what}, of which {name} {INSTALLED[name]} lacks a part: {error}; "
+            f"{name} {_words(name)} have it"
+        ) from error

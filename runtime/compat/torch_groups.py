@@ -1,0 +1,121 @@
+"""torch's process groups, as far as interlace reaches into them. Tried with torch 2.11, 2.13, 2.14, 2.15.
+
+A group in Python (``process_group/group.py``) overrides methods of ``ProcessGroup``. What differs::
+
+    names      2.13 calls ``_allgather_base`` and others ``all_gather_single`` and so on, and keeps the old
+               names; before, there are the old ones only: :func:`torchs_own`, :func:`renamed`
+    recorder   2.15 attaches its flight recorder to a new group, by a C++ backend that ours does not have,
+               and would see nothing there: :func:`leave_unrecorded`
+    gather     2.14 has ``gather_single``, of one tensor, which dispatches an op of its own
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.runtime.compat.releases import needed
+
+OPTIONS = (
+    *("AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions"),
+    *("BarrierOptions", "BroadcastOptions", "GatherOptions", "ReduceOptions"),
+    *("ReduceScatterOptions", "ScatterOptions"),
+)
+
+with needed("torch", "torch's process groups"):
+    import torch._C._distributed_c10d as _c10d
+    from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+        PrefixStore,
+        Store,
+        TCPStore,
+        Work,
+        _create_work_from_future,
+        _register_work,
+        _resolve_process_group,
+    )
+
+    for _name in OPTIONS:
+        getattr(_c10d, _name)
+    resolve: Any = _resolve_process_group
+    default_store: Any = dist.distributed_c10d._get_default_store
+
+c10d: Any = _c10d
+"""The module, for its options, and for what not every build has, such as ``ProcessGroupGloo``."""
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "Work",
+    "_create_work_from_future",
+    "_register_work",
+]
+
+ProcessGroup: Any = dist.ProcessGroup  # torch calls it otherwise than its overloads say
+
+
+def leave_unrecorded(name: str) -> None:
+    """Keep torch's flight recorder off groups of backend ``name``, as off those that record themselves."""
+    known: Any = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    known.add(name)
+
+
+def keep_outside_compilation(group_class: type) -> None:
+    """Keep Dynamo out of a class's methods and all they call, as ``torch.compiler.disable`` does.
+
+    Dynamo would trace into the method of an opaque object and fail. ``torch.compiler.disable`` wraps,
+    which costs every call 0.5 us (torch 2.13, Xeon, November 2026); a mark on the function itself
+    (not inlined) and on its code (nor compiled when called, nor what it calls) costs nothing.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for method in vars(group_class).values():
+        if isinstance(method, FunctionType):
+            method._torchdynamo_disable = True  # type: ignore[attr-defined]
+            method._torchdynamo_disable_msg = "interlace's process group"  # type: ignore[attr-defined]
+            set_code_exec_strategy(method.__code__, skip)
+
+
+OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+@functools.cache
+def torchs_own(name: str) -> Any:
+    """torch's method, called from a function that is called as the method is.
+
+    pybind11 knows a call of the base class by the name of the calling function, and otherwise calls the
+    override again, without end.
+    """
+    known = name if hasattr(ProcessGroup, name) else OLD_NAMES[name]
+    method = getattr(ProcessGroup, known)
+
+    def own(self: Any, *args: Any) -> Any:
+        return method(self, *args)
+
+    own.__code__ = own.__code__.replace(co_name=known)
+    return own
+
+
+def renamed(new: str) -> property:
+    """A method under its old name; but torch's own while the group calls that (``_above``).
+
+    torch looks for an override under the old name last, and would take ours for the end of its search
+    when it runs its own method. Before 2.13 it knows the old name only, and must go on to find ours there.
+    """
+    old = getattr(ProcessGroup, OLD_NAMES[new])
+    has_both = hasattr(ProcessGroup, new)
+
+    def method(self: Any) -> Any:
+        return old.__get__(self) if has_both and self._above else getattr(self, new)
+
+    return property(method)

@@ -1,0 +1,60 @@
+"""Triton's interpreter, as far as interlace reaches into it. Tried with Triton 3.6, 3.7, 3.8 and 3.9.
+
+Sessions (``interpreter/session.py``) replace attributes of ``builder`` and of the module itself, so what
+they replace is looked up there at every use. What differs by release::
+
+    loads, stores    3.6 to 3.8 are told a cache modifier and an eviction policy, 3.9 one policy made of
+                     both: hooks hand on what comes, and :data:`NO_POLICY` is what to give
+    masks            of descriptors' accesses are arrays in 3.6 to 3.8, handles in 3.9: :func:`bare`
+    block pointers   are there in 3.6 and 3.7: what overrides them is left out where they are not
+    atomic loads     and stores and polls are there in 3.9
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.compat.releases import needed
+
+BUILDER = (
+    *("binary_op", "unary_op", "cast_impl", "create_fp_to_fp", "create_dot", "create_fma"),
+    *("create_load", "create_store", "create_masked_load", "create_masked_store"),
+    *("create_descriptor_load", "create_atomic_rmw", "create_atomic_cas", "create_barrier"),
+    *("create_get_program_id", "set_grid_idx", "set_grid_dim", "options"),
+)
+MODULE = ("_get_np_dtype", "_implicit_cvt", "_patch_lang", "_ir", "ReduceOps", "ScanOps")
+
+with needed("Triton", "Triton's interpreter"):
+    from triton._C.libtriton import interpreter as atomics
+    from triton.runtime import interpreter as triton_interpreter
+    from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+    from triton.runtime.interpreter import interpreter_builder as builder
+    from triton.runtime.jit import KernelInterface
+
+    for _name in BUILDER:
+        getattr(builder, _name)
+    for _name in MODULE:
+        getattr(triton_interpreter, _name)
+    ir: Any = triton_interpreter._ir
+    _usual = ir.CACHE_MODIFIER.NONE, ir.EVICTION_POLICY.NORMAL
+    _made = getattr(builder, "get_cache_policy", None)
+    NO_POLICY: tuple[Any, ...] = _usual if _made is None else (_made(*_usual),)
+
+__all__ = [
+    "NO_POLICY",
+    "InterpretedFunction",
+    "KernelInterface",
+    "TensorHandle",
+    "atomics",
+    "bare",
+    "builder",
+    "ir",
+    "triton_interpreter",
+]
+
+
+def bare(mask: Any) -> Any:
+    """The array of a mask, which may be a handle."""
+    return mask if isinstance(mask, np.ndarray) else mask.data

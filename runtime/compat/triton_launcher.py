@@ -1,0 +1,121 @@
+"""Triton's compiler and launcher, as far as interlace reaches into them. Tried with Triton 3.6 to 3.9.
+
+What differs by release, and how it is used::
+
+    launcher   3.6 wants the arguments of a launch one by one, tuples as tuples; 3.7 to 3.9 a list, and the
+               kinds of single values beside it: :func:`direct`. Releases not tried take the long way
+    unloading  3.8 unloads a kernel's module when the kernel goes; that of a jitted function stays, as its
+               own cache keeps it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from interlace.runtime.compat.releases import INSTALLED, needed, release, was_tried
+
+FUSED = {"enable_fp_fusion": True}
+"""What all releases do by default; 3.9 warns that the next will not."""
+
+with needed("Triton", "Triton's compiler"):
+    import triton
+    from triton import knobs
+    from triton.runtime import _allocation
+    from triton.runtime.jit import mangle_type
+
+__all__ = ["knobs", "mangle_type"]
+
+DirectLaunch = Callable[
+    [tuple[int, int, int], int, tuple[Any, Any, Any], int | None, list[Any]], None
+]
+"""(grid, stream, (metadata, enter hook, leave hook), address of the scratch memory or None, values)"""
+
+
+def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, Any]) -> Any:
+    """Triton's compiled kernel for a GPU that need not be here; ``arguments`` of Triton's ``ASTSource``."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kind: Any = ASTSource
+    if fn.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        kind = GluonASTSource
+    source = kind(fn=fn, **arguments)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**FUSED, **options})
+
+
+def cached(digest: str) -> Any:
+    """Triton's cache of files that belong to ``digest``."""
+    from triton.runtime.cache import get_cache_manager
+
+    return get_cache_manager(digest)
+
+
+def tool(name: str) -> Any:
+    """A tool of NVIDIA's in Triton's wheel, ``nvdisasm`` or ``cuobjdump``: its ``path`` and ``version``."""
+    return getattr(knobs.nvidia, name)
+
+
+def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
+    """``kernel`` compiled for these arguments and loaded, not run: Triton's ``CompiledKernel``."""
+    made = kernel.warmup(**arguments, **{**FUSED, **options})
+    if hasattr(made, "result"):  # compiled in the background
+        made = made.result()
+    made._init_handles()
+    return made
+
+
+def hooks() -> tuple[Any, Any]:
+    """What is to be called around a launch; None where Triton's chain is empty: that costs less."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return enter if getattr(enter, "calls", True) else None, (
+        leave if getattr(leave, "calls", True) else None
+    )
+
+
+@contextmanager
+def scratch_from(memory: Any) -> Iterator[None]:
+    """Within the block launches have ``memory``, a tensor, for scratch memory; None: as Triton has it."""
+    if memory is None:
+        yield
+        return
+    token = _allocation._allocator.set(lambda size, alignment, stream: memory)
+    try:
+        yield
+    finally:
+        _allocation._allocator.reset(token)
+
+
+def direct(
+    kernel: Any, kinds: Callable[[Any], Any], nested: Callable[[list[Any]], list[Any]]
+) -> DirectLaunch | None:
+    """A way around the Python half of Triton's launcher of ``kernel``, which only finds scratch memory.
+
+    ``kinds``: of a signature, one by one; ``nested``: of values, those of a tuple as a tuple. None for a
+    launcher of a kind that is not known, or one that does more: then ``kernel.run`` is the way.
+    """
+    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
+    launch = getattr(run, "launch", None)
+    more = getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False)
+    if launch is None or more or not was_tried("Triton") or type(run) is not _launcher_class():
+        return None
+    fixed = function, run.launch_cooperative_grid, run.launch_pdl
+    if release(INSTALLED["Triton"]) >= (3, 7):
+        from triton.backends.nvidia.driver import annotate_arguments
+
+        annotated, signature = annotate_arguments(kinds(kernel.src.signature)), run.kernel_signature
+        return lambda grid, stream, hooks, scratch, values: launch(
+            *grid, stream, *fixed, packed, *hooks, scratch, None, annotated, signature, values
+        )
+    return lambda grid, stream, hooks, scratch, values: launch(
+        *grid, stream, *fixed, scratch, None, packed, *hooks, *nested(values)
+    )
+
+
+def _launcher_class() -> Any:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    return CudaLauncher

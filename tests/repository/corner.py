@@ -1,0 +1,144 @@
+"""One corner of the releases that interlace is for: the core of the suite with the torch that is here.
+
+    make matrix                            every corner in a .venv of its own, then the table
+    python tests/repository/corner.py              all parts
+    python tests/repository/corner.py sim build    these parts; what is known of the others stays
+    python tests/repository/corner.py --table      the table of docs/compatibility.md, of all results
+
+What a part came to is written to benchmarks/results/corner-torch-X.Y.json when it ends. Its tests are those
+of ``make test``, with those that are marked thorough left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/compatibility.md"
+PARTS = {
+    "sim": ("tests/sim",),
+    "multi": (
+        "tests/multi",
+        "--ignore=tests/multi/process_group",
+        "--ignore=tests/multi/functional",
+        "--ignore=tests/multi/cli/test_pages.py",  # their figures are those of the pinned torch
+    ),
+    "build": ("tests/build",),
+    "backend": ("tests/multi/process_group", "tests/conformance"),
+    "compile": ("tests/multi/functional",),
+}
+DEMO = "demo"
+HEAD = "| torch | Triton | Python | demo | " + " | ".join(PARTS) + " | date |"
+
+
+def outcome(report: pathlib.Path) -> dict[str, Any]:
+    """Counts of a JUnit report, and the names of what failed."""
+    counts = {"passed": 0, "skipped": 0}
+    failed = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        else:
+            counts["skipped" if "skipped" in kinds else "passed"] += 1
+    return {**counts, "failed": sorted(failed)}
+
+
+def run_part(arguments: tuple[str, ...]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        done = subprocess.run(command, cwd=ROOT)
+        if not report.exists():  # pytest died
+            return {"passed": 0, "skipped": 0, "failed": [f"exit code {done.returncode}"]}
+        return outcome(report)
+
+
+def run_demo() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", "interlace", "demo"], cwd=ROOT)
+    failed = [f"exit code {done.returncode}"] if done.returncode else []
+    return {"passed": 1 - len(failed), "skipped": 0, "failed": failed}
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def run(parts: list[str]) -> int:
+    """Run parts and note what they came to; the number of tests that failed."""
+    import torch
+    import triton
+
+    release = ".".join(torch.__version__.split(".")[:2])
+    path = RESULTS / f"corner-torch-{release}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    failures = 0
+    for part in parts:
+        began = time.monotonic()
+        found = run_demo() if part == DEMO else run_part(PARTS[part])
+        seconds = round(time.monotonic() - began)
+        failures += len(found["failed"])
+        about = {"seconds": seconds, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
+        known = {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, no GPU",
+            "parts": {**known.get("parts", {}), part: {**found, **about}},
+        }
+        path.write_text(json.dumps(known, indent=1) + "\n")
+    return failures
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "not run"
+    if not found["failed"]:
+        return str(found["passed"])
+    return f"{found['passed']}, {len(found['failed'])} failed"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A line per corner, oldest first: how many tests of each part passed."""
+    lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
+    for each in sorted(results, key=lambda each: [int(n) for n in each["torch"].split(".")[:2]]):
+        parts = each["parts"]
+        demo = {"1": "yes", "not run": "not run"}.get(cell(parts.get(DEMO)), "fails")
+        dates = sorted(part["date"] for part in parts.values())
+        cells = [each["torch"], each["triton"], each["python"], demo]
+        cells += [cell(parts.get(name)) for name in PARTS]
+        lines.append("| " + " | ".join([*cells, dates[-1]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def results() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in RESULTS.glob("corner-torch-*.json")]
+
+
+def in_page(page: str, made: str) -> str:
+    """``page`` with ``made`` in the place of its table."""
+    before, _, rest = page.partition(HEAD)
+    after = rest[rest.index("\n\n") + 1 :]
+    return before + made + after
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--table"]:
+        PAGE.write_text(in_page(PAGE.read_text(), table(results())))
+        return 0
+    return min(1, run(arguments or [DEMO, *PARTS]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,236 @@
+"""Contracts: what interlace needs of the internals of torch and Triton, asked of those that are installed.
+
+When a release changes something, one test here says what. Each is about a file of ``runtime/compat``; what
+is made of the internals has its own tests, which then fail too, and say less.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pathlib
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+import house
+from interlace.runtime.compat import (
+    releases,
+    torch_groups,
+    torch_symmetric_memory,
+    triton_interpreter,
+    triton_launcher,
+)
+from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle, builder
+
+TRITON = releases.release(releases.INSTALLED["Triton"])
+POLICY = tuple(f"policy {number}" for number in range(len(NO_POLICY)))
+CALLS: dict[str, tuple[Any, ...]] = {
+    "create_load": ("pointers", *POLICY, "volatile"),
+    "create_store": ("pointers", "value", *POLICY),
+    "create_masked_load": ("pointers", "mask", "other", *POLICY, "volatile"),
+    "create_masked_store": ("pointers", "value", "mask", *POLICY),
+    "create_descriptor_load": ("descriptor", "indices", *POLICY),
+    "create_atomic_rmw": ("op", "pointers", "value", "mask", "sem", "scope"),
+    "create_atomic_cas": ("pointers", "compare", "value", "sem", "scope"),
+    "create_barrier": (),
+    "binary_op": ("left", "right", "op"),
+    "unary_op": ("value", "op"),
+    "create_dot": ("a", "b", "d", "precision", "imprecise"),
+    "create_fma": ("x", "y", "z"),
+    "create_clampf": ("x", "low", "high", "propagate"),
+    "create_fp_to_fp": ("value", "type", "rounding"),
+}
+INTERNALS = (
+    "triton.runtime",
+    "triton._C",
+    "triton.backends",
+    "triton.compiler",
+    "triton.knobs",
+    "torch._C._distributed_c10d",
+)
+
+
+def reached_into(text: str) -> list[str]:
+    """The modules of ``INTERNALS`` that a source imports."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            found += [each for each in INTERNALS if f"{name}.".startswith(f"{each}.")]
+    return found
+
+
+def test_internals_are_imported_in_one_folder() -> None:
+    files = {path: (house.ROOT / path).read_text() for path in house.sources().values()}
+    inside = {path for path in files if path.parts[:2] == ("runtime", "compat")}
+    assert {
+        path: reached_into(files[path]) for path in files if reached_into(files[path])
+    }.keys() <= (inside)
+    found = {each for path in inside for each in reached_into(files[path])}
+    assert found == set(INTERNALS), "what is not imported any more"
+    assert reached_into("def f():\n    from triton import knobs") == ["triton.knobs"]
+    assert not reached_into("import triton\nimport triton.language as tl")
+
+
+# -- Triton's interpreter --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_builder_is_called_as_it_wants(name: str) -> None:
+    inspect.signature(getattr(builder, name)).bind(*CALLS[name])
+
+
+def test_a_load_may_be_told_by_name_whether_it_is_volatile() -> None:
+    assert list(inspect.signature(builder.create_masked_load).parameters)[-1] == "is_volatile"
+
+
+def test_overrides_exist_in_the_builder() -> None:
+    from interlace.runtime.interpreter.exact import exact_overrides
+
+    made = {"get_bf16", "get_fp8e4nv", "get_fp8e5", "create_rsqrt"}  # older releases lack some
+    assert all(hasattr(builder, name) for name in exact_overrides(builder).keys() - made)
+
+
+def test_handles_and_tensors_have_the_fields_that_shortcuts_set() -> None:
+    handle = TensorHandle(np.zeros(1, np.int32), tl.int32)
+    assert vars(handle).keys() == {"data", "dtype", "attr"}
+    assert vars(tl.tensor(handle, tl.int32)).keys() == {"handle", "shape", "numel", "type", "dtype"}
+
+
+def test_options_that_a_session_replaces() -> None:
+    assert {"debug", "sanitize_overflow"} <= {each.name for each in fields(builder.options)}
+
+
+def test_an_interpreted_function_can_be_launched_otherwise() -> None:
+    kind = triton_interpreter.InterpretedFunction
+    assert {"grid", "warmup"} <= set(inspect.signature(kind.run).parameters)
+    assert all(hasattr(tl.zeros, name) for name in ("fn", "arg_names", "rewrite", "pre_run_hooks"))
+    assert callable(triton_interpreter.KernelInterface.__getitem__)
+
+
+def test_reductions_on_raw_data() -> None:
+    for kind in ("ReduceOps", "ScanOps"):
+        parameters = inspect.signature(
+            getattr(triton_interpreter.triton_interpreter, kind).apply_impl
+        )
+        assert len(parameters.parameters) == 2
+    for name in ("sum", "prod"):
+        assert hasattr(tl.standard, f"_{name}_combine")
+
+
+def test_atomics_of_the_interpreters_other_half() -> None:
+    word = np.array([41], np.int64)
+    address, one = np.array([word.ctypes.data], np.uint64), np.ones(1, np.int64)
+    atomics = triton_interpreter.atomics
+    seen = atomics.atomic_rmw(
+        atomics.RMW_OP.ADD, address, one, np.ones(1, bool), atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
+    )
+    assert (seen[0], word[0]) == (41, 42)
+
+
+# -- Triton's compiler and launcher ----------------------------------------------------------------
+
+
+def test_the_launcher_takes_the_arguments_that_the_direct_way_gives() -> None:
+    text = inspect.getsource(triton_launcher._launcher_class())
+    flat = "".join(text.split())
+    after = "self.launch_cooperative_grid,self.launch_pdl,"
+    hooks = "kernel_metadata,launch_metadata,launch_enter_hook,launch_exit_hook,"
+    scratch = "global_scratch,profile_scratch,"
+    if TRITON >= (3, 7):
+        assert f"{after}{hooks}{scratch}self.arg_annotations,self.kernel_signature," in flat
+    else:
+        assert f"{after}{scratch}*args" in flat
+    assert "self.profile_scratch_size" in flat
+
+
+def test_sources_to_compile() -> None:
+    from triton.compiler import ASTSource
+
+    inspect.signature(ASTSource).bind(fn=1, signature=2, constexprs=3, attrs=4)
+    assert pathlib.Path(triton_launcher.tool("cuobjdump").path).exists()
+    assert triton_launcher.tool("nvdisasm").version
+
+
+def test_scratch_memory_is_lent() -> None:
+    allocation = triton_launcher._allocation
+    lent = torch.zeros(1)
+    with triton_launcher.scratch_from(lent):
+        assert allocation._allocator.get()(4, 16, 0) is lent
+    assert allocation._allocator.get() is not lent
+
+
+# -- torch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new", torch_groups.OLD_NAMES)
+def test_a_collective_has_its_old_name(new: str) -> None:
+    assert callable(getattr(torch_groups.ProcessGroup, torch_groups.OLD_NAMES[new]))
+
+
+def test_groups_in_python_are_left_to_themselves_by_the_recorder() -> None:
+    if not hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"):
+        return  # nothing is attached to anybody
+    known = dist.distributed_c10d._FR_SELF_RECORDING_BACKENDS
+    torch_groups.leave_unrecorded("somebody")
+    assert "somebody" in known
+    known.discard("somebody")
+
+
+def test_a_bare_group_can_be_registered() -> None:
+    store = dist.HashStore()
+    group = torch_symmetric_memory.register_bare_group("interlace contract", store, 0, 1)
+    try:
+        assert torch_symmetric_memory.registered("interlace contract") is not None
+        assert (group.rank(), group.size()) == (0, 1)
+    finally:
+        torch_groups.c10d._unregister_process_group("interlace contract")
+    assert torch_symmetric_memory.registered("interlace contract") is None
+
+
+def test_a_tensor_over_memory_of_others() -> None:
+    memory = torch.arange(8, dtype=torch.uint8)
+    over = torch_symmetric_memory.tensor_over(memory.data_ptr() + 2, 4, torch.device("cpu"))
+    assert over.tolist() == [2, 3, 4, 5]
+
+
+# -- what is said of others ------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
+    with (
+        pytest.raises(ImportError, match=r"needs a part, of which Triton .*grid_of.*3\.6 to 3\.9"),
+        releases.needed("Triton", "a part"),
+    ):
+        builder.grid_of_nothing  # noqa: B018
+    with releases.needed("Triton", "a part"):
+        builder.binary_op  # noqa: B018
+
+
+def test_newer_releases_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(releases.SAID, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(
+        releases, "INSTALLED", {"Python": "3.13.0", "torch": "2.16.0a0+git", "Triton": "3.10.1"}
+    )
+    with pytest.warns(UserWarning, match=r"torch 2\.16.*Triton 3\.10\.1") as seen:
+        releases.warn_of_untried()
+        releases.warn_of_untried()
+    assert len(seen) == 1 and "Python" not in str(seen[0].message)
+    assert not releases.was_tried("torch") and releases.was_tried("Python")
+
+
+def test_nothing_is_said_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = {"Python": "3.10.1", "torch": "2.15.3+cpu", "Triton": "3.6.0"}
+    monkeypatch.setattr(releases, "INSTALLED", tried)
+    assert releases.untried() == ""
