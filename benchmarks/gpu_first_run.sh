@@ -102,7 +102,7 @@ c)
     $([ $device = cuda ] && echo --gpu --ranks 2 --repetitions 10 || echo --no-launcher --repetitions 1)
   show=8 gpu small 60 --part small --repetitions 6
   show=8 gpu slow-link 60 --part slow-link --repetitions 6
-  tests roles 60 tests/gpu/test_cuda.py -k roles
+  tests roles 90 tests/gpu/test_cuda.py -k roles
   have ncu && show=40 step ncu 90 ncu --clock-control none --kill yes --set full \
     -k regex:all_gather_matmul -s 3 -c 1 \
     "$PY" benchmarks/gpu.py --part matmul --repetitions 1 --out "$logs/ncu.json"
