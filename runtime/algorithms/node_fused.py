@@ -20,13 +20,7 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
-from interlace.runtime.algorithms.operands import (
-    Linear,
-    enqueue_product,
-    finish_sum,
-    multiply,
-    sum_with_bias,
-)
+from interlace.runtime.algorithms import operands
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
 from interlace.runtime.core.place import Nodes
@@ -71,7 +65,7 @@ def all_gather_matmul_pipelined(
     communicator: Communicator,
     nodes: Nodes,
     input: torch.Tensor,
-    linears: Sequence[Linear],
+    linears: Sequence[operands.Linear],
     rows: Sequence[int],
     gathered: torch.Tensor | None,
     configuration: Configuration,
@@ -94,7 +88,7 @@ def all_gather_matmul_pipelined(
                 operand = arrived[rows_here]
             for linear in linears:
                 label = f"matmul of rows from rank {source}"
-                enqueue_product(communicator, operand, linear, rows_here, label)
+                operands.enqueue_product(communicator, operand, linear, rows_here, label)
             if gathered is not None:
                 stream.copy(gathered[rows_here], operand, "gathered")
         moves.partners.put_credits(workspace)
@@ -106,14 +100,14 @@ def matmul_reduce_scatter(
     communicator: Communicator,
     nodes: Nodes,
     input: torch.Tensor,
-    linear: Linear,
+    linear: operands.Linear,
     segments: Sequence[tuple[int, int]],
 ) -> Event:
     """``linear.output`` = own rows of the sum over ranks of products; ``segments``: (first row, rows)."""
     columns, output = linear.weight.shape[1], linear.output
     product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
     if output.dtype not in SUMMED_DTYPES or not product.numel():
-        multiply(product, input, linear.weight, None)
+        operands.multiply(product, input, linear.weight, None)
         return _exchanged(communicator, nodes, product, segments, linear)
     exact = linear.bias is None and not linear.activation
     total = output if exact else torch.empty_like(output, dtype=torch.float32)
@@ -123,7 +117,7 @@ def matmul_reduce_scatter(
     def produce(owner: int) -> None:
         first, count = segments[owner]
         rows = slice(first, first + count)
-        multiply(product[rows], input[rows], linear.weight, None)
+        operands.multiply(product[rows], input[rows], linear.weight, None)
 
     return algorithms.reduce_scatter(
         communicator,
@@ -135,7 +129,7 @@ def matmul_reduce_scatter(
         average=linear.average,
         op="matmul_reduce_scatter",
         produce=produce,
-        finish=None if exact else lambda: finish_sum(total, linear),
+        finish=None if exact else lambda: operands.finish_sum(total, linear),
     )
 
 
@@ -144,7 +138,7 @@ def _exchanged(
     nodes: Nodes,
     product: torch.Tensor,
     segments: Sequence[tuple[int, int]],
-    linear: Linear,
+    linear: operands.Linear,
 ) -> Event:
     """All contributions to the own rows come here and are folded in rank order."""
     world_size, compute = communicator.world_size, communicator.compute
@@ -162,7 +156,7 @@ def _exchanged(
             [[rows * row_bytes for _, rows in segments]] * world_size,
             configurations.choose(communicator.place, torch.uint8, product.nbytes, 1, 1),
         )
-    compute.call(lambda: sum_with_bias(collected, linear), "sum")
+    compute.call(lambda: operands.sum_with_bias(collected, linear), "sum")
     return compute.record()
 
 
@@ -170,8 +164,8 @@ def matmul_all_reduce(
     communicator: Communicator,
     nodes: Nodes,
     input: torch.Tensor,
-    linear: Linear,
-    reduce_scatter: Callable[[Linear, Sequence[tuple[int, int]]], Event],
+    linear: operands.Linear,
+    reduce_scatter: Callable[[operands.Linear, Sequence[tuple[int, int]]], Event],
 ) -> Event:
     """Every rank sums a part of the rows, by ``reduce_scatter``; then all gather the parts."""
     rank, output = communicator.rank, linear.output

@@ -51,14 +51,9 @@ def _gather_products(input: Tensor, weights: Sequence[Tensor], _: Any, *rest: An
     return [product.view for product in products]
 
 
-def _scattered_product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
+def _product(options_of: Any, input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
     *given, size = rest
-    return fused.reduce_product(input, weight, reduce.MatmulReduceOptions(*given), size).view
-
-
-def _product(input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
-    *given, size = rest
-    return fused.reduce_product(input, weight, fused.all_reduce_options(*given), size).view
+    return fused.reduce_product(input, weight, options_of(*given), size).view
 
 
 def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> list[Tensor]:
@@ -125,14 +120,14 @@ OPS = (
         "matmul_reduce_scatter",
         f"{REDUCE_MATMUL}, int scatter_dim, {MATMUL}",
         fused,
-        _scattered_product,
+        functools.partial(_product, reduce.MatmulReduceOptions),
         gradients.setup_reduced,
     ),
     _op(
         "matmul_all_reduce",
         f"{REDUCE_MATMUL}, {MATMUL}",
         fused,
-        _product,
+        functools.partial(_product, fused.all_reduce_options),
         gradients.setup_reduced,
     ),
     *(

@@ -15,7 +15,8 @@ size       how many ranks, always last
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
 from interlace.fused.gather import GatherMatmulOptions
-from interlace.fused.reduce import MatmulReduceOptions
+from interlace.fused.reduce import ALL_REDUCE, SCATTER, MatmulReduceOptions
 from interlace.ops.eager import fused, scaled, scaled_kernels, shapes
 from interlace.runtime.algorithms.operands import Linear, multiply, rows_of, sum_with_bias
 from interlace.runtime.numerics import reductions
@@ -210,30 +211,16 @@ def all_gather_matmul(
     return results
 
 
-def matmul_reduce_scatter(
-    inputs: Tensors, weights: Tensors, biases: list[torch.Tensor | None], *rest: Any
-) -> Outputs:
-    *given, size = rest
-    options = MatmulReduceOptions(*given)
-    return _matmul_reduced("matmul_reduce_scatter", inputs, weights, biases, options, size)
-
-
-def matmul_all_reduce(
-    inputs: Tensors, weights: Tensors, biases: list[torch.Tensor | None], *rest: Any
-) -> Outputs:
-    *given, size = rest
-    options = fused.all_reduce_options(*given)
-    return _matmul_reduced("matmul_all_reduce", inputs, weights, biases, options, size)
-
-
 def _matmul_reduced(
     op: str,
+    options_of: Callable[..., MatmulReduceOptions],
     inputs: Tensors,
     weights: Tensors,
     biases: list[torch.Tensor | None],
-    options: MatmulReduceOptions,
-    size: int,
+    *rest: Any,
 ) -> Outputs:
+    *given, size = rest
+    options = options_of(*given)
     products = [
         fused.reduce_product(input, weight, options, size)
         for input, weight in zip(inputs, weights, strict=True)
@@ -255,11 +242,11 @@ def _matmul_reduced(
         partials.append(input.new_empty(shape, dtype=options.out_dtype or input.dtype))
         multiply(partials[-1], left, right, None)
     checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases])
-    for rank, (product, given) in enumerate(zip(products, biases, strict=True)):
+    for rank, (product, vector) in enumerate(zip(products, biases, strict=True)):
         count = product.matrix.shape[0]
         first = rank * count if scatters else 0
         parts = [partial.narrow(0, first, count) for partial in partials]
-        bias = _vector(given, weights[0].shape[1], inputs[rank])
+        bias = _vector(vector, weights[0].shape[1], inputs[rank])
         if along_n and bias is not None:
             bias = bias.narrow(0, first, count)
         along = "m" if along_n else "n"
@@ -267,6 +254,10 @@ def _matmul_reduced(
         if _has_values(linear.output):
             sum_with_bias(parts, linear)
     return [[product.view] for product in products]
+
+
+matmul_reduce_scatter = functools.partial(_matmul_reduced, SCATTER, MatmulReduceOptions)
+matmul_all_reduce = functools.partial(_matmul_reduced, ALL_REDUCE, fused.all_reduce_options)
 
 
 def all_gather_scaled_matmul(

@@ -5,6 +5,7 @@ What follows the tensors in an op's arguments are the fields of its options, in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,30 +82,27 @@ def all_reduce_options(reduce_op: str, *given: Any) -> reduce.MatmulReduceOption
     return reduce.MatmulReduceOptions(reduce_op, None, *given)
 
 
-def matmul_reduce_scatter(
-    communicator: Communicator, input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
-) -> Started:
-    run, options = reduce.matmul_reduce_scatter, reduce.MatmulReduceOptions(*given)
-    return _reduced(communicator, reduce.SCATTER, run, (input, weight, bias), options)
-
-
-def matmul_all_reduce(
-    communicator: Communicator, input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
-) -> Started:
-    run, options = reduce.matmul_all_reduce, all_reduce_options(*given)
-    return _reduced(communicator, reduce.ALL_REDUCE, run, (input, weight, bias), options)
-
-
 def _reduced(
-    communicator: Communicator,
     op: str,
     check: Callable[..., PreparedCall],
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    options: reduce.MatmulReduceOptions,
+    options_of: Callable[..., reduce.MatmulReduceOptions],
+    communicator: Communicator,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *given: Any,
 ) -> Started:
+    options = options_of(*given)
     with communicator.accepting(op):
-        product = reduce_product(*tensors[:2], options, communicator.world_size)
-    work = communicator.call(
-        op, check, (*tensors, product.matrix), (options,), async_op=True, fills=False
-    )
+        product = reduce_product(input, weight, options, communicator.world_size)
+    tensors = (input, weight, bias, product.matrix)
+    work = communicator.call(op, check, tensors, (options,), async_op=True, fills=False)
     return Started([product.view], work)
+
+
+matmul_reduce_scatter = functools.partial(
+    _reduced, reduce.SCATTER, reduce.matmul_reduce_scatter, reduce.MatmulReduceOptions
+)
+matmul_all_reduce = functools.partial(
+    _reduced, reduce.ALL_REDUCE, reduce.matmul_all_reduce, all_reduce_options
+)

@@ -176,20 +176,14 @@ def gathered_products(
     return [*products, shapes.gathered_input(input, dim, size)]
 
 
-def all_gather_scaled_matmul(
-    communicator: Communicator,
-    input: Tensor,
-    weights: Sequence[Tensor],
-    input_scale: Tensor,
-    weight_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *given: Any,
-) -> Started:
-    op, options = "all_gather_scaled_matmul", GatherOptions(*given)
+def all_gather_scaled_matmul(communicator: Communicator, *given: Any) -> Started:
+    """``given``: the arguments of :func:`operands`, then the fields of :class:`GatherOptions`."""
+    op, options = "all_gather_scaled_matmul", GatherOptions(*given[5:])
+    input, weights, input_scale, weight_scales, _ = given[:5]
     with communicator.accepting(op):
         for each in (input, input_scale, *weights, *weight_scales):
             checks.tensor("each operand", each, communicator)
-        found = operands(input, weights, input_scale, weight_scales, biases)
+        found = operands(*given[:5])
         products = gathered_products(found, options, communicator.world_size)
         inner, columns = input.shape[-1], [weight.shape[1] for weight in weights]
         rows = products[-1].matrix.shape[0]

@@ -26,13 +26,7 @@ from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import style as torch_style
 
 from interlace.groups.specs import GroupSpec, describe
-from interlace.tensor.mesh.fused_linears import (
-    ColwiseLinear,
-    FusedLinear,
-    RowwiseLinear,
-    Style,
-    layout_of,
-)
+from interlace.tensor.mesh import fused_linears
 
 _EXPLANATION = "_interlace_style"
 
@@ -51,7 +45,7 @@ class ColwiseParallel(torch_style.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
-            return _fused(self, ColwiseLinear, module, device_mesh)
+            return _fused(self, fused_linears.ColwiseLinear, module, device_mesh)
         _torch_runs(module, self)
         return super()._apply(module, device_mesh)
 
@@ -72,7 +66,7 @@ class RowwiseParallel(torch_style.RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Linear:
             self.desired_input_layouts = (Shard(-1),)
-            return _fused(self, RowwiseLinear, module, device_mesh)
+            return _fused(self, fused_linears.RowwiseLinear, module, device_mesh)
         _torch_runs(module, self)
         return super()._apply(module, device_mesh)
 
@@ -103,14 +97,16 @@ def explain(module: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, each in module.named_modules():
-        if isinstance(each, FusedLinear):
+        if isinstance(each, fused_linears.FusedLinear):
             found[name] = each.explain()
         elif hasattr(each, _EXPLANATION):
             found[name] = getattr(each, _EXPLANATION)
     return found
 
 
-def _fused(style: Any, kind: type[FusedLinear], module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _fused(
+    style: Any, kind: type[fused_linears.FusedLinear], module: nn.Module, mesh: DeviceMesh
+) -> nn.Module:
     """``module``, an nn.Linear, with its parameters split as torch's style does, as a ``kind``."""
     module = distribute_module(module, mesh, style._partition_linear_fn)
     if mesh.ndim != 1:
@@ -118,9 +114,9 @@ def _fused(style: Any, kind: type[FusedLinear], module: nn.Module, mesh: DeviceM
     name, given, wanted = type(style).__name__, style.input_layouts, style.output_layouts
     group = GroupSpec(*describe((mesh, 0)))
     module.__class__ = kind
-    module._style = Style(  # type: ignore[assignment]
+    module._style = fused_linears.Style(  # type: ignore[assignment]
         name, mesh, given, style.desired_input_layouts, wanted, style.use_local_output,
-        group, layout_of(given[0]), layout_of(wanted[0]),
+        group, fused_linears.layout_of(given[0]), fused_linears.layout_of(wanted[0]),
     )  # fmt: skip
     module._explanation = f"not called yet; {name} of {given}"  # type: ignore[assignment]
     return module
