@@ -17,6 +17,7 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.kernels.signal import EPOCH_WORD, HEADER_WORDS
+from interlace.runtime.compat import releases
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import WORD, Layout, Workspace
 from interlace.runtime.places.sim.place import SimPlace
@@ -198,3 +199,15 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "expanded":
         return tensor[:1].expand(tensor.shape) if tensor.shape[0] else tensor
     return tensor
+
+
+MENDED = {"published descriptor store": (3, 8), "release without barrier": (3, 9)}
+"""By rule of lint, the Triton whose compiler mends kernels that break it; older ones need the rule."""
+
+
+TRITON = releases.release(releases.INSTALLED["Triton"])
+
+
+def mended(rule: str) -> bool:
+    """Whether the installed Triton compiles kernels that break ``rule`` so that they do not."""
+    return MENDED.get(rule, (99, 0)) <= TRITON

@@ -251,6 +251,7 @@ MOVABLE_DTYPES = (
     torch.bits2x4,
     torch.bits4x2,
     *_SUB_BYTE,
+    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # since torch 2.15
 )
 """Every dtype whose elements are bytes that mean the same on all ranks: all but the quantized ones."""
 

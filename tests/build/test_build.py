@@ -23,6 +23,7 @@ from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
+from support import mended
 from tiers import few
 
 HERE = pathlib.Path(__file__).parent
@@ -115,9 +116,11 @@ def test_kernel(entry: Entry, reports: dict[tuple[str, int], BuildReport]) -> No
 @pytest.mark.parametrize("accusation", MUTANTS)
 def test_mutant_is_caught(accusation: str, reports: dict[tuple[str, int], BuildReport]) -> None:
     problems = reports[accusation, 90].problems()
-    assert any(accusation in problem for problem in problems), problems
+    found = any(accusation in problem for problem in problems)
+    assert found != mended(accusation), problems
 
 
+@pytest.mark.skipif(mended("published descriptor store"), reason="this Triton mends the mutant")
 def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], BuildReport]) -> None:
     lines = (HERE / "mutant_kernels.py").read_text().splitlines()
     line = next(i + 1 for i, text in enumerate(lines) if text.endswith("# faulty: published"))

@@ -333,6 +333,13 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts=opts)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
+        """Since torch 2.14: parts of one tensor."""
+        parts = list(output.view(self.size(), -1)) if self.rank() == opts.rootRank else []
+        return self.gather([parts] if parts else [], [input.reshape(-1)], opts)
+
+    gather_into_tensor = gather_single  # its name for those who come from all_gather_into_tensor
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is not c10d.ScatterOptions or not type(outputs) is type(inputs) is list:
             return self.scatter(*long_form(c10d.ScatterOptions, [outputs, inputs], [opts, *rest]))

@@ -26,6 +26,8 @@ NOT_OF_A_HANDLE = {
     "boxed",
     "empty_strided_p2p",
     "get_backend",
+    "get_multimem_cft_handle",  # NCCL's, of torch 2.15
+    "get_peer_cft_handle",
     "get_mempool_allocator",
     "is_symm_mem_tensor",
     "rendezvous",
