@@ -54,8 +54,14 @@ PAYLOAD = 1 << 16
 
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
-ANNOUNCED, RECEIVED, LEFT, ABORT = range(1, 5)
-_CONTENTS = {ANNOUNCED: (torch.dtype, int), RECEIVED: type(None), LEFT: type(None), ABORT: bytes}
+ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED = range(1, 6)
+_CONTENTS = {
+    ANNOUNCED: (torch.dtype, int),
+    RECEIVED: type(None),
+    LEFT: type(None),
+    ABORT: bytes,
+    REFUSED: bytes,
+}
 _LENGTH = struct.Struct("<I")
 
 _EVER = timedelta(days=300)

@@ -8,7 +8,7 @@ from any source is served by whoever announced first, on whichever host::
     sender     begins to send the bytes, announces them              "message 7, tag 0, 4096 bytes"
     receiver   finds the first posted receive that fits, or keeps the announcement for a later one
                takes the bytes, acknowledges                         "message 7 received"
-    sender     the future of its send is done
+    sender     the future of its send is done     or fails, if the message does not fit the receive
 
 No caller of ``send`` or ``recv`` waits. Packets and bytes go through one thread, which never waits for
 long: a packet's receiver always listens, and the bytes of an announced message are on their way.
@@ -30,7 +30,14 @@ from interlace.runtime.core.call import Call, mismatch, take_first
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.hosts.links import ANNOUNCED, RECEIVED, HostLinks, Packet
+from interlace.runtime.places.hosts.links import (
+    ANNOUNCED,
+    LONGEST_REASON,
+    RECEIVED,
+    REFUSED,
+    HostLinks,
+    Packet,
+)
 from interlace.runtime.places.one_host.worker import OrderedWorker
 
 _SLOTS = 1 << 20  # payloads under way between two ranks that may be told apart
@@ -147,11 +154,15 @@ class HostTransfers:
 
     def on_packet(self, source: int, packet: Packet) -> None:
         """Take what ``source`` announces or acknowledges. Called in any thread; never waits."""
-        if packet.kind == RECEIVED:
+        if packet.kind in (RECEIVED, REFUSED):
             with self._lock:
                 sent = self._sending.pop((source, packet.number), None)
             if sent is not None:
-                _settle(sent.future, Outcome(None, None))
+                end: Outcome | Exception = Outcome(None, None)
+                if packet.kind == REFUSED:
+                    kind = TypeError if packet.tag else ValueError
+                    end = kind(packet.content.decode(errors="replace"))
+                _settle(sent.future, end)
         elif packet.kind == ANNOUNCED:
             announced = _Announced(source, packet.tag, packet.number, *packet.content)
             with self._lock:
@@ -175,7 +186,11 @@ class HostTransfers:
             _settle(posted.future, problem)
             raise
         _settle(posted.future, error or Outcome(None, None, lambda: source))
-        self._post(source, Packet(RECEIVED, number=number))
+        if error is None:
+            self._post(source, Packet(RECEIVED, number=number))
+        else:
+            text = str(error).encode()[:LONGEST_REASON]
+            self._post(source, Packet(REFUSED, isinstance(error, TypeError), number, text))
 
     def _receive(self, target: torch.Tensor, source: int, number: int) -> None:
         if source == self._rank:

@@ -7,6 +7,7 @@ the header page::
       64 ABORTED   int64, released by anyone: 1 + the rank that aborted the group, or 0
      128 LEFT      int64, released by the owner: 1 once it has closed the place
      192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
+    1280 ELSEWHERE  when (float64), length (int64) and text of where else the owner waits
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
@@ -49,7 +50,8 @@ PLACES = 16
 LONGEST_REASON = 1 << 10
 BOXES_BYTES = 256 << 10
 
-_LEFT, _REASON = 128, 192
+_LEFT, _REASON, _ELSEWHERE = 128, 192, 1280
+_LONGEST_ELSEWHERE = 512
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
 _ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
@@ -169,6 +171,25 @@ class Control:
         """Say that the owner waits for ``rank``."""
         self.own_view[_WAITS // 8] = 1 + rank
         _FLOAT64.pack_into(self._bytes[self._rank], _SINCE, now)
+
+    def say_elsewhere(self, text: str, now: float) -> None:
+        """Say that the owner waits in an op of another group."""
+        own, said = self._bytes[self._rank], text.encode()[:_LONGEST_ELSEWHERE]
+        own[_ELSEWHERE + 16 : _ELSEWHERE + 16 + len(said)] = said
+        _INT64.pack_into(own, _ELSEWHERE + 8, len(said))
+        _FLOAT64.pack_into(own, _ELSEWHERE, now)
+
+    def elsewhere(self, rank: int, since: float) -> str:
+        """Where else ``rank`` waits; empty if it has not said so ``since`` then."""
+        theirs = self._bytes[rank]
+        (when,), (length,) = (
+            _FLOAT64.unpack_from(theirs, _ELSEWHERE),
+            _INT64.unpack_from(theirs, _ELSEWHERE + 8),
+        )
+        if when < since:
+            return ""
+        text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
+        return text.decode(errors="replace")
 
     def culprits(self, waited_for: Sequence[int], since: float) -> Sequence[int]:
         """For whom these ranks wait in the end; who has not said that it waits ``since`` then does not."""

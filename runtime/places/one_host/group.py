@@ -30,6 +30,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.core.place import BOUND
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
+from interlace.runtime.places.one_host.blame import Blame
 from interlace.runtime.places.one_host.control import (
     ABORTED,
     CONTROL_BYTES,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
 SETTLE_SECONDS = 0.02
-FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
 
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
@@ -84,8 +84,9 @@ class HostGroup:
         self.rank, self.world_size = rank, world_size
         self.store, self.prefix, self.timeout = store, prefix, timeout
         self._parent = parent
-        self._sequence = 0
+        self.sequence = 0
         self._unusable = ""
+        self.blame = Blame(self)
         self.options: Any = None  # torch's, of an op that the caller waits for
         self._joining = False
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
@@ -202,7 +203,7 @@ class HostGroup:
         """For one trade: called while descriptors are missing. Whoever cannot send or take them says so
         in the next message, and is not waited for; what it has sent before that can be taken by then.
         """
-        control, sequence, patience = self.control, self._sequence, self.patience()
+        control, sequence, patience = self.control, self.sequence, self.patience()
         assert control is not None
         before: set[int] = set()  # ahead when what had come was taken last
 
@@ -257,7 +258,7 @@ class HostGroup:
         if self._unusable or control is None:
             self.check_usable()
             raise InterlaceError(f"rank {self.rank}: the group is still joining")
-        self._sequence = sequence = self._sequence + 1
+        self.sequence = sequence = self.sequence + 1
         control.write(sequence, payload, extent, where)
         if not sequence % LOOK:
             control.spread.say()
@@ -314,30 +315,15 @@ class HostGroup:
         """For one wait: step it after every poll that failed. Bounded as the group is by default."""
         bound = timeout or self.bound()
         bell = None if self.control is None else self.control.bell
-        return Patience(self.rank, bound, self.look, spins=self._spins, bell=bell, judge=self)
+        return Patience(
+            self.rank, bound, self.blame.look, spins=self._spins, bell=bell, judge=self.blame
+        )
 
     def bound(self) -> float:
         """Seconds that bound a wait of the op that runs now."""
         options = self.options
         own = options.timeout.total_seconds() if options is not None else 0.0
         return own if own > 0 else BOUND.get() or self.timeout
-
-    def ended(self, error: InterlaceError) -> None:
-        """A wait has ended with ``error``: what came too late, or died, ends those of all ranks."""
-        if isinstance(error, (CollectiveTimeoutError, PeerDiedError)):
-            self.abort(f"{error} (message {self._sequence} of its group)")
-
-    def look(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """:meth:`interruption` for a wait under way, of which the peers can read."""
-        control, now = self.control, time.monotonic()
-        if control is not None and waited_for:
-            control.waits(waited_for[0], now)
-        return self.interruption(doing, waited_for)
-
-    def culprits(self, waited_for: Sequence[int]) -> Sequence[int]:
-        """Whom these ranks wait for in the end: who is to blame if none of them comes."""
-        control, since = self.control, time.monotonic() - FRESH_SECONDS
-        return waited_for if control is None else control.culprits(waited_for, since)
 
     def idle_hook(self) -> Callable[[BlockedWait], None]:
         """For one launch: to be called whenever all its programs wait for peers.
@@ -440,13 +426,17 @@ class HostGroup:
         self._unusable, self.control = reason, None
         self._rendezvous.close()
 
+    def give_up(self) -> None:
+        """Let what waits here, in other threads, end."""
+        self._unusable = self._unusable or "the group is closed"
+
     def close(self, linger: float = 0.0) -> None:
         """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
 
         ``linger``: seconds for which this rank waits for rank 0 to leave, too, which often serves the
         store: a rank that returned earlier could meet the next generation in a store about to go.
         """
-        self._unusable = self._unusable or "the group is closed"
+        self.give_up()
         control, self.control = self.control, None
         if control is not None:
             control.leave()

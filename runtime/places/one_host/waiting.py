@@ -54,6 +54,8 @@ class Judge(Protocol):
 
     def culprits(self, waited_for: Sequence[int]) -> Sequence[int]: ...
 
+    def whereabouts(self, ranks: Sequence[int]) -> str: ...
+
     def ended(self, error: InterlaceError) -> None: ...
 
 
@@ -117,6 +119,7 @@ class Patience:
             if waited > self._timeout:
                 late = tuple(self._judge.culprits(waited_for) if self._judge else waited_for)
                 text = f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
+                text += self._judge.whereabouts(late) if self._judge else ""
                 raise self._told(CollectiveTimeoutError(text, late))
         if waited < YIELD_SECONDS:
             _yield_core()

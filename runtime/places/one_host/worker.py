@@ -59,14 +59,16 @@ class OrderedWorker:
             with self._lock:
                 self._lock.wait_for(lambda: self.unfinished == 0)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """End the thread. What has not started fails; what runs has ``timeout`` seconds left."""
+    def close(self, timeout: float = 5.0) -> bool:
+        """End the thread, whether it has. What has not started fails; what runs has ``timeout`` seconds."""
         with self._lock:
             self._closed = True
             thread = self._thread
             self._items.put(None)
         if thread is not None and not self.inside:
             thread.join(timeout)
+            return not thread.is_alive()
+        return True
 
     def _run(self) -> None:
         # A tensor may come to require grad while its op is queued: the result of a functional op does.

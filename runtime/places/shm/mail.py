@@ -238,10 +238,10 @@ class Mail:
         if error is None and time.monotonic() - future.started > group.timeout:
             error = CollectiveTimeoutError(
                 f"rank {self._rank}: {future.doing} has waited {group.timeout:g} s",
-                tuple(group.culprits(future.peers)),
+                tuple(group.blame.culprits(future.peers)),
             )
         if error is not None and future.suspect:
-            group.ended(error)
+            group.blame.ended(error)
             self._fail(future, error)
         future.suspect = error is not None
 

@@ -30,6 +30,8 @@ from interlace.runtime.places.shm.inline_stream import CompletedEvent, InlineStr
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
+PENDING_SECONDS = 0.5  # for an op that is under way when its group is closed
+
 T = TypeVar("T")
 
 
@@ -158,6 +160,8 @@ class ShmPlace(CpuPlace):
     def close(self) -> None:
         """Leave the group; memory is unmapped with the last tensor over it. Idempotent."""
         user_launches.unroute(self)
-        self.worker.close()
+        if not self.worker.close(PENDING_SECONDS):
+            self.group.give_up()  # what still waits there
+            self.worker.close()
         self.group.close(self.linger)
         self._buffers = []

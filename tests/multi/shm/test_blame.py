@@ -200,3 +200,35 @@ def test_a_death_is_named_before_a_rank_that_left() -> None:
     error = group.interruption("recv", (1,))
     assert "rank 2" in str(error) and "died" in str(error), ended
     close(groups)
+
+
+@pytest.mark.parametrize(
+    ("received", "kind"), [(torch.empty(3), ValueError), (torch.empty(4).long(), TypeError)]
+)
+def test_sender_on_another_host_hears_that_a_message_does_not_fit(
+    received: torch.Tensor, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
+    groups = members("misfit", 2, LONG, host=on_hosts)
+
+    def on_rank(rank: int) -> Any:
+        if rank:
+            return groups[1].engine.recv(Call("recv"), received, 0, 7).result()
+        return groups[0].engine.send(Call("send"), torch.ones(4), 1, 7).result(LONG)
+
+    errors = run(range(2), on_rank)
+    assert [type(error) for error in errors] == [kind, kind]
+    assert str(errors[0]) == str(errors[1])
+    run(range(2), lambda rank: groups[rank].barrier())  # the group goes on
+    close(groups)
+
+
+def test_closing_a_group_does_not_wait_for_an_op_that_waits() -> None:
+    groups = members("pending", 2, LONG)
+    work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
+    started = time.monotonic()
+    groups[0].close()
+    assert time.monotonic() - started < 3 * busy()
+    with pytest.raises(InterlaceError, match="the group is closed"):
+        work.wait()
+    groups[1].close()

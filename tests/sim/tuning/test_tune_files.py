@@ -178,3 +178,12 @@ def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
     file.write_text("1 2 3\n4 5\n")
     with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
         tune_options.shapes_of(TuneOptions(shapes=str(file), place="sim"))
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: pathlib.Path) -> None:
+    precious, file = tmp_path / "precious", tmp_path / "tune.json"
+    precious.write_text("all of it")
+    (tmp_path / "tune.json.lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), files._locked(file):
+        pass
+    assert precious.read_text() == "all of it"

@@ -1,0 +1,80 @@
+"""Blame of a wait that lasts: who is late, where it is instead, and telling everybody when a wait fails.
+
+A rank that waits says in its control segments for whom, again and again. So others can follow a chain of
+ranks to the one that nobody waits behind, whichever of them is the first to give up. To the groups in
+which it does not wait it says where it does: ranks that call the ops of two groups in different orders
+are found after a second, and told in a warning, long before the timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+
+FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core
+ELSEWHERE_SECONDS, WARNING_SECONDS = 0.2, 1.0
+
+_log = logging.getLogger("interlace")
+_everywhere: weakref.WeakSet[Blame] = weakref.WeakSet()
+
+
+class Blame:
+    """The judge of the waits of ``group``, a HostGroup."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.proxy(group)
+        self._wait: tuple[str, int] | None = None
+        self._since = self._next = 0.0
+        self._warned = False
+        _everywhere.add(self)
+
+    def look(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """``HostGroup.interruption`` for a wait under way, of which the peers can read."""
+        group, now = self._group, time.monotonic()
+        if group.control is not None and waited_for:
+            group.control.waits(waited_for[0], now)
+            wait = doing, group.sequence
+            if wait != self._wait:
+                self._wait, self._warned = wait, False
+                self._since, self._next = now, now + ELSEWHERE_SECONDS
+            elif now > self._next:
+                self._next = now + FRESH_SECONDS / 5
+                self._lasts(doing, waited_for, now)
+        found: InterlaceError | None = group.interruption(doing, waited_for)
+        return found
+
+    def _lasts(self, doing: str, waited_for: Sequence[int], now: float) -> None:
+        """Say in the other groups of this process where it waits, and here if a peer waits elsewhere."""
+        group = self._group
+        text = f"{doing} of group {group.prefix!r}, for ranks {list(waited_for)} of it"
+        for blame in list(_everywhere):
+            other = blame._group
+            if other.control is not None and other.prefix != group.prefix:
+                other.control.say_elsewhere(text, now)
+        lasted = now - self._since > WARNING_SECONDS and not self._warned
+        if lasted and (where := self.whereabouts(waited_for)):
+            self._warned = True
+            _log.warning("rank %s waits in %s%s", group.rank, text, where)
+
+    def whereabouts(self, ranks: Sequence[int]) -> str:
+        """A text on where these ranks wait instead, of those that do; empty if none does."""
+        control, since = self._group.control, time.monotonic() - FRESH_SECONDS
+        if control is None:
+            return ""
+        known = [(rank, control.elsewhere(rank, since)) for rank in ranks]
+        return "".join(f"; rank {rank} waits in {text}" for rank, text in known if text)
+
+    def culprits(self, waited_for: Sequence[int]) -> Sequence[int]:
+        """Whom these ranks wait for in the end: who is to blame if none of them comes."""
+        control, since = self._group.control, time.monotonic() - FRESH_SECONDS
+        return waited_for if control is None else list(control.culprits(waited_for, since))
+
+    def ended(self, error: InterlaceError) -> None:
+        """A wait has ended with ``error``: what came too late, or died, ends those of all ranks."""
+        if isinstance(error, (CollectiveTimeoutError, PeerDiedError)):
+            self._group.abort(f"{error} (message {self._group.sequence} of its group)")
