@@ -89,14 +89,6 @@ def _by_source(ctx: Any, rows: Tensor) -> Tensor:
     return torch.cat([part for source in range(sources) for part in parts[source::sources]])
 
 
-def _by_expert(ctx: Any, rows: Tensor) -> Tensor:
-    """Rows that are by source and expert, by expert and source."""
-    sources, experts = _sources(ctx), int(ctx.experts)
-    sizes = [each for source in range(sources) for each in ctx.received[source::sources]]
-    parts = torch.split(rows, sizes)
-    return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])
-
-
 def _from_sources(ctx: Any) -> list[Any]:
     """The number of rows from each rank."""
     sources = _sources(ctx)
@@ -147,4 +139,8 @@ def _received_again(ctx: Any, op: str, input: Tensor) -> Tensor:
     else:
         sizes = _from_sources(ctx), _sums(ctx.sent, int(ctx.experts))
         rows = _ops.all_to_all(input, *sizes, ctx.size, ctx.name)
-    return _by_expert(ctx, wait(rows))
+    # they come by source and expert, and were multiplied by expert and source
+    sources, experts = _sources(ctx), int(ctx.experts)
+    lengths = [each for source in range(sources) for each in ctx.received[source::sources]]
+    parts = torch.split(wait(rows), lengths)
+    return torch.cat([part for expert in range(experts) for part in parts[expert::experts]])

@@ -146,9 +146,9 @@ def fused_all_gather_scaled_matmul(
     if sharded or replicated:
         scale = scale.movedim(dim, 0).flatten(0, -2)
     rows = whole.movedim(dim, 0)
-    options = zip(
-        Bs, B_scales, biases, result_scales, _dtypes(out_dtypes), use_fast_accum, strict=True
-    )
+    # a list of dtypes comes as torch's numbers for them
+    dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
+    options = zip(Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True)
     products = []
     for B, B_scale, bias, result_scale, out_dtype, fast in options:
         product = _scaled_mm(
@@ -157,11 +157,6 @@ def fused_all_gather_scaled_matmul(
         )  # fmt: skip
         products.append(product.unflatten(0, rows.shape[:-1]).movedim(0, dim))
     return whole, products
-
-
-def _dtypes(given: Sequence[Any]) -> list[torch.dtype | None]:
-    """A list of dtypes comes as torch's numbers for them."""
-    return [_BY_NUMBER[each] if isinstance(each, int) else each for each in given]
 
 
 def fused_scaled_matmul_reduce_scatter(
