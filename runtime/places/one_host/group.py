@@ -312,11 +312,19 @@ class HostGroup:
             patience.step(doing, others)
 
     def patience(self, timeout: float | None = None) -> Patience:
-        """For one wait: step it after every poll that failed. Bounded as the group is by default."""
-        bound = timeout or self.bound()
+        """For one wait: step it after every poll that failed. Bounded as the group is by default.
+
+        ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
+        """
+        judge = None if timeout else self.blame
         bell = None if self.control is None else self.control.bell
         return Patience(
-            self.rank, bound, self.blame.look, spins=self._spins, bell=bell, judge=self.blame
+            self.rank,
+            timeout or self.bound(),
+            self.blame.look,
+            spins=self._spins,
+            bell=bell,
+            judge=judge,
         )
 
     def bound(self) -> float:
