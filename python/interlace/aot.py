@@ -19,7 +19,9 @@ import contextlib
 import hashlib
 import json
 import operator
+import os
 import pathlib
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +39,7 @@ List Tuple Starred ListComp GeneratorExp comprehension Subscript Slice Call keyw
 Compare IfExp Add Sub Mult FloorDiv Mod USub Not And Or Eq NotEq Lt LtE Gt GtE
 """
 _ALLOWED = frozenset(_NODES.split())
+_LIMITS = (OSError, RecursionError, MemoryError, OverflowError)
 _RANGES = {f"i{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
 _RANGES |= {f"u{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 _ELEMENTS = {
@@ -62,14 +65,16 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
     """
     folder = pathlib.Path(path)
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(_contents(folder / "manifest.json"))
     except FileNotFoundError:
         raise BundleError(
             f"{folder} has no manifest.json: it is no bundle, or unfinished"
         ) from None
     except OSError as error:
         raise BundleError(f"{folder} is no bundle: {error}") from None
-    except ValueError as error:
+    except BundleError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{folder / 'manifest.json'} is damaged: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BundleError(f"{folder / 'manifest.json'} is not the manifest of a bundle")
@@ -87,7 +92,7 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
                 f"arch is {wanted}; {folder} was built for {', '.join(manifest['arches'])}"
             )
         return Bundle(folder, manifest, wanted)
-    except (KeyError, TypeError, AttributeError, SyntaxError) as error:
+    except (LookupError, TypeError, AttributeError, SyntaxError, *_LIMITS) as error:
         raise BundleError(
             f"{folder / 'manifest.json'} is damaged: {type(error).__name__}: {error}"
         ) from error
@@ -324,7 +329,10 @@ class Formulas:
         self._expressions, self._constants = dict(expressions), dict(constants)
         self._scope: dict[str, Any] = {"__builtins__": {}, **_BUILTINS}
         for text in functions.values():
-            exec(compile(_checked(ast.parse(text)), "<manifest>", "exec"), self._scope)
+            tree = _checked(ast.parse(text))
+            if not _only_defines(tree):
+                raise BundleError(f"the manifest has no plain function but {text[:80]!r}")
+            exec(compile(tree, "<manifest>", "exec"), self._scope)
 
     def inputs(self, text: str) -> set[str]:
         """Names of the numbers and lists that an expression is over."""
@@ -376,6 +384,16 @@ def _checked(tree: Any) -> Any:
         if (kind not in _ALLOWED and not appends) or hidden:
             raise BundleError(f"a formula of the manifest has {kind}: {ast.unparse(node)}")
     return tree
+
+
+def _only_defines(tree: ast.Module) -> bool:
+    """Whether it is one function, of whose definition nothing is computed before a formula calls it."""
+    match tree.body:
+        case [ast.FunctionDef(args=given, decorator_list=[], returns=None)]:
+            plain = ast.arguments([], given.args, None, [], [], None, [])
+            simple = ast.dump(given) == ast.dump(plain)
+            return simple and not any(each.annotation for each in given.args)
+    return False
 
 
 def _whole(name: str, value: Any) -> Any:
@@ -431,12 +449,21 @@ def _verified(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
     if pathlib.PurePath(name).name != name:
         raise BundleError(f"the manifest names a file outside of the bundle: {name}")
     try:
-        found = hashlib.sha256((path / name).read_bytes()).hexdigest()
+        found = hashlib.sha256(_contents(path / name)).hexdigest()
     except FileNotFoundError:
         raise BundleError(f"{path / name} is missing") from None
     if found != file["sha256"]:
         raise BundleError(f"{path / name} is not the file that the manifest was written for")
     return path / name
+
+
+def _contents(file: pathlib.Path) -> bytes:
+    """What is in ``file``, which may be no pipe: that of a pipe would never come."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    with open(handle, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise BundleError(f"{file} is no regular file")
+        return opened.read()
 
 
 def _cupy() -> Any:

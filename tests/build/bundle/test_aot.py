@@ -341,3 +341,32 @@ def test_document_shows_the_manifest(bundles: dict[str, pathlib.Path]) -> None:
         assert f"`{key}`" in text, f"{key} is not explained"
     changed = copy.deepcopy(manifest["quantities"]) | {"slots": "0"}
     assert missing(json.loads(examples[0][1]), changed, "control") != []
+
+
+def test_a_pipe_in_place_of_a_file_is_said(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(aot.BundleError, match=r"manifest.json is no regular file"):
+        aot.load(tmp_path, 90)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for i in range(1000000000000):\n    len([])",
+        "x = [0] * 1000000000000",
+        "def f(x=[0] * 1000000000000):\n    return x",
+        "def f(*, x=[0] * 1000000000000):\n    return x",
+        "def f(x: [0] * 1000000000000):\n    return x",
+        "def f() -> [0] * 1000000000000:\n    return 1",
+        "def f():\n    return 1\nf()",
+    ],
+)
+def test_loading_computes_nothing(text: str) -> None:
+    with pytest.raises(aot.BundleError, match="no plain function"):
+        aot.Formulas({"f": text}, {}, {})
+
+
+def test_a_manifest_that_is_too_deep_is_damaged(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(aot.BundleError, match="is damaged"):
+        aot.load(tmp_path, 90)
