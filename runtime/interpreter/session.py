@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import (
+    NO_POLICY,
     InterpretedFunction,
+    TensorHandle,
     bare,
     ir,
     triton_interpreter,
@@ -167,7 +169,29 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
         return hooks.atomic(atomic, lambda: rmw(op, pointers, value, mask, sem, scope))
 
+    def atomic_load(pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
+        return hooks.atomic(atomic, lambda: load(pointers, mask, None, *NO_POLICY, True))
+
+    def atomic_store(pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
+
+    def atomic_poll(pointers: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+        # Without the timeout, which is of a GPU's clock: whoever waits in vain is reported.
+        everywhere = TensorHandle(np.ones(1, np.bool_), tl.int1)
+        values = np.broadcast_to(expected.data, pointers.data.shape)
+        for address, value in zip(pointers.data.ravel(), values.ravel(), strict=True):
+            one = TensorHandle(np.array([address]), pointers.dtype)
+            while atomic_load(one, everywhere, sem, scope).data[0] != value:
+                pass
+        return TensorHandle(np.ones(pointers.data.shape, np.bool_), tl.int1)
+
+    since_39 = [
+        (builder, function.__name__.replace("atomic", "create_atomic"), function)
+        for function in (atomic_load, atomic_store, atomic_poll)
+    ]
     return [
+        *(each for each in since_39 if hasattr(builder, each[1])),
         (builder, "create_masked_load", masked_load),
         (builder, "create_masked_store", masked_store),
         (builder, "create_atomic_cas", atomic_cas),

@@ -34,6 +34,14 @@ def world(path: str, backend: str = "interlace") -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+def gather_of_one_tensor(path: str) -> list[float]:
+    with world(path) as group:
+        options, output = OPTIONS.GatherOptions(), torch.full((4,), -1.0)
+        options.rootRank = 1
+        group.gather_single(output, own(), options).wait()
+        return output.tolist()
+
+
 def own(value: float = 1.0, size: int = 2) -> torch.Tensor:
     return torch.full((size,), value + interlace.get_rank())
 

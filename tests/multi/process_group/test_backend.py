@@ -68,6 +68,12 @@ def test_collectives(tmp_path: Path, async_op: bool) -> None:
         assert not wrong, f"rank {rank}"
 
 
+def test_gather_into_one_tensor(tmp_path: Path) -> None:
+    """As ``dist.gather_single`` of torch 2.14 calls the group."""
+    results = on_ranks(backend_ranks.gather_of_one_tensor, 2, tmp_path)
+    assert results == [[-1.0] * 4, [1.0, 1.0, 2.0, 2.0]]
+
+
 def test_messages(tmp_path: Path) -> None:
     for rank, result in enumerate(on_ranks(backend_ranks.messages, 3, tmp_path)):
         left = (rank - 1) % 3
