@@ -205,7 +205,7 @@ MENDED = {"published descriptor store": (3, 8), "release without barrier": (3, 9
 """By rule of lint, the Triton whose compiler mends kernels that break it; older ones need the rule."""
 
 
-TRITON = releases.release(releases.INSTALLED["Triton"])
+TRITON = releases.release(releases.installed("Triton"))
 
 
 def mended(rule: str) -> bool:

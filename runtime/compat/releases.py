@@ -7,14 +7,13 @@ if it lacks an internal that is needed, the import of that says so, and which re
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import platform
 import re
 import warnings
 from collections.abc import Iterator
-
-import torch
-import triton
 
 Release = tuple[int, int]
 
@@ -25,14 +24,16 @@ TRIED: dict[str, tuple[Release, Release]] = {
 }
 """The oldest and the newest, which ``make matrix`` and docs/compatibility.md are about."""
 
-INSTALLED = {
-    "Python": platform.python_version(),
-    "torch": str(torch.__version__),
-    "Triton": str(triton.__version__),
-}
-
 SAID = "INTERLACE_UNTRIED"
 """Set once the warning was given, which child processes need not give again."""
+
+
+@functools.cache
+def installed(name: str) -> str:
+    """The release of Python, torch or Triton. Imports that one only: who compiles does without torch."""
+    if name == "Python":
+        return platform.python_version()
+    return str(importlib.import_module(name.lower()).__version__)
 
 
 def release(version: str) -> Release:
@@ -44,9 +45,9 @@ def release(version: str) -> Release:
 def untried() -> str:
     """What is installed and newer than anything tried, in words; "" if nothing is."""
     newer = [
-        f"{name} {INSTALLED[name]} (tried: {_words(name)})"
+        f"{name} {installed(name)} (tried: {_words(name)})"
         for name, (_, newest) in TRIED.items()
-        if release(INSTALLED[name]) > newest
+        if release(installed(name)) > newest
     ]
     return ", ".join(newer)
 
@@ -70,7 +71,7 @@ def warn_of_untried() -> None:
 def was_tried(name: str) -> bool:
     """Whether the installed release of ``name`` is among those tried."""
     oldest, newest = TRIED[name]
-    return oldest <= release(INSTALLED[name]) <= newest
+    return oldest <= release(installed(name)) <= newest
 
 
 @contextlib.contextmanager
@@ -80,6 +81,6 @@ def needed(name: str, what: str) -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"interlace needs {what}, of which {name} {INSTALLED[name]} lacks a part: {error}; "
+            f"interlace needs {what}, of which {name} {installed(name)} lacks a part: {error}; "
             f"{name} {_words(name)} have it"
         ) from error

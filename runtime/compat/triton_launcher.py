@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from interlace.runtime.compat.releases import INSTALLED, needed, release, was_tried
+from interlace.runtime.compat.releases import installed, needed, release, was_tried
 
 FUSED = {"enable_fp_fusion": True}
 """What all releases do by default; 3.9 warns that the next will not."""
@@ -103,7 +103,7 @@ def direct(
     if launch is None or more or not was_tried("Triton") or type(run) is not _launcher_class():
         return None
     fixed = function, run.launch_cooperative_grid, run.launch_pdl
-    if release(INSTALLED["Triton"]) >= (3, 7):
+    if release(installed("Triton")) >= (3, 7):
         from triton.backends.nvidia.driver import annotate_arguments
 
         annotated, signature = annotate_arguments(kinds(kernel.src.signature)), run.kernel_signature

@@ -38,10 +38,10 @@ class InterlaceAsGloo(InterlaceProcessGroup):
     def getBackendName(self) -> str:
         return "gloo"
 
-    def _run(self, *args: Any) -> Any:
+    def _run(self, *args: Any, **options: Any) -> Any:
         """Tests of timeouts look for the word."""
         try:
-            return super()._run(*args)
+            return super()._run(*args, **options)
         except CollectiveTimeoutError as error:
             error.args = (f"a timeout : {error.args[0]}", *error.args[1:])
             raise

@@ -68,6 +68,8 @@ _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
+_LATE = 1.0  # seconds: closing connections ends waits, but not gloo's for a message that has begun to come
+_SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
 
 RankTensor = tuple[int, torch.Tensor]
 
@@ -213,7 +215,7 @@ class HostLinks:
             while started:
                 peer, work = started[-1]
                 self._waiting = (until, doing, (peer,), bound)
-                work.wait(_EVER)
+                work.wait(timedelta(seconds=bound + _LATE))
                 started.pop()
         except RuntimeError as error:
             raise self._broken(peer, error, doing) from None
@@ -223,19 +225,24 @@ class HostLinks:
 
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
-        return self._gloo.send([as_bytes(tensor)], peer, PAYLOAD + slot)
+        try:
+            return self._gloo.send([as_bytes(tensor)], peer, PAYLOAD + slot)
+        except RuntimeError as error:
+            raise self._broken(peer, error, "send") from None
 
     def receive_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> None:
-        """Receive what ``peer`` has begun to send; takes as long as the bytes take."""
+        """Receive what ``peer`` has begun to send, for as long as a slow network may take for the bytes."""
+        bound = timedelta(seconds=self._bound() + _LATE + tensor.nbytes / _SLOWEST)
         try:
-            self._gloo.recv([as_bytes(tensor)], peer, PAYLOAD + slot).wait(_EVER)
+            self._gloo.recv([as_bytes(tensor)], peer, PAYLOAD + slot).wait(bound)
         except RuntimeError as error:
             raise self._broken(peer, error, "recv") from None
 
     def send_packet(self, peer: int, packet: Packet) -> None:
         """Send one packet; its receiver always listens."""
         try:
-            self._gloo.send([packet.pack()], peer, CONTROL).wait(_EVER)
+            bound = timedelta(seconds=self._bound() + _LATE)
+            self._gloo.send([packet.pack()], peer, CONTROL).wait(bound)
         except RuntimeError as error:
             raise self._broken(peer, error, "send") from None
 

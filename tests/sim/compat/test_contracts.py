@@ -28,7 +28,7 @@ from interlace.runtime.compat import (
 )
 from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle, builder
 
-TRITON = releases.release(releases.INSTALLED["Triton"])
+TRITON = releases.release(releases.installed("Triton"))
 POLICY = tuple(f"policy {number}" for number in range(len(NO_POLICY)))
 CALLS: dict[str, tuple[Any, ...]] = {
     "create_load": ("pointers", *POLICY, "volatile"),
@@ -220,9 +220,8 @@ def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
 def test_newer_releases_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(releases.SAID, raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(
-        releases, "INSTALLED", {"Python": "3.13.0", "torch": "2.16.0a0+git", "Triton": "3.10.1"}
-    )
+    newer = {"Python": "3.13.0", "torch": "2.16.0a0+git", "Triton": "3.10.1"}
+    monkeypatch.setattr(releases, "installed", newer.__getitem__)
     with pytest.warns(UserWarning, match=r"torch 2\.16.*Triton 3\.10\.1") as seen:
         releases.warn_of_untried()
         releases.warn_of_untried()
@@ -232,5 +231,5 @@ def test_newer_releases_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_said_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"Python": "3.10.1", "torch": "2.15.3+cpu", "Triton": "3.6.0"}
-    monkeypatch.setattr(releases, "INSTALLED", tried)
+    monkeypatch.setattr(releases, "installed", tried.__getitem__)
     assert releases.untried() == ""
