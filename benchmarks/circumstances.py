@@ -1,7 +1,5 @@
 """Commit, machine and versions, for the reader of a benchmark. Needs nothing beside torch and triton."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

@@ -16,8 +16,6 @@ anew after every case. ``--dry-run`` runs every part in place "sim" on small sha
 to check the benchmark itself; its times mean nothing and are not written. Under 8 minutes on an H200.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ per question, JSON at the end. The stand-in for CUDA (tests/stand_ins/fake_queue
 each.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -16,8 +16,6 @@ Protocol: blocks of CALLS calls, candidates alternate block by block; medians ov
 ``events`` are what one call asks of the driver.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -7,8 +7,6 @@ file of this script's, made with ``PYTHONPATH`` set to the ``python`` folder of 
 has counts from before itself, those are kept. ``python -m interlace build --json`` has all loops.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -15,8 +15,6 @@ unless ``benchmarks/results`` has files of ``gpu.py`` for the machine's device, 
 --table NAME    only this table and its plot, by its name in docs/model.md; may be repeated
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

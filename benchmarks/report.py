@@ -13,8 +13,6 @@ In ``README.md`` and ``docs/performance.md`` a table stands between ``<!-- table
 ``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -12,8 +12,6 @@ times the checks of ``interlace.verify``, on simulated ranks. Traps that the pro
   on both sides; buffers that torch.distributed wants from its caller are made before.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

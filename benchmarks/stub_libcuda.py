@@ -11,8 +11,6 @@ What stays out is the driver itself (a launch takes it a few microseconds) and t
 of that name which is loaded already is the one that ``dlopen`` finds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

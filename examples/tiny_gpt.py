@@ -12,8 +12,6 @@ What moves between the ranks moves inside of the layers, with their matmuls. Of 
 number of heads in ``attend`` depends on there being ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import pydoc_data.topics
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ groups by DDP or FSDP2. Halfway all ranks write a checkpoint. Then
 The runs differ in the order of sums alone, so float32 is enough for that.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

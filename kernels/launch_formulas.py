@@ -9,8 +9,6 @@ Legend: ``rows`` lists the rows of every rank (of a flat tensor: its elements); 
 of tiles side by side; ``resident`` is how many programs the device keeps resident at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from interlace.kernels.tiling import arrival_order, owner_order, send_order

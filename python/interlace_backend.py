@@ -5,8 +5,6 @@ which is why this is a module of its own: ``import interlace`` takes longer than
 ``import interlace`` calls it too, for what is not installed, or with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 NAME = "interlace"

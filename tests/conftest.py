@@ -3,8 +3,6 @@
 Limits of time are in guard.py.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pathlib

@@ -12,8 +12,6 @@ xdist itself would start another worker and give it the dead one's files, those 
 gets one in which nothing is left to do waits for ever (3.8).
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

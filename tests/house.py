@@ -9,8 +9,6 @@
 ``tests/repository/test_layout.py`` holds the code against it.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import sys

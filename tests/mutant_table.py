@@ -5,8 +5,6 @@ docs/verify.md, between two comments; without, what differs from the document is
 code says whether anything does. It is 1, too, if a mutant is caught by nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

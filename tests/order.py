@@ -5,8 +5,6 @@ fixture of a file is made once. Seconds were measured on two cores in November 2
 less than eight.
 """
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

@@ -29,8 +29,6 @@ TEXT; of several marks of one kind the last counts.
 ``python tests/pages.py docs/verify.md`` writes what is printed now into a page.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Tools of the tests of ops: payloads, poison, delays, and running on simulated ranks."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Limits of the tests on a GPU: one that hangs or dies fails alone (tests/gpu/conftest.py)."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shutil

@@ -1,7 +1,5 @@
 """A slow test fails alone, a dead worker ends the run: small runs of pytest, with the guard and without."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pathlib

@@ -3,8 +3,6 @@
 It takes long for what it finds, as one more architecture or mutant does; each kind has tests without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names that the oldest torch that interlace supports (2.11) has otherwise than the newest."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

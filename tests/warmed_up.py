@@ -4,8 +4,6 @@ It makes both quicker: what is there by now stays, so collections of garbage pas
 measure its guards, which flushes the processor's caches at every compilation, for a line of its debug log.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """The plain collectives against gloo's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

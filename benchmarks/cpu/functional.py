@@ -9,8 +9,6 @@ first use.
 Protocol: blocks of CALLS calls, candidates alternate block by block, medians over blocks.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ M are all rows, gathered or not yet scattered; (N, K) are per-rank layers of mod
 parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -6,8 +6,6 @@ slowest rank, from a common barrier to the end of the op on that rank. Results a
 ratios are of medians of the same run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -8,8 +8,6 @@ inline PTX      the same for docs/examples/one_shot_all_reduce.py, whose flags a
 races           three ops in flight, the race detector on and off: ``interlace.run`` of the same seeds
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -11,8 +11,6 @@ starts do not count; candidates alternate block by block; a block's time per cal
 rank; medians over blocks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

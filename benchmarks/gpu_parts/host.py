@@ -1,7 +1,5 @@
 """Two parts of ``gpu.py``: the host's time per call and graph replay; compute-sanitizer."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

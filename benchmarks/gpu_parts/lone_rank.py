@@ -5,8 +5,6 @@ already (flags preset), or comes from pinned host memory, by the copy engine or 
 over PCIe. All peers' addresses are the rank's own, so whoever plays a peer writes where a peer would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Virtual ranks share the GPU, so a copy between them costs memory bandwidth only 
 SMs: times are of all ranks' work together, from the first rank's start to the last one's end.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

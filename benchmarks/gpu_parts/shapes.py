@@ -1,7 +1,5 @@
 """Parts of ``gpu.py``: the matmul alone against torch.mm, by default and configured otherwise; few rows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict, replace

@@ -6,8 +6,6 @@ Ranks wait for each other with events instead of signal pads; every event is rec
 wait for it, for which the threads meet.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ and is marked ``measured: FILE``. Records whose results were wrong carry no time
 files say of fused ops is never fitted to; :func:`compare_measured` sets it beside the predictions.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ All by prediction. Candidates are few and the best of them is taken, ties going 
 signals, and less that the model may have wrong.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

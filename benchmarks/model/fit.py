@@ -4,8 +4,6 @@ One parameter of one machine at a time, to the figures named, by the least squar
 other published figures are held out. Stored values are in ``simulation.machines``; a test compares them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plots of the model, by matplotlib, which is optional."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

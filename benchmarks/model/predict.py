@@ -5,8 +5,6 @@ Algorithms of interlace: ``fused`` (the copy engine sends), ``fused by SMs`` (co
 ``unfused`` (NCCL and cuBLAS), ``symm_mem`` and those of ``simulation.peers``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Every figure is its authors' own, on their machine with their baseline. Bars of 
 ``held_out`` says that no parameter of the machine was fitted to the figure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

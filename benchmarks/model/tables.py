@@ -1,7 +1,5 @@
 """The tables that ``predict.py`` prints and ``docs/model.md`` shows. Everything predicted is called so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ Examples in docstrings begin after ``import interlace, torch`` and ``from interl
 [0, 1]
 """
 
-from __future__ import annotations
-
 import importlib as _importlib
 import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING

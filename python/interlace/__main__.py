@@ -1,7 +1,5 @@
 """``python -m interlace``: demo, doctor, check, build, verify, bench."""
 
-from __future__ import annotations
-
 import sys
 
 

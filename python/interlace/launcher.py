@@ -1,7 +1,5 @@
 """``interlace.run``: a function on every rank, in one of the places, from one call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Validation, agreement between ranks and the choice of an algorithm are in the files imported here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A graph node is made for equal parts only, whose gradients the ops themselves co
 before they start, so all go the same way: a rank whose tensors require gradients must not be alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

@@ -14,8 +14,6 @@ Functions that are named after an op take tensors of any float dtype and give tw
 the largest error that a correct result has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

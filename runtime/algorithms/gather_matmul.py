@@ -8,8 +8,6 @@ Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are
 strides, results are contiguous. ``rows`` lists the rows of every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

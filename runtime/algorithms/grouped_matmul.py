@@ -8,8 +8,6 @@ One code for both ops: what differs between all-gather and all-to-all is the :cl
 as in ``gather_matmul.py``; weights are ``[E, K, N]`` with any strides, biases ``[E, N]``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

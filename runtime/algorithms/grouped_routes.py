@@ -6,8 +6,6 @@ they are exchanged. A *segment* is the rows of one expert from one source. A ran
 order (expert, source, row of the source), and so is its workspace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -7,8 +7,6 @@ grows; all ranks see the same sizes, so theirs does at the same op.
 All tensors here are flat and contiguous.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

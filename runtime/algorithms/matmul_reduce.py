@@ -9,8 +9,6 @@ strides, results are contiguous. ``segments`` lists (first row, rows) by
 owner; ``linear.output`` is what this rank owns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

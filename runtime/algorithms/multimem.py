@@ -6,8 +6,6 @@ reach the ranks one by one. Sums are in the switch's order, so those are taken o
 All tensors here are flat and contiguous. Parts begin at 16 bytes, so an input that does not is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

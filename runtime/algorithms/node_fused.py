@@ -10,8 +10,6 @@ nodes have put::
     copy       | contribute        | contribute        | contribute ...  | sum, put, sum |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

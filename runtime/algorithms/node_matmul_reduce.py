@@ -10,8 +10,6 @@ The few come first, so that they are resident whatever the many do. Neither wait
 own kind, and both fit the device together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Puts have a kernel of their own because NVSHMEM's code comes with them: it needs
 a matmul must not pay for. So the kernels that consume are the same as on one node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The operands of a matmul and what the fused kernels are told about them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

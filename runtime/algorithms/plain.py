@@ -9,8 +9,6 @@ Two algorithms each, on the same interface in every place:
 All tensors here are flat and contiguous. Reductions are ``reductions.fold``'s, in rank order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

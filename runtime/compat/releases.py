@@ -4,8 +4,6 @@ The metadata of the package has no upper bounds. A newer release is tried, with 
 if it lacks an internal that is needed, the import of that says so, and which releases have it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -9,8 +9,6 @@ A group in Python (``process_group/group.py``) overrides methods of ``ProcessGro
     gather     2.14 has ``gather_single``, of one tensor, which dispatches an op of its own
 """
 
-from __future__ import annotations
-
 import functools
 from types import FunctionType
 from typing import Any

@@ -4,8 +4,6 @@ All of these have the names. Nothing was allocated with them: that was tried on 
 NVSHMEM's are there in builds for CUDA only, so they are asked for when used.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

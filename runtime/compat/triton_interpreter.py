@@ -10,8 +10,6 @@ they replace is looked up there at every use. What differs by release::
     atomic loads     and stores and polls are there in 3.9
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

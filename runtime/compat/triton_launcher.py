@@ -8,8 +8,6 @@ What differs by release, and how it is used::
                own cache keeps it
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

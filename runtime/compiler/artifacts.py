@@ -7,8 +7,6 @@ pointers to scratch memory. How many those are is counted, and anything else tha
 do (clusters, profiling, tensor maps) is refused here and not found out on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -4,8 +4,6 @@
 variants are defaults, and which kernels load by descriptor what peers have written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -19,8 +19,6 @@ Variants of a fused kernel, named in this order::
     multimem           copiers send once for all ranks, through the switch
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any

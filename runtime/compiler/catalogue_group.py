@@ -4,8 +4,6 @@ So nothing of a launch is written down twice. Tensors are torch's "meta" ones, w
 and address 0, a multiple of 16 as nearly every address is; what is copied or signalled is passed over.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -8,8 +8,6 @@ Variants::
     bytes, bf16   of the moves: a flat tensor of bytes, or rows of bf16 for all-gather + matmul
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ have one file for all architectures, later ones (3.7 with torch 2.15) a file eac
 the nearest older architecture serves; Triton 3.6 cannot read the later ones.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import pathlib

@@ -5,8 +5,6 @@ may be an interpreted one. The checks of a user's arguments are here too, so tha
 anything is compiled.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -5,8 +5,6 @@ times as long, so here the package is there at once and is filled when something
 its folders, which a file of kernels may well do.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType

@@ -5,8 +5,6 @@ the parent does, and answer a :class:`Compilation` per line of JSON with a :clas
 cache, which keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib

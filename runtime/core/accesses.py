@@ -1,7 +1,5 @@
 """Memory accesses of a program: what an interpreter session asks and tells its owner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

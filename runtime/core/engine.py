@@ -11,8 +11,6 @@ calls of all ranks before any byte of a caller's tensor changes, and then does t
 ================  ===============================================================================
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -4,8 +4,6 @@ Misuse of an argument is a ``ValueError`` or ``TypeError`` that names the argume
 the rank. Everything else derives from :class:`InterlaceError`, so one ``except`` clause catches it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ listed in the kernel's ``do_not_specialize`` also on whether a number is 1, and 
 ``do_not_specialize`` inside tuples: :func:`compiled_with` gives it numbers that tell nothing.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import inspect

@@ -4,8 +4,6 @@ The same :class:`KernelLaunch` is compiled by Triton on a GPU (``cuda/launch.py`
 ``scheduler/scheduler.py``, on a CPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -15,8 +15,6 @@ the records::
 A *record* is a dataclass or NamedTuple that :func:`record` has made known, by its name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Callable

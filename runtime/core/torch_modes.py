@@ -1,7 +1,5 @@
 """Dispatch modes of torch, and the types that are plain tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

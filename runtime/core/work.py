@@ -1,7 +1,5 @@
 """Work: the handle of an op that may still be running."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -15,8 +15,6 @@ nodes first rounds once, as everywhere, but adds in another order than a single 
 differ from those of other places, never between ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The kernels want one flat tensor where an engine has one per rank. Tensors that 
 storage are that already, which is how the API cuts a tensor into parts; others are copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -29,8 +29,6 @@ pushes, for sums and averages of a dtype that kernels have and for all-gathers; 
 send to all, for large all-gathers. The term ``algorithm`` of a call, if it is not "auto", names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any

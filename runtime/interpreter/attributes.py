@@ -1,7 +1,5 @@
 """Attributes of Triton's objects, replaced for as long as something runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

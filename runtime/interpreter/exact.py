@@ -23,8 +23,6 @@ call numpy on the raw data, which for bf16 and fp8 is bits, and for fp16 adds in
 fp32 along others; so their one method is replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ removed when the session ends.
 The builder is global to the process, so only one session exists at a time; a second thread waits.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

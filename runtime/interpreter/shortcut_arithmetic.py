@@ -24,8 +24,6 @@ the type, the shape and the bits that the front end would have given it; test_in
 compares. Integers wrap around, without a check for overflow: the session leaves that out too.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

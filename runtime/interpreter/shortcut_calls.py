@@ -14,8 +14,6 @@ A masked load took 46 us and takes 8, a store 35 and 4, a range 16 and 2, withou
 a shared machine, Triton 3.7.1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

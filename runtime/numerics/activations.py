@@ -4,8 +4,6 @@ The kernels have their own (``kernels/epilogue.py``); algorithms that multiply w
 take torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -7,8 +7,6 @@ bits, once. All of it is numpy: torch is what the tests compare with.
 Out of range follows the GPU's `cvt` instructions: bf16 overflows to infinity, fp8 saturates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -23,8 +23,6 @@ Two parts are the common case, and most dtypes have one torch operator that does
 in pieces that stay in the cache, so memory is read and written once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

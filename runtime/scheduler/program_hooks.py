@@ -5,8 +5,6 @@ told. Programs that poll are found out, so that a deadlock is seen instead of wa
 sees what the last one saw will see it again until memory changes, so its program is not run before that.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Time is in thousandths of ``Recording.unit``: a schedule step in ``sim``, in ``s
 clock that all processes of a host share. ``runtime/scheduler/trace.py`` makes recordings.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

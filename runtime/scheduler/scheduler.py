@@ -15,8 +15,6 @@ that is known about every wait. In a place with other processes it only means th
 wait, and the ``idle`` hook decides how and how long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import ctypes

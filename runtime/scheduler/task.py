@@ -1,7 +1,5 @@
 """Tasks, which the scheduler runs, and the place of a program's task in its launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

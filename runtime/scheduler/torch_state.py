@@ -8,8 +8,6 @@ in its checkpoint. Nor may one rank's handler of warnings be left: torch keeps i
 function of C++ was called last, and ranks do not come back from those in the order in which they went in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

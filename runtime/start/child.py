@@ -4,8 +4,6 @@ It takes tasks from its connection one after another: joins the group of the run
 function, leaves the group, reports. It ends with its parent, however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import ctypes

@@ -14,8 +14,6 @@ for, but every byte is sent as two, and to all ranks at once. NCCL's protocol of
 the same size; here it was not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

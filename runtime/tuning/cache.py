@@ -12,8 +12,6 @@ folder. JSON::
 ``files.py`` says how it is read and written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

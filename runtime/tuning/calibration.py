@@ -17,8 +17,6 @@ Bytes are those of the whole tensor: gathered, before it is scattered, reduced, 
 ``files.py`` says how the file is read and written.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import pathlib

@@ -5,8 +5,6 @@ Limits are those of the CUDA programming guide. Speeds are data sheets times a g
 serve the cost model (``cost_model.py``), which only ranks configurations that are all valid.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 KIB = 1 << 10

@@ -4,8 +4,6 @@ The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops o
 and the cost model; plain collectives and offline builds take :func:`choose` and :func:`gpu_default`.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 from collections.abc import Iterator, Mapping, Sequence

@@ -15,8 +15,6 @@ Other predictions are views of other figures: of measured lines, ``calibration.p
 for meshes, ``interlace.tensor``; of whole ops, for the fusion pass, ``interlace/compile/prediction.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ warning that names it. Writing replaces the file at once, under a lock (``FILE.l
 keeps what others have written meanwhile; a file that cannot be read is then an error, and stays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

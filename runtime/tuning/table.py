@@ -19,8 +19,6 @@ Rows of a machine of your own are not for this file: ``python -m interlace tune`
 which comes first (``tuning.py`` has the order). ``docs/tune.md`` explains the columns.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 Values = dict[str, Any]

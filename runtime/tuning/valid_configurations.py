@@ -4,8 +4,6 @@ Bounds on the safe side: what passes fits; what is refused might have fitted aft
 bounded for the accumulator only, so a candidate that passes may still spill, which its time shows.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, replace

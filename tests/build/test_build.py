@@ -3,8 +3,6 @@
 The entries compile once per session, in worker processes; Triton's cache keeps them between sessions.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

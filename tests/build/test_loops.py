@@ -3,8 +3,6 @@
 Every count has a text or a kernel that differs in that one thing and must count otherwise.
 """
 
-from __future__ import annotations
-
 import pathlib
 from dataclasses import replace
 

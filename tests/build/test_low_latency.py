@@ -1,7 +1,5 @@
 """Instructions of the kernels by the switch, and of those with flags in their words."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

@@ -4,8 +4,6 @@ The library comes with the test extra, so a test that misses it fails. INTERLACE
 such tests, as does a machine that it is not made for. What needs no library is still checked.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -4,8 +4,6 @@ A loop that the compiler refuses to pipeline still compiles, spills nothing and 
 several times slower. What tells is shared memory: a pipelined loop has its stages there.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Flags of the table's tiles: each changes what is compiled, on every architecture where a tile has it."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The shared memory that they need is bounded by the arithmetic that refuses candidates.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from interlace.runtime.compiler import catalogue

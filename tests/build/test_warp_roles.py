@@ -1,7 +1,5 @@
 """Kernels whose warps have roles, compiled: what lint says of them, and of them with a fault."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 from dataclasses import replace

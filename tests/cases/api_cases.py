@@ -4,8 +4,6 @@ A module of its own, because processes import it. Every function runs on a rank 
 there. Payloads are a function of rank and call, so every rank knows what every other has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

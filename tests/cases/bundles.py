@@ -1,7 +1,5 @@
 """The bundles that tests build: every op, three architectures, and options that change the manifest."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from typing import Any

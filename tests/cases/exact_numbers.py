@@ -1,7 +1,5 @@
 """Numbers that ask everything of a float format, and the oracles that arithmetic tests share."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -6,8 +6,6 @@ What ran is printed as JSON: of every part what it launched, and why it failed i
 were passed.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Column- and row-parallel linear functions beside the unsharded ones in float64; run on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Calls that rank 1 of two gets wrong, each in its own way, and rank 0 right; for every place."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any, cast

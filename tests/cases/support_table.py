@@ -3,8 +3,6 @@
 ``python tests/cases/support_table.py`` prints the tables.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

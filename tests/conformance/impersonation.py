@@ -5,8 +5,6 @@ Many of torch's tests run for the names "gloo", "nccl" and "mpi" only. Here the 
 beyond collectives (the logger of DDP wants its network device) a real one answers.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any

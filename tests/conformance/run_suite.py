@@ -10,8 +10,6 @@ What gloo passes is stored in ``gloo_passes.json`` for one release of torch; wit
 run too. Exit code 1 if a test that gloo passes does not pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

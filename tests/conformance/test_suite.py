@@ -4,8 +4,6 @@ The choice has a test of every kind that interlace once failed: coalesced and sp
 monitored barriers, any-source receives, object collectives, DDP with its C++ reducer and logger.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ suite reads backend and world size when it is imported, so each combination is a
 test forks its ranks from it, with everything loaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

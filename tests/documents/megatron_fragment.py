@@ -3,8 +3,6 @@
 ``python megatron_fragment.py FILE``: two ranks run FILE; what rank 0 prints is printed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pathlib

@@ -1,7 +1,5 @@
 """The process in which a block of a page runs: see pages.py. Imports little, it is forked often."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

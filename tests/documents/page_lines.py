@@ -3,8 +3,6 @@
 Every line runs on its own, one after the other in the page's folder, so a failure names its line.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 import re

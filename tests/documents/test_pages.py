@@ -1,7 +1,5 @@
 """Every block of every page runs as written and prints what the page says: see tests/pages.py."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

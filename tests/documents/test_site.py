@@ -1,7 +1,5 @@
 """The documentation site: it builds strictly, without a network, and has every page and public name."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -4,8 +4,6 @@ Nobody can interrupt a call into CUDA that does not come back, and after a fault
 lost. So the process that collects the tests never uses CUDA, and forks one for every test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Ranks of the tests on a GPU, virtual ranks and processes alike. Importable by new processes."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The kernels compiled, virtual ranks on one GPU. Skipped where there is none (see tests/conftest.py)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

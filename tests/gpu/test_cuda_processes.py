@@ -3,8 +3,6 @@
 Ranks that share a GPU take turns on it, so every hand-over costs a time slice: few rounds.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

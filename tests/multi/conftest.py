@@ -1,7 +1,5 @@
 """One pool of processes for the whole run, ``interlace.run``'s own: a process costs seconds to start."""
 
-from __future__ import annotations
-
 import pytest
 
 from interlace.runtime.start.pool import ProcessPool, default_pool

@@ -1,7 +1,5 @@
 """Mutants of algorithms that have rules of their own: grouped matmuls, words with flags, the switch."""
 
-from __future__ import annotations
-
 from mutants.mutations import Case, mutant_of
 
 _GROUPED = "kernels/fused/grouped_matmul.py"

@@ -3,8 +3,6 @@
 ``interlace.verify.races`` goes on to the end and then runs the schedule again to say the cause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

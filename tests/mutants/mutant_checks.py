@@ -1,7 +1,5 @@
 """Run one check of ``interlace.verify`` on one mutant; used by the tests and by mutant_table.py."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -6,8 +6,6 @@ the algorithms launch are replaced for the time of a ``with`` block. The same fi
 compiles. A mutant of another file, one with a function that runs the kernel, is a module by itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pathlib

@@ -5,8 +5,6 @@ Here are those of publish and wait, of kernels that use it plainly, and of kerne
 other algorithms are in ``algorithm_mutants.py``.
 """
 
-from __future__ import annotations
-
 from mutants import algorithm_mutants
 from mutants.mutations import Case, Mutant, mutant_of
 

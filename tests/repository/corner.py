@@ -9,8 +9,6 @@ What a part came to is written to benchmarks/results/corner-torch-X.Y.json when 
 of ``make test``, with those that are marked thorough left out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The sdist makes a whole wheel, and installs and works in a new environment, away from the repository."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import shlex

@@ -4,8 +4,6 @@ Each law is a function over source text that returns what breaks it, and is show
 flag: a checker that cannot fail says nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import re

@@ -3,8 +3,6 @@
 Each check is a function over a graph or over text, and has a negative control.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Targets of the Makefile that nothing else in continuous integration runs, with the tests' Python."""
 
-from __future__ import annotations
-
 import pathlib
 import shlex
 import shutil

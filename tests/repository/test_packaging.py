@@ -3,8 +3,6 @@
 Each check of source text is a function over text, and has a negative control: text it must flag.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Limits of trips: how many files a call enters on its way, and how often it changes between them."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

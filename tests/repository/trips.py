@@ -6,8 +6,6 @@ entry into another file than that of the entry before. The way to the kernel end
 entered, which counts. What the fake GPU calls to play one does not. Needs Python 3.11.
 """
 
-from __future__ import annotations
-
 import pathlib
 import sys
 import tempfile

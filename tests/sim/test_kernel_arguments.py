@@ -1,7 +1,5 @@
 """Arguments that are tuples with names: taken apart, put together, and compiled once for all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

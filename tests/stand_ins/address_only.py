@@ -6,8 +6,6 @@ product may wrap. Loop variables have the types that the compiler gives them, an
 first and last steps only.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

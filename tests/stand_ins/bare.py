@@ -3,8 +3,6 @@
 What a package that is there imports for itself is its own affair.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib.metadata
 import importlib.util

@@ -5,8 +5,6 @@ a kernel does. Signals are the real ones; how a fused kernel moves and multiplie
 chunks move, then torch multiplies.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence

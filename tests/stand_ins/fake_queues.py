@@ -8,8 +8,6 @@ queue (head-of-line blocking), and what would end the wait may be among these.
 torch hands out streams from a pool of 32 per priority; the 33rd is the first again.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator

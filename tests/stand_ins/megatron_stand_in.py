@@ -4,8 +4,6 @@ For machines without megatron-core: the names, attributes and calls of ``ColumnP
 ``RowParallelLinear`` of 0.16, with communication by torch.distributed beside the matmuls.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ that distance at rank 0. With ``everyone`` all ranks are simulated one by one, f
 ranks that share one GPU, and for tests that the short way gives the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

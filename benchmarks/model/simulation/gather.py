@@ -9,8 +9,6 @@ A copier is a program that loads, stores to the peer and publishes; it has an SM
 sent all that it has to, it takes tiles of the last chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from interlace.kernels import launch_formulas as formulas

@@ -7,8 +7,6 @@ it begins within ``sharing_us`` of the one that has read them; where programs wa
 and that is why thin chunks are slow. A weight that half of the L2 holds is read once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

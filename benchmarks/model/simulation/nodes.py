@@ -14,8 +14,6 @@ fp32, to the owner; the owner sums nodes. Who sums is the open question of the d
 Neither is one fused kernel in interlace today; plain gathers and reductions over nodes are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -13,8 +13,6 @@
 Reductions read every contribution once; in the peers' bf16 that is what it costs in fp32 too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from interlace.kernels import launch_formulas as formulas

@@ -7,8 +7,6 @@ the program's own arithmetic, only by that of others that the power limit then l
     program   | multiply | store, publish | multiply | store, publish | ... | wait for all sources, sum |
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from interlace.kernels import launch_formulas as formulas

@@ -1,7 +1,5 @@
 """Validation of arguments. Every message names the argument, both values and the rank."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

@@ -1,7 +1,5 @@
 """Dense stand-ins for tensors that are not dense, for what an engine takes; calls that are remembered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ For tensors of shape ``(n, ...)`` and world size W the concatenation has shape `
 ``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

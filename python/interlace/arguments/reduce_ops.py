@@ -1,7 +1,5 @@
 """Reduce operations: their names, the dtypes that they are for, and the factor of a PREMUL_SUM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

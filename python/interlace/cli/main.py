@@ -1,7 +1,5 @@
 """The command line: its arguments, and which command they go to."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

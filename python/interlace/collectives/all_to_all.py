@@ -1,7 +1,5 @@
 """Every rank sends a part to every rank: all_to_all with lists, all_to_all_single with split sizes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ All run on a rank's streams, in every place, also where the group's own engine u
 all ranks on one node.
 """
 
-from __future__ import annotations
-
 import torch
 
 from interlace.arguments import checks

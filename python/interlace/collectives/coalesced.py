@@ -1,7 +1,5 @@
 """Several collectives of one kind as one: one comparison before any data moves, one handle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

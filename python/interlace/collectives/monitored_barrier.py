@@ -5,8 +5,6 @@ between two ranks, with a number of their own for every monitored barrier of the
 late to one is not taken to have come to the next.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from datetime import timedelta

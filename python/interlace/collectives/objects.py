@@ -5,8 +5,6 @@ needs one meeting; larger bytes go as uint8 tensors afterwards. As with torch, u
 these among ranks that trust each other.
 """
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing here is collective: a misuse is raised on the rank that made it. Message
 to another arrive in the order they were sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any

@@ -4,8 +4,6 @@
 internal forms take both. What the functions are for: ``rootless.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

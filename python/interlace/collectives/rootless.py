@@ -5,8 +5,6 @@ ranks have to agree on, and returns what hands dense tensors to the group's engi
 runs it, in the internal form, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

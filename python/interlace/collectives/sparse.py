@@ -4,8 +4,6 @@ The entries of a rank travel as they are, so this moves world_size times what on
 with few entries, such as the gradients of embeddings, that is less than the dense tensor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ whole; for a list they are what the tensors say, and for one tensor None stands 
 is compared between ranks before any data moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,8 +97,8 @@ def reduce_scatter_v(
 ) -> Work | None:
     """Reduce over ranks; ``output`` of rank r is the part of length ``input_split_sizes[r]`` along ``dim``.
 
-    ``op`` as for :func:`interlace.all_reduce`. Returns None, or a :class:`Work` with ``async_op``. Raises
-    ValueError or TypeError on every rank before any data moves.
+    ``input`` is whole or a list of its parts, ``op`` as for :func:`interlace.all_reduce`. Returns None, or
+    a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
 
     >>> def on_rank():
     ...     output = torch.empty(1 + 2 * interlace.get_rank())

@@ -1,7 +1,5 @@
 """``torch.compile(..., backend="interlace")``: Inductor, or eager aten, with the fusion pass."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -10,8 +10,6 @@ torch's functional ops gather and scatter dim 0; what its layers want of other d
 and so on, are these once torch has traced them.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any

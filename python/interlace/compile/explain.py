@@ -1,7 +1,5 @@
 """``explain``: what would be fused in a function, and what not and why, without running it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ What the matmul's readers see has the shape and the strides that it had. Nothing
 silently: every collective is a :class:`Candidate` in the :class:`Report`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

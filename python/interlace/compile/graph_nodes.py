@@ -1,7 +1,5 @@
 """Nodes of an aten graph: what they are, what they depend on, and new ones that know their shapes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Sequence

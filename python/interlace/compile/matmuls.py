@@ -10,8 +10,6 @@ A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of
     add(product, product)        of several matmuls what is reduced: q, k and v in a backward
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

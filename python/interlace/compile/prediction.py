@@ -11,8 +11,6 @@ Whole ops on any device; ``runtime/tuning/cost_model.py`` knows tiles and chips.
 another host have another file, or none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

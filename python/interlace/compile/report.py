@@ -1,7 +1,5 @@
 """Reports of the fusion pass: one candidate per collective, and a table of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

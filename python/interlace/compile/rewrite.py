@@ -3,8 +3,6 @@
 Readers of the matmuls get tensors of the shapes and the strides that they had before.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

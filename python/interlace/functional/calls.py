@@ -1,7 +1,5 @@
 """The way of a functional call: checks, the way to the tracer, and the way past it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """Functional collectives: start the op, or leave a node in the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 See ``fused/grouped.py`` for the order of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

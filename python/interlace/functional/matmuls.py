@@ -1,7 +1,5 @@
 """The functional forms of the fused matmuls; part of ``interlace.functional``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

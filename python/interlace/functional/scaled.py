@@ -3,8 +3,6 @@
 See ``eager/scaled.py`` for what scales are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

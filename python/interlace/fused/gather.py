@@ -5,8 +5,6 @@ rank before any data moves), brought into 2-D form, and handed to one of the alg
 ``runtime/algorithms/gather_matmul.py``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

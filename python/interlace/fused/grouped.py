@@ -16,8 +16,6 @@ along; a mismatch raises on every rank before any data moves), and handed to one
 ``runtime/algorithms/grouped_matmul.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ rank before any data moves), brought into 2-D form, and handed to one of the alg
 ``runtime/algorithms/matmul_reduce.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import NamedTuple

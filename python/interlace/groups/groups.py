@@ -1,7 +1,5 @@
 """The group of an op: the default group of the caller, and every way to name another."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import os

@@ -4,8 +4,6 @@
 the place of the ranks it is made of.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta

@@ -4,8 +4,6 @@ A group of ranks is made when its members first use it, together: nobody else ha
 so lists with equal entries are one group. The position in the list is the rank in the group.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ finds the communicator when the op runs. Names are::
     "ranks:0,2#fast"    another group over the same ranks: a tag
 """
 
-from __future__ import annotations
-
 import ctypes
 import operator
 import weakref

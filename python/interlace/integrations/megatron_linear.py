@@ -3,8 +3,6 @@
 Semantics: ``megatron.core.tensor_parallel.layers`` of megatron-core 0.16, and the arguments of later ones.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

@@ -19,8 +19,6 @@ matmul_all_reduce      all_reduce, then matmuls
 Of the gradients of a fused op the one that communicates is started first, and waited for last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

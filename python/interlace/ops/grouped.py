@@ -11,8 +11,6 @@ many); of a weight, the rows that were multiplied times the gradient. These matm
 collective follows them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

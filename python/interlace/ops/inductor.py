@@ -4,8 +4,6 @@ An op in flight reads its inputs and writes its outputs until its wait. ``_Colle
 the first input; as what Inductor makes of an op that it does not know, memory might be used again before.
 """
 
-from __future__ import annotations
-
 import operator
 import sys
 from typing import Any

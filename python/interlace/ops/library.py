@@ -1,7 +1,5 @@
 """The ops' schemas, and their registration with torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -18,8 +18,6 @@ LocalTensor an op raises TypeError, for then it would be computed for whom? Resu
 In the mode ``LocalTensorMode`` itself, not in classes derived from it, for torch looks up exactly that one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ size       how many ranks, always last
 =========  ==============================================
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -18,8 +18,6 @@ engine's. Hooks of tensors run in the engine's thread, and communicate through :
 ops of ``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
 """
 
-from __future__ import annotations
-
 import contextvars
 import threading
 from collections.abc import Callable

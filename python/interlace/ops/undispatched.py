@@ -15,8 +15,6 @@ seen by    compilers and modes                        nobody; under one of them 
 =========  =========================================  =================================================
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ own method; ``rules.py`` says which, and how that must be called.
 Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 from collections.abc import Callable, Sequence

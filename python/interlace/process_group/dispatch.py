@@ -15,8 +15,6 @@ Rejected: a second, C++ group for such calls. The ranks with and without a mode 
 in different groups. It remains for one case, see :func:`needs_backend`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

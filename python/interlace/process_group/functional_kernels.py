@@ -5,8 +5,6 @@ a group in Python does not have (torch 2.13). These ask the group itself, whatev
 backends in the same process go on as before.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ meta tensor                              torch
 =======================================  =============================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

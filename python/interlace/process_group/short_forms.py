@@ -5,8 +5,6 @@ tensors, and an op or a root in place of the options. A method of interlace's gr
 itself again with what :func:`long_form` makes of the arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

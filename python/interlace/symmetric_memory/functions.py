@@ -1,7 +1,5 @@
 """The functions of torch's symmetric memory, for tensors on a CPU."""
 
-from __future__ import annotations
-
 import contextvars
 import operator
 from collections.abc import Sequence

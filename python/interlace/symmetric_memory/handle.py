@@ -12,8 +12,6 @@ protocol of ``kernels/signal.py``. Errors are interlace's: ValueError for what i
 both numbers; ``CollectiveTimeoutError`` and ``PeerDiedError`` naming whom the rank waited for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

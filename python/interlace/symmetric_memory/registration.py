@@ -5,8 +5,6 @@
 some is when ``torch.distributed._symmetric_memory`` is imported. Torch's own fake kernels ("Meta") stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

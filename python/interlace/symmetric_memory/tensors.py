@@ -13,8 +13,6 @@ What refers to what, so that nothing lives longer than its users::
     tensors from a handle -> memory
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref

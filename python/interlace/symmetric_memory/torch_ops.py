@@ -18,8 +18,6 @@ multimem_*, reduce_scatter_out
 As in torch there are no gradients; inputs that require them get a warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ of this compilation (``compiler/artifacts.py``), formulas are what the launch si
 (``launch_formulas.py``), contracts are the kernels' docstrings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

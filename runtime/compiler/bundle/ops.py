@@ -7,8 +7,6 @@ what both come to. In upper case are constants of one build: constexprs of the k
     CHUNKS     chunks per shard           ITEMSIZE   bytes of an element
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 

@@ -7,8 +7,6 @@ to be evaluated where this package is not. Of a kernel's docstring go the paragr
 DESIGN.md asks for.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -5,8 +5,6 @@ along some path within one round of every loop: back edges are left out, so a lo
 before the wait at the top of it, but a load in front of the loop is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 

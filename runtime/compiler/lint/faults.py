@@ -5,8 +5,6 @@ are in ``ptx_rules.py``, ``triton_ir.py`` and ``sass.py``; this table is what us
 ``ignore``. Names stay as they are: they stand in users' test suites.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 

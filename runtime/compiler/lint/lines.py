@@ -5,8 +5,6 @@ function, the line that called it, and so on to the kernel. Order in the source 
 lines in the outermost function in which two chains differ.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -4,8 +4,6 @@ They tell what limits a loop before any GPU has run it: one that waits for each 
 is bound by latency, one that makes tensor maps in every round pays for them every time.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

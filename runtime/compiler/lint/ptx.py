@@ -10,8 +10,6 @@ its own before, and count the lines of a text of inline assembly as if they were
     .loc  2 73 29, function_name $L__info_string0, inlined_at 3 108 71    // signal.py:73:29
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

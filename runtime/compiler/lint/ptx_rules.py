@@ -6,8 +6,6 @@ when to ignore it. Instructions are recognised by the words of their operation, 
 ``ld.global.sys.acquire.b64`` where a person writes ``ld.acquire.sys.global.b64``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from interlace.runtime.compiler.lint.faults import Fault

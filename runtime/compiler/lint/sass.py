@@ -7,8 +7,6 @@ Why the order of loads and waits is judged in the PTX and not in the SASS: ptxas
 acquire, and of inlined calls only the innermost line is left in the SASS.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Threads that part meet again right behind a BSYNC. A CALL of one of the kernel's
 as sm_80 has them, and does not return; any other is of a function.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

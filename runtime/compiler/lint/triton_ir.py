@@ -4,8 +4,6 @@ Two things are lost further down: which matmuls there were, and waits that the c
 needs. So the dots are read from the first IR, and every acquire in it must be found in the PTX.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ One builder per mnemonic turns an instruction into an action. Results are those 
 rounded once; rounding other than to nearest even is refused.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

@@ -6,8 +6,6 @@ so its operands become functions, too. What it means is not known here: who buil
 ``memory.py``, ...) takes its qualifiers one by one, in any order, and what is left is an error.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections import ChainMap

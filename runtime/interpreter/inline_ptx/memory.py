@@ -6,8 +6,6 @@ delay and a race detector checks. Those with an ordering are told as one atomic 
 half lacks is a loop of compare-and-swap.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

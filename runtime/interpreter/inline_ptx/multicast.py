@@ -5,8 +5,6 @@ instructions that ``multimem.py`` runs. The numbers lie where no memory of a pro
 whatever else is done with them fails.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ atomic ones with the ordering that the instruction has. Sums of numbers below 32
 are rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from interlace.runtime.interpreter.inline_ptx import memory, multicast

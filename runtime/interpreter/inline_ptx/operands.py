@@ -4,8 +4,6 @@ One execution of the text takes ``pack`` elements of every argument. Elements of
 registers, the first in the lowest bits; a constraint's letter is the width of its register.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

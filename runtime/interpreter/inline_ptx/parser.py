@@ -4,8 +4,6 @@ Blocks in braces have names of their own, as in PTX, and a label or register of 
 used inside. Branches get the index of the instruction that they go to.
 """
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The threads that run inline PTX, and the special registers that they read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -18,8 +18,6 @@ actions of those. An instruction, qualifier or type that is not known is an
 :class:`InlineAssemblyError` that names it, before anything of the text has run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

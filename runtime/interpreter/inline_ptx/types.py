@@ -4,8 +4,6 @@ Registers hold bits without a sign or a format, as Python integers. ``decode`` g
 instruction of this type sees in them, ``encode`` the bits of a number, rounded once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Asynchronous copies and proxies do not exist in the interpreter, so waiting for 
 between the others is nothing.
 """
 
-from __future__ import annotations
-
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
 from interlace.runtime.interpreter.inline_ptx.memory import SCOPES

@@ -1,7 +1,5 @@
 """The GPU of this process, and why it cannot run kernels there, if it cannot."""
 
-from __future__ import annotations
-
 import os
 
 import torch

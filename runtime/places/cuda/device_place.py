@@ -12,8 +12,6 @@ kernels, which are bounded: nothing ends a stream's own wait but a write on anot
 its hardware queue and come behind it.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import abstractmethod
 from collections import deque

@@ -8,8 +8,6 @@ as ``__threadfence_system`` does, scoped to the stream: what precedes it on the 
 sees the value, on any GPU. Its counterpart that waits is not used: CUDA does not bound it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Sequence

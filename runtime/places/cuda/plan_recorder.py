@@ -4,8 +4,6 @@ A :class:`PlanRecorder` sees the call go the long way. What it makes of it, a :c
 as "so many bytes into argument i" or "into result k", or by address if it lasts as long as the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -22,8 +22,6 @@ Not seen: ops that a graph replays. Whoever replays graphs of several groups at 
 replays alike on all ranks, on one stream.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

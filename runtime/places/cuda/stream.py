@@ -15,8 +15,6 @@ In a graph capture, points of another capture or of none are not waited for: wha
 began, and where the graph is replayed, is ordered by the streams that the caller captures and replays in.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ state of torch and Triton (random generators, compile caches) is therefore never
 once. Nothing here knows about GPUs.
 """
 
-from __future__ import annotations
-
 import contextvars
 import threading
 import time

@@ -13,8 +13,6 @@ What keeps it from blocking:
   queue will do, and streams may share queues as they like.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -15,8 +15,6 @@ CUDA is asked nothing, because queries would end another thread's graph capture:
 pinned memory at one look and read at the next.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -39,8 +39,6 @@ in between, hence has done with the one before.
 Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import threading

@@ -8,8 +8,6 @@ Signal handlers belong to the main thread; elsewhere, and where a library has a 
 SIGALRM, there is no bound. A timer of the user's is put off for as long as this one is set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -18,8 +18,6 @@ Several ranks on one GPU: torch refuses unless ``TORCH_SYMM_MEM_ALLOW_OVERLAPPIN
 also leaves multicast out (a device can be bound once). It is set for as long as the rendezvous takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

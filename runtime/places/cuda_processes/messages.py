@@ -5,8 +5,6 @@ also from whoever sends first; not fast, and the sender's host waits for its GPU
 its ``Work.wait()`` waits for the message, as that cannot be enqueued, and then only orders the stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any

@@ -6,8 +6,6 @@ IPC (``ipc.py``).
 Ranks on one GPU take turns on it, a time slice each, for each is a process: right, and slow.
 """
 
-from __future__ import annotations
-
 import torch
 
 from interlace.runtime.core.errors import PlaceUnavailableError

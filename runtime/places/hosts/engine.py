@@ -27,8 +27,6 @@ Rejected: an all-reduce of gloo between hosts. It knows few dtypes, rounds halve
 order of summation is its own. Gathering at one rank per host: the others' cores and links would wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager

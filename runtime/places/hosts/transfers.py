@@ -14,8 +14,6 @@ No caller of ``send`` or ``recv`` waits. Packets and bytes go through one thread
 long: a packet's receiver always listens, and the bytes of an announced message are on their way.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -10,8 +10,6 @@ A kernel that was linked with NVSHMEM's device library has a copy of its state i
 own module, which has to be filled in once per loaded module: :class:`Modules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

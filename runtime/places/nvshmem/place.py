@@ -8,8 +8,6 @@ nothing is put.
 Streams signal by kernels only: stream memory operations need the peer's address too.
 """
 
-from __future__ import annotations
-
 import torch
 
 from interlace.kernels.nodes.nvshmem import LIBRARY

@@ -17,8 +17,6 @@ there, and go through the atomics elsewhere. A poll may read the plain word; wha
 ``acquired``.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Sequence
 

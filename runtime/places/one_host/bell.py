@@ -8,8 +8,6 @@ bell is then not rung; sleeping is therefore bounded by a millisecond, and nothi
 Where there is no futex (not Linux on x86-64 or AArch64) sleeping is a short plain sleep.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys

@@ -34,8 +34,6 @@ acquired here, that it does not. For data two would do, too; but writing what an
 is several times as slow as writing what has meanwhile left its cache.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

@@ -13,8 +13,6 @@ word. It moves nobody to a core outside the thread's own affinity.
 What is said may be old when it is looked at. Then one nudge too few or too many is made, and nothing else.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

@@ -4,8 +4,6 @@
 others read it where it is.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ digest counts as missing where that is asked for, and is an error where it is ne
 digested together, so that a value cannot be moved to another key.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from datetime import timedelta

@@ -13,8 +13,6 @@ A reason must be found twice with a poll in between: a peer may publish what is 
 exit, and that is no failure.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -1,7 +1,5 @@
 """One thread that runs functions in the order of submission: async ops of a CPU place."""
 
-from __future__ import annotations
-
 import contextvars
 import queue
 import threading

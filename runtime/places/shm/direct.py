@@ -5,8 +5,6 @@ staged, so a rank may leave the op only when its peers have read its tensor: ran
 (MET), and in all_reduce once more between reducing and gathering.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ A rank's data is beside its message if its largest part fits there. Every rank s
 large that is, and so knows of every other where its data is and how many rounds there will be.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

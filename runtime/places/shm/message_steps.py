@@ -11,8 +11,6 @@ differs from one op of a key to the next is in registers; an operand is a number
 register to add to it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

@@ -14,8 +14,6 @@ The replacements stay in Triton's classes once they are there, because another t
 session open when a place closes, and would put them back; without a place they do nothing.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable

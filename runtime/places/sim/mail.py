@@ -10,8 +10,6 @@
 A receive that nobody waits for and nothing arrives for stays open, as it would elsewhere.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Several nodes on one: puts are emulated where all memory is mapped, and so their protocol is checked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from interlace.runtime.core.memory import SymmetricBuffer

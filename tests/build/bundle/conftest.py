@@ -1,7 +1,5 @@
 """Bundles are built once, for all tests that look at them."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

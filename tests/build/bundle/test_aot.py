@@ -4,8 +4,6 @@ There is no GPU here: launches are recorded by ``cupy_stand_in.py``. What is in 
 ``test_bundle.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

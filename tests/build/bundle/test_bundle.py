@@ -4,8 +4,6 @@ SASS is looked at with cuobjdump. The launch side is the real one, on tensors wi
 memory. Both comparisons are shown manifests that they must refuse.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -5,8 +5,6 @@ found without a GPU. The list below is held against a search of the source: a ne
 ``launches.py`` runs it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

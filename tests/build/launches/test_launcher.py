@@ -3,8 +3,6 @@
 In a process of its own, with a ``libcuda`` that does nothing: see ``benchmarks/stub_libcuda.py``.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 All kernels compile once per session, together; Triton's cache keeps them between sessions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import doctest
 import importlib.util

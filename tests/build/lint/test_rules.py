@@ -1,7 +1,5 @@
 """The rules of lint on text that each must flag, and on text that it must not."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions that test_bench_command.py gives to ``interlace bench``, right and wrong ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

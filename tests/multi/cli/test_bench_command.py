@@ -1,7 +1,5 @@
 """``python -m interlace bench``: what it measures, checks, prints and writes; wrong kernels; refusals."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """The demo across processes: each rank records for itself, and the parts fit together."""
 
-from __future__ import annotations
-
 import torch
 
 from interlace.cli.demo import workload

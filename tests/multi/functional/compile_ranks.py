@@ -1,7 +1,5 @@
 """Ranks of test_compile.py: models, and functions with one pattern each."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

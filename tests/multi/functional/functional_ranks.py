@@ -1,7 +1,5 @@
 """Ranks of test_functional.py and its siblings: eager, compiled, and what AsyncTensor is."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -4,8 +4,6 @@
 ranks must get. Modules of their own are imported by new processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

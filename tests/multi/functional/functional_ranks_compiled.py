@@ -1,7 +1,5 @@
 """Ranks of test_functional_compiled.py: graphs, unwaited results, dynamic shapes, Inductor."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks of test_functional_compiled.py: groups, and with exported programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

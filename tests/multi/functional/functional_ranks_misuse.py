@@ -1,7 +1,5 @@
 """Ranks of test_functional.py: misuse, by one of them or all."""
 
-from __future__ import annotations
-
 import torch
 
 import interlace

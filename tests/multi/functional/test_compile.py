@@ -1,7 +1,5 @@
 """The fusion pass: what it finds and leaves, that results stay, and what ``explain`` says."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

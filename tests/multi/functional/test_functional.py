@@ -1,7 +1,5 @@
 """interlace.functional on ranks: values, gradients, AsyncTensor, misuse, ends of processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """interlace.functional under torch.compile on ranks: ops, groups, graphs, memory, exported programs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

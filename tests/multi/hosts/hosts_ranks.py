@@ -6,8 +6,6 @@ end with whoever started them. Where the kernel refuses them, ranks are given na
 the report says why. Ranks are forked from this process, for torch takes seconds to import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

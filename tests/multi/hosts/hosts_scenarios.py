@@ -4,8 +4,6 @@ Payloads are such that sums and products are exact in every dtype, so the order 
 depends on the hosts, does not matter; ``rounding`` is about the order.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

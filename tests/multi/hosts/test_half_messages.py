@@ -1,7 +1,5 @@
 """A rank that is killed in the middle of a large message between hosts: the wait for the rest ends."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pathlib

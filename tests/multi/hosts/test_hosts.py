@@ -6,8 +6,6 @@ the kernel gives out no namespaces the same runs between ranks that are told to 
 the test that they cannot share memory is skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Ranks of test_tiny_gpt.py: the example's training, which is not on their path."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 from typing import Any

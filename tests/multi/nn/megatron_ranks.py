@@ -1,7 +1,5 @@
 """Ranks of test_megatron.py: layers with and without interlace give the same numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks of test_nn_checkpoints.py: a model in checkpoints of torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

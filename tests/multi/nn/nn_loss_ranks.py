@@ -1,7 +1,5 @@
 """Ranks of test_nn_cross_entropy.py: the loss of split logits against torch's, and misuse."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

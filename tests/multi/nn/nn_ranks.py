@@ -4,8 +4,6 @@ Every rank makes both under the same seed, gives each its part of the same input
 out, and all gradients, with its part of the unsharded ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The linear functions on ranks that are processes, where torch runs every rank's backward by itself."""
 
-from __future__ import annotations
-
 import torch
 
 import interlace

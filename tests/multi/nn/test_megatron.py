@@ -1,7 +1,5 @@
 """Megatron-core's layers on interlace, with megatron-core where it is installed, and with a stand-in."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers of interlace.nn give the numbers of torch's, on any number of ranks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of torch.distributed.checkpoint, saved on one number of ranks and loaded on another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

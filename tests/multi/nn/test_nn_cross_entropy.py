@@ -1,7 +1,5 @@
 """Cross entropy of logits that are split over ranks: torch's numbers, and misuse."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """examples/train_tiny_gpt.py, shortened: what it prints and its exit status."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

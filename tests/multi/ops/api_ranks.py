@@ -1,7 +1,5 @@
 """Ranks of test_api_shm.py. A module of its own, because new processes import it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

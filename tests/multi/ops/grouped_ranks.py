@@ -1,7 +1,5 @@
 """Ranks of test_grouped_matmul.py. A module of its own, because new processes import it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A module of its own, because new processes import it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Activations of the fused ops where autograd records: outputs and gradients are torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The API across processes: the table, large messages, real asynchrony, monitored barriers, misuse."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The grouped ops across processes: every algorithm, gradients, graphs, misuse."""
 
-from __future__ import annotations
-
 import pytest
 
 import interlace

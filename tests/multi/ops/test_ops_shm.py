@@ -1,7 +1,5 @@
 """Every op across processes: all algorithms, asynchronous too, groups, mismatches, torchrun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The fused ops on fp8 operands with scales, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The world of one of test_alone.py."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of test_backend_failures.py: errors that C++ must see, modes, gradients, the end."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

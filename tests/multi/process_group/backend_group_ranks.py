@@ -1,7 +1,5 @@
 """Ranks of test_backend.py: groups: how many, which ranks, their names and their end."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

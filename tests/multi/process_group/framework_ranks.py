@@ -4,8 +4,6 @@ Every function of :data:`CASES` runs on both ranks of a default group and raises
 those of the same computation in one process.
 """
 
-from __future__ import annotations
-
 import copy
 import traceback
 import warnings

@@ -1,7 +1,5 @@
 """A world of one: the first call of a kind, those like it that follow, and asynchronous ones are alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import interlace

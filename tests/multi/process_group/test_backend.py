@@ -3,8 +3,6 @@
 Each test of a rule fails without the rule; what happened then is in the docstrings of the rules' modules.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Failures that torch's C++ must see as such, modes, gradients, and the end and the start of groups."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

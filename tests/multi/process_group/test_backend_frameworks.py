@@ -1,7 +1,5 @@
 """Torch's ways to train in parallel give the numbers of one process on the backend."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Timeouts as torch sets them: of a group, by its function or method, and of one op, by its options."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

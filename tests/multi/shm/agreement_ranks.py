@@ -1,7 +1,5 @@
 """Ranks of test_device_agreement.py: agree on calls through memory of the host."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any

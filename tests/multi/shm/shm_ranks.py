@@ -3,8 +3,6 @@
 ``setup`` gives the place of the rank to the functions, as the launcher gives the group.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Ranks of test_host_steps.py. Every rank can compute every rank's data."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Whom ranks blame when a wait ends: the one that all wait for, on every rank, and at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

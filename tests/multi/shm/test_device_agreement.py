@@ -1,7 +1,5 @@
 """Agreement of ranks on GPUs on their hosts, by processes: calls, and messages."""
 
-from __future__ import annotations
-
 import pytest
 
 import interlace

@@ -1,7 +1,5 @@
 """The engine of processes on one host, below the API: every op, size class and way of failing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives of one host as steps of machine code: the same bytes, waits and errors as in Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Joining a group of one host: who may connect, and what the others hear when a rank does not come."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The place ``shm``: processes of one host that share memory, and what happens when one fails."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import pathlib

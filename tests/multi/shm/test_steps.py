@@ -1,7 +1,5 @@
 """Steps of machine code, without ranks: every kind, every sum, and what becomes an error."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import re

@@ -3,8 +3,6 @@
 A module of its own, because new processes import it.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``torch.ops.symm_mem`` without a GPU: as torch's own fallbacks, and for torch's own callers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

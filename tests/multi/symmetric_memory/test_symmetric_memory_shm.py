@@ -1,7 +1,5 @@
 """Symmetric memory for user code across processes; what ranks do is in ``symmetric_ranks.py``."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of test_mesh.py: interlace.tensor's collectives beside torch's, and their gradients."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from typing import Any

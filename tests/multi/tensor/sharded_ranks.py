@@ -1,7 +1,5 @@
 """Ranks of test_sharded_tensors.py. A module of its own, because new processes import it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

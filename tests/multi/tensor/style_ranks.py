@@ -1,7 +1,5 @@
 """Ranks of test_styles.py: interlace's parallel styles beside torch's, on one process group."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import tempfile

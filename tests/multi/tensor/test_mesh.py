@@ -1,7 +1,5 @@
 """interlace.tensor's collectives on ranks that are processes: as torch's, and differentiable."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

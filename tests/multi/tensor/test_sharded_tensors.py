@@ -1,7 +1,5 @@
 """interlace.tensor on processes: meshes of two dims, DTensors, gradients through one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import interlace

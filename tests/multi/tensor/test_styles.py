@@ -1,7 +1,5 @@
 """interlace's parallel styles give what torch's give: outputs, gradients, state dicts, steps."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks of test_calibration.py: choose algorithms while their calibrations differ."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m interlace calibrate``, and what a calibration decides on ranks that are processes."""
 
-from __future__ import annotations
-
 import io
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Ranks that are processes choose alike, whatever their tuning caches say; the command in shm."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 

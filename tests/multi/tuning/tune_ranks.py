@@ -1,7 +1,5 @@
 """Ranks of test_tune_ranks.py: run ops while their tuning caches differ."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import warnings

@@ -1,7 +1,5 @@
 """Ranks of one simulated run as if they were on several nodes."""
 
-from __future__ import annotations
-
 from interlace.groups.groups import default_group
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.places.sim.several_nodes import separate_nodes

@@ -4,8 +4,6 @@
 in all of them, on poisoned memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Lengths of zero, in every place a length can be: each has its own way through the code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

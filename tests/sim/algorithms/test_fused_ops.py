@@ -4,8 +4,6 @@ Every call runs on poisoned workspaces and outputs, every rank and call has its 
 tolerance is the bound of ``interlace.reference``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

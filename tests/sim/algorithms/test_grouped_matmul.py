@@ -4,8 +4,6 @@ Every call runs on poisoned workspaces and outputs, and the tolerance is the bou
 ``interlace.reference``.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Any

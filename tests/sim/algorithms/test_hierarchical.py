@@ -1,7 +1,5 @@
 """Ranks on several nodes, simulated: puts are stores, or fetched as late as may be; races, schedules."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 from collections import Counter

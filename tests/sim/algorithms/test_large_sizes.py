@@ -3,8 +3,6 @@
 The launches are real, made from tensors without memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

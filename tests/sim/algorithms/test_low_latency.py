@@ -1,7 +1,5 @@
 """Words that carry their flag: sizes, flags that come round, who is slow, giving up, and who is chosen."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plain collectives by the switch, whose instructions the simulator emulates, and without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Fused matmul + reduce-scatter over nodes, simulated: results, bits, races, schedules, and mutants."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable
 from typing import Any

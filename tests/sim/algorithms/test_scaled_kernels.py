@@ -4,8 +4,6 @@ fp8 numbers have few bits, so their products are exact in fp32, and the bound is
 scaled operands: each scale is one more rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The orders of rows, chunks and tiles are permutations that cover everything once."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

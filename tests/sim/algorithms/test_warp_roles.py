@@ -1,7 +1,5 @@
 """Kernels whose warps have roles: their logic by an emulator, and when they are launched with what."""
 
-from __future__ import annotations
-
 import inspect
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """The API beyond the table: layouts, aliases and keywords, 0-dim, gradients, groups of every kind, Work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

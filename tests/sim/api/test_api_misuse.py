@@ -1,7 +1,5 @@
 """Misuse of the API: named with argument, values and rank, on every rank, before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

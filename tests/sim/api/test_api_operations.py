@@ -1,7 +1,5 @@
 """Every operation of the published table, for every dtype and reduce op that it says; and the table."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Arrays of other libraries as arguments: taken by DLPack without a copy, results written in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups as names: what describe() says of every form without a group, what bind() finds, GroupSpec."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Misuse is a ValueError or TypeError that names the argument, both values and the rank(s)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 What ranks do is in ``multi/symmetric_memory/symmetric_ranks.py``, which ``shm`` runs too.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """The model's modules for its tests: benchmarks/ is no package, so they are imported from that folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys

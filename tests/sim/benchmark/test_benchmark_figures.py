@@ -1,7 +1,5 @@
 """Figures of ``interlace bench``: factors, sizes, overlap, spread, caches, payloads; its protocol."""
 
-from __future__ import annotations
-
 import pathlib
 import types
 from unittest import mock

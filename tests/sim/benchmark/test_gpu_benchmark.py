@@ -1,7 +1,5 @@
 """The GPU benchmark, on simulated ranks: what it measures is right, and it would notice if it were not."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

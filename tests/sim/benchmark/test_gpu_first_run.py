@@ -1,7 +1,5 @@
 """The script for the first half hour on a GPU, on simulated ranks: every step runs, failures are told."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

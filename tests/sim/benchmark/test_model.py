@@ -1,7 +1,5 @@
 """The model of the fused ops: what it must obey on any machine, and that it does what the kernels do."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The model of the fused ops against figures: published ones, measured ones, and docs/model.md."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables for people are what the result files say."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """With torch, triton and numpy alone: what a GPU needs is there, and the rest says what to install."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases of ``interlace check``: on a GPU every dtype on the main tile, which the large shape has."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

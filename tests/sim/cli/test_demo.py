@@ -1,7 +1,5 @@
 """The demo: right numbers, measured bytes, a timeline that fits, a trace that loads, clear errors."""
 
-from __future__ import annotations
-
 import io
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Inputs of the demo: texts, activations and weights from files, and clear errors for others."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples in docstrings are run, wherever they are."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import importlib.util

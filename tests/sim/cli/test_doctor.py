@@ -1,7 +1,5 @@
 """The doctor never crashes, its facts are JSON, and its verdicts follow from the facts."""
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import io

@@ -4,8 +4,6 @@ When a release changes something, one test here says what. Each is about a file 
 is made of the internals has its own tests, which then fail too, and say less.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pathlib

@@ -1,7 +1,5 @@
 """``tl.atomic_load``, ``atomic_store`` and ``atomic_poll`` of Triton 3.9: simulated ranks wait by them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Workspaces: what a lease holds, when memory is allocated, and that slots and data never overlap."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest import mock
 

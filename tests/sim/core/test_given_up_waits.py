@@ -4,8 +4,6 @@ An op runs once on simulated ranks; then its kernel runs again on rank 0 alone, 
 finished: its credit is missing, so rank 0 has to give up and must not have touched rank 1's memory.
 """
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

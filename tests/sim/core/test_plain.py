@@ -1,7 +1,5 @@
 """Plain data that processes tell each other: it comes back as it was; what nobody sends does nothing."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import pathlib

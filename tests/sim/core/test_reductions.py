@@ -1,7 +1,5 @@
 """``fold`` for every op, every dtype and one to five parts, against numpy and Python's integers."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -1,7 +1,5 @@
 """A fixture: the number of the fake GPU's hardware queues, for tests that hold with any number."""
 
-from __future__ import annotations
-
 import pytest
 
 from stand_ins import fake_queues

@@ -1,7 +1,5 @@
 """Plain functions on a group that serves CPUs and GPUs: the tensor's device says who does it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The driver's functions by ctypes, on a library that stands for the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import shutil

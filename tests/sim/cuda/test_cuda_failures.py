@@ -3,8 +3,6 @@
 On the fake GPU; the watchdog looks when it is told to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pathlib

@@ -4,8 +4,6 @@ The controls sow what would break it: an epoch that the host bakes in, an event 
 memory or a kernel that is made during it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

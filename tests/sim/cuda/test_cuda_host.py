@@ -4,8 +4,6 @@ What is checked is the order that keeps ranks from blocking each other on a real
 is loaded on every rank before any rank launches one, and no rank goes on before all have launched.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Cost of a repeated call on the host: no memory kept, no event made, nothing loaded or bound anew."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

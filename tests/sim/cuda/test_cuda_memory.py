@@ -1,7 +1,5 @@
 """Sharing of GPU memory by processes, without a GPU: torch's rendezvous, CUDA IPC, their refusals."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

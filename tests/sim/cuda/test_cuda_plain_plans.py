@@ -1,7 +1,5 @@
 """Plain collectives that are repeated from a plan, on the fake GPU: as right as those that are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

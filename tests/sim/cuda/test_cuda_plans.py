@@ -1,7 +1,5 @@
 """Fused calls that are repeated from a plan, on the fake GPU: as right as those that go the long way."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

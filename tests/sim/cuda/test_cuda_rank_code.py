@@ -1,7 +1,5 @@
 """The GPU tests' code for a rank, on the fake GPU: it must not be what fails there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

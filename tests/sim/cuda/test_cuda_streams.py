@@ -3,8 +3,6 @@
 Every test that would pass by luck has a fault sown into the host's logic, which some order must show.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

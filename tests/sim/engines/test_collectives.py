@@ -1,7 +1,5 @@
 """all_gather, reduce_scatter, all_reduce: torch's forms, any dtype, both algorithms, groups, async."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis

@@ -1,7 +1,5 @@
 """Messages between simulated ranks: ``StreamEngine.send`` and ``recv`` in ``sim``."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import pytest

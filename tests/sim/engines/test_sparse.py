@@ -1,7 +1,5 @@
 """all_reduce of sparse COO tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Each op runs twice in a run with another payload, so that the second finds the memory of the first.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

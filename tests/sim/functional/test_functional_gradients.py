@@ -1,7 +1,5 @@
 """Gradients of ``interlace.functional`` and of the fused ops on simulated ranks, against plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

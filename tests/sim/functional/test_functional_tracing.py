@@ -3,8 +3,6 @@
 Every op is traced from shapes and the name of a group; the graph has what was called, with its arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ops under torch's LocalTensorMode: one process plays all ranks, and gets what ranks would get."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients that communicate on simulated ranks: ends, orders and what is left behind."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import Any

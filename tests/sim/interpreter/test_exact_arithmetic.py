@@ -3,8 +3,6 @@
 The last test is the negative control: the stock interpreter answers the same questions wrongly.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from fractions import Fraction

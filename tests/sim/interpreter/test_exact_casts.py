@@ -4,8 +4,6 @@ The oracle is torch. Where torch differs from the hardware (fp8 overflow; intege
 bf16, which torch rounds twice) it is written out here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

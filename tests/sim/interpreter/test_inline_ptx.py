@@ -1,7 +1,5 @@
 """Inline PTX in the interpreter: what instructions compute, and what is refused."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

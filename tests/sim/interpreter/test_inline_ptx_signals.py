@@ -1,7 +1,5 @@
 """Inline PTX in the interpreter: threads, memory, and how programs and ranks signal each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The shortcuts of interpreted functions: what they make, and hooks see, is what the front end makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

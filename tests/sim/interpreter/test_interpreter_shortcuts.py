@@ -1,7 +1,5 @@
 """The shortcuts of interpreted arithmetic: what they make is what Triton's front end makes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Column- and row-parallel linear functions against autograd of the unsharded ones in float64."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

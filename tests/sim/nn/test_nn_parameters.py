@@ -1,7 +1,5 @@
 """Parameters of interlace.nn: what a rank holds, how it starts, state dicts, misuse. No gradients here."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

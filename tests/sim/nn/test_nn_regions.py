@@ -1,7 +1,5 @@
 """interlace.nn's regions on what their docstrings' examples leave out: a tensor without dims."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The host's part of the place ``nvshmem``, without a GPU: memory, nodes, modules, linking, refusals."""
 
-from __future__ import annotations
-
 import pathlib
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kernels of two groups on one GPU: side by side if they fit, else in the order of the calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Moves of ranks that share cores unevenly; they stay free to run anywhere."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Threads that take turns: the launch side of virtual ranks, without a GPU."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Failures: deadlock reports, exceptions of ranks, time limits, and waits that give up."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of a simulation share a thread, and keep what torch knows of a thread apart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """User code besides calls of ops: kernels of its own, errors on one rank, Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The cost model: torch's figures by default, equal to torch's own functions; given and measured ones."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

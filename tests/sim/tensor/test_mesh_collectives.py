@@ -1,7 +1,5 @@
 """mesh_scatter, mesh_broadcast, shard_dim_alltoall and the shard utilities, on simulated ranks."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """interlace.tensor.Placeholder: what it says, what it infers, what it refuses, what it lets through."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

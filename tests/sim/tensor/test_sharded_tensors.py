@@ -1,7 +1,5 @@
 """interlace.tensor.ShardedTensor on simulated ranks. On meshes of two dims: tests/multi."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """interlace.tensor's uneven collectives against whole tensors on one process: values, gradients, misuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

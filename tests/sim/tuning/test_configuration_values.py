@@ -1,7 +1,5 @@
 """Values of a configuration's fields: refused before anything runs, wherever they come from."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cost model: times for waves, for chunks, and for who sends them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

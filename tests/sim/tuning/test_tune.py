@@ -1,7 +1,5 @@
 """Lookup of configurations, the cache file, and ``python -m interlace tune`` in the simulator."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing

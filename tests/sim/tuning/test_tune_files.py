@@ -1,7 +1,5 @@
 """Files of ``interlace tune``: never somebody else's, and found out before it measures."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

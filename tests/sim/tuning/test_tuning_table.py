@@ -1,7 +1,5 @@
 """The table's rows are what they claim to be, and what a chip can run."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 from dataclasses import replace

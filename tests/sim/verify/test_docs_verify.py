@@ -4,8 +4,6 @@ After a change of the rules: ``cd tests && python -m sim.verify.test_docs_verify
 ``tests/mutant_table.py`` writes that of mutants.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 import shlex

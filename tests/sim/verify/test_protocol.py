@@ -3,8 +3,6 @@
 The faults that it must find in them are in ``test_protocol_faults.py``.
 """
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import random

@@ -4,8 +4,6 @@ Each is the pattern with its steps rewritten by a rule; the patterns themselves 
 (``test_protocol.py``).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace

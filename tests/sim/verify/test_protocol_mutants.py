@@ -1,7 +1,5 @@
 """Negative controls of interlace.verify: every mutant is caught, and what is not mutated is clean."""
 
-from __future__ import annotations
-
 import pathlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``interlace.verify.races``: what is a race, what is not, and that reports are repeatable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

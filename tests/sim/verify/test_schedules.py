@@ -1,7 +1,5 @@
 """``interlace.verify.schedules``: it finds, shrinks and replays; weak memory; deadlock reports."""
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``python -m interlace verify``: verdicts, exit codes, JSON, and errors that say what to do."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

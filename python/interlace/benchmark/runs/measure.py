@@ -1,7 +1,5 @@
 """Measurement of one size on one rank: make the subject, check every candidate, take times, check again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of a table or of JSON from what was measured: every derived figure, in one place."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any

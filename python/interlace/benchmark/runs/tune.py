@@ -9,8 +9,6 @@ ranks see the same times, so all go on with the same candidates. What the budget
 tried.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ Candidates that the chip cannot run are left out by arithmetic (``tuning/valid_c
 the rest those that the cost model thinks least of. Of unknown chips it ranks by another's figures.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace

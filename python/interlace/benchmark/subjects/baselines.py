@@ -11,8 +11,6 @@ torch      torch operators on one rank alone: the same copies, sums and ``torch.
 =========  ===========================================================================================
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

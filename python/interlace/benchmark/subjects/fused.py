@@ -6,8 +6,6 @@ Results are compared with float64 in 1 row of 16, others in every call, all colu
 16 rows, so none is left out; up to 512 rows all are.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any

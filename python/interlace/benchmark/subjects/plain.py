@@ -6,8 +6,6 @@ would overflow. "Alone" is the baseline ``torch``: copies and sums of what all r
 own memory, without a rank waiting for another.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The ops of ``bench``, and candidates of a request: those of an op, or of a kernel of the user's own."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The last cache before memory, and the number of sets of inputs that do not fit in it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

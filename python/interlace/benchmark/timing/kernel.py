@@ -11,8 +11,6 @@ anything else    then the function itself is timed, as a whole, and is right if 
 ===============  =====================================================================================
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field

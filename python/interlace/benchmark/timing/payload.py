@@ -5,8 +5,6 @@ whole numbers from -64 to 63 for integers, these over 32 for floats. Large resul
 a time, so that a check needs little memory besides.
 """
 
-from __future__ import annotations
-
 import torch
 
 from interlace import reference

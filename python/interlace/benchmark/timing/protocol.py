@@ -14,8 +14,6 @@ run, as in nccl-tests. With virtual ranks, which take turns on the host, a rank 
 all ranks have launched.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -3,8 +3,6 @@
 K, M and G are 2**10, 2**20 and 2**30.
 """
 
-from __future__ import annotations
-
 import re
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -1,7 +1,5 @@
 """The subject of a measurement on one rank: an op or a kernel at one size, and its candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

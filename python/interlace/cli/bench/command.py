@@ -4,8 +4,6 @@
 ``torchrun``, of which rank 0 prints; ``options.py`` reads the options, ``report.py`` prints.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

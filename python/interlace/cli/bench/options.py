@@ -1,7 +1,5 @@
 """The options of ``interlace bench``, and the requests that they stand for."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import dataclass, replace

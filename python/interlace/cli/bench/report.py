@@ -1,7 +1,5 @@
 """The output of ``interlace bench``: the table, JSON, the plot."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

@@ -3,8 +3,6 @@
 With ``--op`` it builds one op ahead of time, for launches without Triton.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

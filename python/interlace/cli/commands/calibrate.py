@@ -4,8 +4,6 @@
 ``interlace.tensor`` and the choice between algorithms of the fused ops read it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

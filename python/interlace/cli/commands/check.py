@@ -5,8 +5,6 @@ ranks on the current GPU. A line per case says how large the worst error was as 
 allow; the exit code is 0 only if no share exceeds 1, and 3 if only time was missing.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -4,8 +4,6 @@ Places that the facts allow are tried, with two ranks and one op: internals of t
 than those that interlace knows, of which no fact tells.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """``interlace verify``: race-check, schedule, lint and explore; a table, and every finding in full."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

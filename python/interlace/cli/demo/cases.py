@@ -7,8 +7,6 @@
 The expected results are in float64, each with the bound within which a correct result lies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

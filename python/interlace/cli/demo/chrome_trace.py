@@ -5,8 +5,6 @@ stream item; an arrow from each publish to the wait that it ended. The format co
 schedule step is written as one.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Sequence

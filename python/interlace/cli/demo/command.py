@@ -1,7 +1,5 @@
 """``interlace demo``: the fused ops on real input, compared with float64, and what happened when."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Sequence
 from contextlib import nullcontext

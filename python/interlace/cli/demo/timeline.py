@@ -9,8 +9,6 @@ A lane is a row of cells. What is under way at any time during a cell competes f
 most of it wins; work always wins over waiting. A cell holds one arrival, so a crowd spreads sideways.
 """
 
-from __future__ import annotations
-
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

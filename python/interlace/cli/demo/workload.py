@@ -5,8 +5,6 @@ word's checksum, and gets its position added, so that no two rows of the activat
 and weights are drawn from the seed. A file holds activations of one's own, and weights if there are any.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """A console to print on: rich's where it is installed, else one that prints plainly."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that a command writes when it is done: their names, and an early check that it will be able to."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from typing import Any

@@ -4,8 +4,6 @@ Nothing is started, waited for or written, and optional packages are looked up w
 them: a broken one must not take the doctor down. A probe that fails leaves its reason as a fact.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Options of a command, declared once: the fields of a dataclass are its arguments."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any, TypeVar

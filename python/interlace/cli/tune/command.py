@@ -4,8 +4,6 @@
 comes after another, each written when it is done, so an interrupted run keeps what it has.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import pathlib

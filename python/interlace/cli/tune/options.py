@@ -1,7 +1,5 @@
 """The options of ``interlace tune``, and the shapes that they stand for."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pathlib

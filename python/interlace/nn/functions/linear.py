@@ -19,8 +19,6 @@ Backward computes what ``requires_grad`` of the arguments asks for, and skips th
 does not: it must be the same on all ranks. Shards must be equal. Gradients have no gradients themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -17,8 +17,6 @@ Megatron-core's ``tensor_parallel.mappings``; the loss is one for all ranks, or 
 shards. Ranks must agree on which tensors require gradients, which cannot be differentiated again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

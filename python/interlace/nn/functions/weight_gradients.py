@@ -8,8 +8,6 @@ the backward of every microbatch adds. Autograd must then not add the gradient a
 placeholder that nobody reads, see :func:`placeholder`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the target's logit and, for label smoothing, the sum of logits. Backward needs n
 rows in pieces, so what they hold in fp32 is bounded; logits and their log-sum-exp is all that is kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """``torch.nn.Embedding`` whose rows, the vocabulary, are split over a group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``torch.nn.Linear`` split over a group: by output features, or by input features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The feed-forward block: gather in the first matmul, reduce-scatter in the second."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layer norms on sequence shards: torch's, with weights' gradients summed over the group."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any

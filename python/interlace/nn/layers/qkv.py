@@ -1,7 +1,5 @@
 """The three projections of attention: one gather, split by heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """An optimizer's state in checkpoints: moments lie as the parameters they belong to."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

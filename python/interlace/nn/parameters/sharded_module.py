@@ -5,8 +5,6 @@ generator, and keeps this rank's part. So for one seed the weights are those of 
 number of ranks, and so is what is drawn next. At most one unsharded layer is in memory at a time.
 """
 
-from __future__ import annotations
-
 import abc
 import hashlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """State dicts of models with layers of ``interlace.nn`` in them: unsharded, and as DTensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 What follows the tensors in an op's arguments are the fields of its options, in their order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

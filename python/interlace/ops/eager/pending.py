@@ -1,7 +1,5 @@
 """A started op: tensors that are not complete yet, and the Work to wait for."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar

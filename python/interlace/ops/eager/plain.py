@@ -4,8 +4,6 @@ Outputs are made here, or are the caller's ``out``. What is not dim 0 goes as a 
 op itself, not the caller, gathers and scatters in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

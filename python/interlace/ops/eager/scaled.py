@@ -18,8 +18,6 @@ accumulates in fp32; products of a reduction are scaled before they travel, in `
 ``out_dtype`` is bfloat16 if none is given. There are no gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Everything is checked and agreed on when these are called (``scaled.py``). Mixed
 beside one per row or column, become one per row and per column.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The functions make the outputs themselves, on real and on fake tensors alike. Ke
 them, so that a compiled graph and the run agree on every stride. Sizes may be symbolic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ large one begins where the lines cross, if that is between the sizes measured, e
 doublings.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import math

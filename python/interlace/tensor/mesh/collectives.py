@@ -7,8 +7,6 @@ asynchronous, and moves what a rank needs only: 1/n-th of what an all-gather fol
 ``mesh`` is a DeviceMesh over any backend of torch.distributed, or over the ranks of ``interlace.run``.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -6,8 +6,6 @@ has the same gradient on every rank, which is not summed. So is the bias of Roww
 gradient is the sum over ranks where each has seen its part of the sequence.
 """
 
-from __future__ import annotations
-
 import abc
 from dataclasses import dataclass
 from typing import Any

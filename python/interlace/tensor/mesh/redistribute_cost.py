@@ -12,8 +12,6 @@ the topology was measured, the line of the op itself counts instead. ``redistrib
 that DTensor of the installed torch would take.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ The semantics are those of ``torch/distributed/tensor/_collective_utils.py``, wi
 differs, and a group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

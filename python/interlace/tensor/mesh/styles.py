@@ -16,8 +16,6 @@ that the ranks do not divide, subclasses of nn.Linear with a forward of their ow
 does. :func:`explain` says what ran, and why.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -4,8 +4,6 @@ A block says where a rank's part lies in the whole, ``(start, length)`` along ea
 have the same block, of which they hold replicas. Nothing here is recorded for backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -17,8 +17,6 @@ A gradient is that of the sum of all ranks' losses. If any rank's input requires
 collective: every rank calls it on something made of its result. There are no second derivatives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

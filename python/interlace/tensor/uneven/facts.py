@@ -1,7 +1,5 @@
 """Facts that the ranks of an uneven collective tell each other of their tensors, and whether these fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

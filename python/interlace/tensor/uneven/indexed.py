@@ -1,7 +1,5 @@
 """All-to-all of picked positions: every rank picks some of its tensor for every rank."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ torch's engine decides when it runs, so ranks whose graphs differ may come to tw
 The ops of a group are counted, and before a gradient moves the ranks compare which op they are at.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A :class:`ShardedTensor` holds this rank's part, and knows where every rank's li
 with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_local`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

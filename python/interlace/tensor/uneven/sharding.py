@@ -6,8 +6,6 @@ first of them, and each part along the next, as ``DTensor`` does. Lengths are fr
 can be put together: ranks that hold the same part of a dim have the same length of it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ A kernel is compiled for one signature, as one launch would. What Triton special
 other types, alignments or constants may compile to something else: lint what you launch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -32,8 +32,6 @@ with several writers, waits that may give up. The tests compare both ways on sma
 memory is sequentially consistent: weak memory is the race detector's business.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

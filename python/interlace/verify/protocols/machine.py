@@ -4,8 +4,6 @@ A state is a string of bytes: per process the number of its next step, then the 
 contents by number. That is all: who is in the middle of which access follows from the next steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -24,8 +24,6 @@ credit); that the epoch word stays until the copy stream has read it; growth of 
 kernel goes on to store after one of its waits has given up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from interlace.verify.protocols.explorer import Exploration, explore

@@ -1,7 +1,5 @@
 """Agents of a run, with vector clocks: who can act, what each one knows, how far its atomics reach."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

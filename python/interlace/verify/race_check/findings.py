@@ -4,8 +4,6 @@ A finding names two accesses, each by rank, program, source line and place in me
 replays the schedule in which it was seen.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -25,8 +25,6 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 ``Rules`` off: the race is gone if its reason is that rule.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any

@@ -6,8 +6,6 @@ holds the last store, and per clock component the last load and the last atomic.
 of the component; ``happens_before.py`` says what they mean.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ dispatcher, and there every operator says in its schema what it reads and what i
 that is used before its op was waited for is a race like any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -8,8 +8,6 @@ ran), of which parts are left out for as long as the run still fails in the same
 printed as an interleaving.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

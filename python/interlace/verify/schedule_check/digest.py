@@ -1,7 +1,5 @@
 """Digests of what ranks returned: equal where two schedules gave the same results."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from typing import Any

@@ -1,7 +1,5 @@
 """A schedule as a story: who did what, in the order in which it happened, a line per step."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ Forked, so that the function may be anything, a closure too. A child runs torch 
 threads do not survive a fork. The children inherit what they need and send back small results only.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import multiprocessing
 import os

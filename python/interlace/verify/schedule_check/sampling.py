@@ -1,7 +1,5 @@
 """Seeds of schedules, and poisoned memory: what the checks that run schedules have in common."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

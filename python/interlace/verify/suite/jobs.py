@@ -4,8 +4,6 @@ A *subject* is a shipped op, a function in a file, or the protocols. A *job* is 
 jobs run in parallel processes. What they found is a :class:`JobResult` each.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 import sys

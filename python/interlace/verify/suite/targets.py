@@ -8,8 +8,6 @@ while some rank may be far behind, with small tiles, so that a few elements make
 and chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ step: its kind, a list and its length, and three operands, each a number and the
 The second operand of a sum is the address of its function.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SPINS, YIELDS, PATIENCE = range(3)  # what does not change

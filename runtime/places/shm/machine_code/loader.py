@@ -5,8 +5,6 @@ none on processors of which nobody has written down what they need (``steps_ir.P
 llvmlite, and where a hardened kernel refuses to execute fresh memory.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
