@@ -49,8 +49,8 @@ def run(
     """Start ``op``, or leave a node in the graph. The first ``tensors`` of its arguments are such."""
     made: torch.Tensor
     if direct(*args[:tensors], out):
-        own = args if out is None else (*args, out)
-        started = library.BY_NAME[op].start(bound(group, tag), *own)
+        how = {} if out is None else {"out": out}
+        started = library.BY_NAME[op].start(bound(group, tag), *args, **how)
         return AsyncTensor(started.outputs[0], started.work)
     name, size = describe(group, tag)
     if out is None:

@@ -25,24 +25,6 @@ NAMESPACE = "interlace"
 # What ops give, made of the arguments and the group's size, which comes last.
 
 
-def _like(input: Tensor, *rest: Any) -> Tensor:
-    return shapes.like(input)
-
-
-def _gathered(input: Tensor, *rest: Any) -> Tensor:
-    dim, size = rest[-2:]
-    return shapes.gathered(input, dim, size)
-
-
-def _scattered(input: Tensor, *rest: Any) -> Tensor:
-    dim, size = rest[-2:]
-    return shapes.scattered(input, dim, size)
-
-
-def _number(input: Tensor, size: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=input.device)
-
-
 def _gather_products(input: Tensor, weights: Sequence[Tensor], _: Any, *rest: Any) -> list[Tensor]:
     *given, size = rest
     products = fused.gather_products(input, weights, gather.GatherMatmulOptions(*given), size)
@@ -72,17 +54,10 @@ def _scaled_scattered(*rest: Any) -> Tensor:
     return scaled.scattered(operands, options, size)
 
 
-def _op(
-    name: str,
-    arguments: str,
-    start: Any,
-    fake: Callable[..., Any],
-    setup: Callable[..., Any],
-    returns: str = "Tensor",
-) -> Op:
-    """``start`` and the backward have the op's name, in a module each."""
-    backward = getattr(gradients, name)
-    return Op(name, arguments, getattr(start, name), fake, (setup, backward), returns)
+def _plain(name: str, arguments: str, setup: Callable[..., Any]) -> Op:
+    """A collective, whose kernel and backward have its name, in a module each."""
+    start = getattr(plain, name)
+    return Op(name, arguments, start, start.make, (setup, getattr(gradients, name)))
 
 
 REDUCED = gradients.setup_reduction
@@ -94,39 +69,37 @@ GATHER_MATMUL = "Tensor[] weights, Tensor?[] biases, int gather_dim, bool return
 REDUCE_MATMUL = "Tensor input, Tensor weight, Tensor? bias, str reduce_op"
 
 OPS = (
-    _op("all_reduce", "Tensor input, str reduce_op", plain, _like, REDUCED),
-    _op("all_gather", "Tensor input, int gather_dim", plain, _gathered, MOVED),
-    _op(
-        "reduce_scatter", "Tensor input, str reduce_op, int scatter_dim", plain, _scattered, REDUCED
-    ),
-    _op("all_to_all", f"Tensor input, {SPLITS}", plain, shapes.exchanged, MOVED),
-    _op("broadcast", "Tensor input, int src", plain, _like, MOVED),
-    _op("reduce", "Tensor input, str reduce_op, int dst", plain, _like, MOVED),
-    _op("permute", "Tensor input, int[] src_dst", plain, shapes.permuted, MOVED),
-    _op("gather", "Tensor input, int dst, int gather_dim", plain, _gathered, MOVED),
-    _op("scatter", "Tensor input, int src, int scatter_dim", plain, _scattered, MOVED),
-    Op("rank", "Tensor input", plain.rank, _number, None),
-    _op(
+    _plain("all_reduce", "Tensor input, str reduce_op", REDUCED),
+    _plain("all_gather", "Tensor input, int gather_dim", MOVED),
+    _plain("reduce_scatter", "Tensor input, str reduce_op, int scatter_dim", REDUCED),
+    _plain("all_to_all", f"Tensor input, {SPLITS}", MOVED),
+    _plain("broadcast", "Tensor input, int src", MOVED),
+    _plain("reduce", "Tensor input, str reduce_op, int dst", MOVED),
+    _plain("permute", "Tensor input, int[] src_dst", MOVED),
+    _plain("gather", "Tensor input, int dst, int gather_dim", MOVED),
+    _plain("scatter", "Tensor input, int src, int scatter_dim", MOVED),
+    Op("rank", "Tensor input", plain.rank, shapes.number, None),
+    Op(
         "all_gather_matmul",
         f"Tensor input, {GATHER_MATMUL}, {MATMUL}",
-        fused,
+        fused.all_gather_matmul,
         _gather_products,
-        gradients.setup_gather,
+        (gradients.setup_gather, gradients.all_gather_matmul),
         "Tensor[]",
     ),
-    _op(
+    Op(
         "matmul_reduce_scatter",
         f"{REDUCE_MATMUL}, int scatter_dim, {MATMUL}",
-        fused,
+        fused.matmul_reduce_scatter,
         functools.partial(_product, reduce.MatmulReduceOptions),
-        gradients.setup_reduced,
+        (gradients.setup_reduced, gradients.matmul_reduce_scatter),
     ),
-    _op(
+    Op(
         "matmul_all_reduce",
         f"{REDUCE_MATMUL}, {MATMUL}",
-        fused,
+        fused.matmul_all_reduce,
         functools.partial(_product, fused.all_reduce_options),
-        gradients.setup_reduced,
+        (gradients.setup_reduced, gradients.matmul_all_reduce),
     ),
     *(
         Op(

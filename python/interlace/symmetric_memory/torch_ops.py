@@ -201,7 +201,7 @@ def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: s
 def one_shot_all_reduce(
     input: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None
 ) -> Tensor:
-    return _now(plain.all_reduce(resolve(group_name), input, reduce_op, out))
+    return _now(plain.all_reduce(resolve(group_name), input, reduce_op, out=out))
 
 
 def one_shot_all_reduce_copy(symm_buffer: Tensor, *arguments: Any) -> Tensor:
@@ -229,11 +229,11 @@ def multimem_one_shot_reduce_out(
 
 
 def multimem_all_gather_out(input: Tensor, group_name: str, out: Tensor) -> Tensor:
-    return _now(plain.all_gather(resolve(group_name), input, 0, out))
+    return _now(plain.all_gather(resolve(group_name), input, 0, out=out))
 
 
 def reduce_scatter_out(
     input: Tensor, group_name: str, split_last_dim: bool, output: Tensor
 ) -> Tensor:
     dim = -1 if split_last_dim else 0
-    return _now(plain.reduce_scatter(resolve(group_name), input, "sum", dim, output))
+    return _now(plain.reduce_scatter(resolve(group_name), input, "sum", dim, out=output))

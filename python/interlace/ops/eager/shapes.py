@@ -1,7 +1,8 @@
 """Results of ops, from shapes, dtypes and the size of the group: nothing here needs a live group.
 
-The functions make the outputs themselves, on real and on fake tensors alike. Kernels and fake kernels share
-them, so that a compiled graph and the run agree on every stride. Sizes may be symbolic.
+The functions make the outputs themselves, on real and on fake tensors alike, from an op's arguments and the
+group's size, which comes last; what they need not know they skip. Kernels and fake kernels share them, so
+that a compiled graph and the run agree on every stride. Sizes may be symbolic.
 """
 
 import math
@@ -18,24 +19,31 @@ def dimension(name: str, dim: int, ndim: int) -> int:
     return dim % max(ndim, 1)
 
 
-def like(input: torch.Tensor) -> torch.Tensor:
+def like(input: torch.Tensor, *_: Any) -> torch.Tensor:
     """A dense tensor of the shape of ``input``."""
     return input.new_empty(input.shape)
 
 
-def gathered(input: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def number(input: torch.Tensor, size: int) -> torch.Tensor:
+    """A 0-dim int64 tensor on the device of ``input``."""
+    return torch.empty((), dtype=torch.int64, device=input.device)
+
+
+def gathered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     """``[.., size * n, ..]`` for ``input`` of ``[.., n, ..]``; ``[size]`` for a 0-dim one."""
+    *_, dim, size = rest
     dim = dimension("gather_dim", dim, input.dim())
     if not input.dim():
         return input.new_empty((size,))
     return input.new_empty([n * size if i == dim else n for i, n in enumerate(input.shape)])
 
 
-def scattered(input: torch.Tensor, dim: int, size: int, name: str = "scatter_dim") -> torch.Tensor:
+def scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     """``[.., n / size, ..]``; ValueError unless ``size`` divides ``n``."""
+    *_, dim, size = rest
     if not input.dim():
         raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
-    dim = dimension(name, dim, input.dim())
+    dim = dimension("scatter_dim", dim, input.dim())
     part = divided(input.shape[dim], size, f"dimension {dim} of input")
     return input.new_empty([part if i == dim else n for i, n in enumerate(input.shape)])
 
