@@ -59,8 +59,8 @@ def connect_place(
         raise ValueError(f"store must not be None for world size {world_size}")
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
     own, key = plain.dumps(card), f"{prefix}/hosts"
-    found, nonce = rendezvous.meet(store, rank, world_size, own, prefix, key, timeout)
-    cards = [host_map.Card.unpack(each) for each in found]
+    read = host_map.Card.unpack
+    cards, nonce = rendezvous.meet(store, rank, world_size, own, read, prefix, key, timeout)
     if all(other.host == card.host for other in cards):
         place = on_one_host()
     else:

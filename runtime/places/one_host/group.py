@@ -46,6 +46,7 @@ from interlace.runtime.places.one_host.segment import (
     map_segment,
 )
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
+from interlace.runtime.places.one_host.signed_store import glance
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
 
 if TYPE_CHECKING:
@@ -388,8 +389,8 @@ class HostGroup:
             if not isinstance(error, PeerDiedError):
                 text = f"rank {self.rank} could not join: {type(error).__name__}: {error}"
                 store.set(f"{key}/{self.rank}", text)
-            elif store.check([its := f"{key}/{error.rank}"]):
-                return InterlaceError(store.get(its).decode(errors="replace"))
+            elif (its := glance(store, f"{key}/{error.rank}")) is not None:
+                return InterlaceError(its.decode(errors="replace"))
         return error
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:

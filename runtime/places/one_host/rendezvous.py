@@ -28,13 +28,16 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
+from interlace.runtime.places.one_host.signed_store import glance
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
+
+T = TypeVar("T")
 
 _MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
 _CREDENTIALS = struct.Struct("3i")
@@ -160,8 +163,9 @@ class Rendezvous:
                 except ConnectionError:
                     message = b""
                 self._unknown.remove(connection)
-                try:
-                    rank = self._sender(message, self._sequence) if message else None
+                try:  # who does not know the nonce is nobody's peer, whatever it says
+                    known = self.nonce in message
+                    rank = self._sender(message, self._sequence) if known else None
                 except BaseException:
                     connection.close()
                     raise
@@ -294,19 +298,23 @@ def connect(
     assert store is not None
     own = os.getpid().to_bytes(_PID_BYTES, "little") + rendezvous.address
     try:
-        found, nonce = meet(store, rank, world_size, own, prefix, f"{prefix}/nonce", timeout)
-        cards = {
-            peer: (int.from_bytes(each[:_PID_BYTES], "little"), each[_PID_BYTES:])
-            for peer, each in enumerate(found)
-            if peer != rank
-        }
+        found, nonce = meet(store, rank, world_size, own, _card, prefix, f"{prefix}/nonce", timeout)
     except BaseException:
         rendezvous.close()
         raise
     rendezvous.nonce = bytes.fromhex(nonce)
+    cards = {peer: card for peer, card in enumerate(found) if peer != rank}
     rendezvous.addresses = {peer: address for peer, (_, address) in cards.items()}
     rendezvous.pids = {peer: pid for peer, (pid, _) in cards.items()}
     return rendezvous
+
+
+def _card(raw: bytes) -> tuple[int, bytes]:
+    """The process and the address that a rank has put into the store."""
+    pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
+    if not address.startswith(b"\0"):
+        raise ValueError("no address of an abstract socket")
+    return int.from_bytes(pid, "little"), address
 
 
 def forget_group(
@@ -315,26 +323,45 @@ def forget_group(
     """Delete all that this rank has left in the store; all ranks must have connected."""
     if store is not None and world_size > 1:
         forget(store, rank, f"{prefix}/nonce", nonce.hex())
-        if rank == 0:
-            store.delete_key(f"{prefix}/nonce")
 
 
 def meet(
-    store: Store, rank: int, world_size: int, value: bytes, group: str, key: str, timeout: float
-) -> tuple[list[bytes], str]:
-    """Every rank's ``value``, by rank, and a nonce that only these ranks have. Collective.
+    store: Store,
+    rank: int,
+    world_size: int,
+    value: bytes,
+    read: Callable[[bytes], T],
+    group: str,
+    key: str,
+    timeout: float,
+) -> tuple[list[T], str]:
+    """``read`` of every rank's ``value``, by rank, and a nonce that only these ranks have. Collective.
 
     All keys begin with ``key``. Raises CollectiveTimeoutError that names the ranks which have not joined
-    ``group`` within ``timeout`` seconds.
+    ``group`` within ``timeout`` seconds; InterlaceError with rank and key of a value that cannot be read.
     """
     deadline = time.monotonic() + timeout
     own = os.urandom(NONCE_BYTES).hex()
-    nonce, keys = "", {}
+    nonce = ""
+    found: dict[int, T] = {}
+
+    def unread() -> list[int]:
+        """Read what there is; ranks without a value."""
+        for peer in (peer for peer in range(world_size) if peer not in found):
+            if (said := glance(store, its_key := f"{key}/{nonce}/{peer}")) is not None:
+                try:
+                    found[peer] = read(bytes.fromhex(said.decode()))
+                except (ValueError, InterlaceError) as error:
+                    raise InterlaceError(
+                        f"rank {rank}: the store's value of {its_key!r}, which rank {peer} of group "
+                        f"{group!r} writes, is nothing that a rank writes but {said!r:.99} ({error})"
+                    ) from error
+        return [peer for peer in range(world_size) if peer not in found]
 
     def missing() -> list[int]:
         """Ranks without a value. A nonce of a run that crashed is replaced by rank 0's new one."""
-        nonlocal nonce, keys
-        current = store.get(key).decode(errors="replace") if store.check([key]) else ""
+        nonlocal nonce
+        current = (glance(store, key) or b"").decode(errors="replace")
         if rank == 0 and current != own:  # at first; and when somebody has put another one there
             store.set(key, own)
             current = own
@@ -342,14 +369,14 @@ def meet(
             return [0]
         if current != nonce:
             nonce = current
-            keys = {peer: f"{key}/{nonce}/{peer}" for peer in range(world_size)}
-            store.set(keys[rank], value.hex())
-        return [peer for peer, its_key in keys.items() if not store.check([its_key])]
+            found.clear()
+            store.set(f"{key}/{nonce}/{rank}", value.hex())
+        return unread()
 
     def opened() -> list[int]:
         """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
-        if nonce and store.check([f"{key}/{nonce}/open"]):
-            return []
+        if nonce and glance(store, f"{key}/{nonce}/open") is not None:
+            return unread()
         return missing() or [0]
 
     # polls: Store.wait prints a warning on stderr when it times out
@@ -360,14 +387,9 @@ def meet(
             )
         time.sleep(_STORE_POLL_SECONDS)
     if rank == 0:
-        store.set(key, "")  # deleted, it would let a get that follows a check wait forever
+        store.delete_key(key)
         store.set(f"{key}/{nonce}/open", "")
-    try:
-        return [bytes.fromhex(store.get(each).decode()) for each in keys.values()], nonce
-    except ValueError as error:
-        raise InterlaceError(
-            f"rank {rank}: the store has values for group {group!r} that no rank writes"
-        ) from error
+    return [found[peer] for peer in range(world_size)], nonce
 
 
 def forget(store: Store, rank: int, key: str, nonce: str) -> None:

@@ -15,6 +15,7 @@ from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 
 SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"
 DIGEST_BYTES = 32
+_NOTHING = "nothing"  # which is no value that any rank writes
 
 
 def job_secret() -> bytes:
@@ -47,14 +48,14 @@ class SignedStore(Store):
         data = value.encode() if isinstance(value, str) else bytes(value)
         self.underlying_store.set(key, digest(self._secret, key.encode(), data) + data)  # type: ignore[arg-type]
 
-    def _read(self, key: str) -> bytes | None:
-        found = self.underlying_store.get(key)
+    def valid(self, key: str, found: bytes) -> bytes | None:
+        """The data of what was ``found`` in the underlying store; None if it is not signed."""
         said, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
         valid = hmac.compare_digest(said, digest(self._secret, key.encode(), data))
         return data if valid else None
 
     def get(self, key: str) -> bytes:
-        if (data := self._read(key)) is None:
+        if (data := self.valid(key, self.underlying_store.get(key))) is None:
             raise InterlaceError(
                 f"the store's value of {key!r} is not signed with this job's secret: somebody else has "
                 f"written it, or {SECRET} differs between ranks"
@@ -62,14 +63,22 @@ class SignedStore(Store):
         return data
 
     def check(self, keys: list[str]) -> bool:
-        there = self.underlying_store.check(keys)
-        return there and all(self._read(key) is not None for key in keys)
+        return all(glance(self, key) is not None for key in keys)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
         self.underlying_store.wait(keys, *timeout)
 
     def delete_key(self, key: str) -> bool:
         return self.underlying_store.delete_key(key)
+
+
+def glance(store: Store, key: str) -> bytes | None:
+    """The value of ``key``, None if there is none to believe. ``get`` would wait for one, unbounded."""
+    if isinstance(store, SignedStore):
+        found = glance(store.underlying_store, key)
+        return None if found is None else store.valid(key, found)
+    found = store.compare_set(key, _NOTHING, _NOTHING)  # which changes nothing
+    return None if found == _NOTHING.encode() else found
 
 
 def signed(store: Store) -> Store:

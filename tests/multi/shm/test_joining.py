@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +15,13 @@ import pytest
 from torch.distributed import HashStore
 
 from guard import busy
-from interlace.runtime.core.errors import InterlaceError, PeerDiedError
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.rendezvous import Rendezvous
+from interlace.runtime.places.one_host.rendezvous import Rendezvous, meet
 from interlace.runtime.places.one_host.segment import NONCE_BYTES
 from interlace.runtime.places.one_host.signed_store import SignedStore
+from interlace.runtime.start.connect import connect_place
 
 NONCE = bytes(range(16))
 IDLE = 8
@@ -107,6 +111,113 @@ def test_nobody_can_connect_once_all_have() -> None:
         late.close()
     for end in (*ends, stranger):
         end.close()
+
+
+@pytest.mark.parametrize("said", [b"garbage" * 7, b"", bytes(72), b"x" * 10_000], ids=len)
+def test_garbage_of_a_stranger_ends_nothing(said: bytes) -> None:
+    ends = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.connect(ends[0].address)
+    stranger.send(said)
+    for each in both(lambda rank: ends[rank].meet_peers(wait)):
+        each.result()
+    assert stranger.recv(1) == b""  # it was let go
+    for end in (*ends, stranger):
+        end.close()
+
+
+IMPOSTOR = """
+import os, socket, sys
+try:
+    os.setuid(65534)
+except OSError as error:
+    sys.exit(f"{error}")
+stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+stranger.connect(bytes.fromhex(sys.argv[1]))
+stranger.send(bytes.fromhex(sys.argv[2]))
+try:
+    print(len(stranger.recv(1)))
+except ConnectionResetError:
+    print(0)
+"""
+
+
+def test_a_process_of_another_user_is_no_rank_whatever_it_knows() -> None:
+    """It says what rank 1 would, first."""
+    ends = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
+    label = rendezvous._MESSAGE.pack(*ends[1]._label(sender=1, receiver=0))
+    command = [sys.executable, "-ISc", IMPOSTOR, ends[0].address.hex(), label.hex()]
+    stranger = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
+    until = time.monotonic() + LONG
+    while stranger.poll() is None:  # it is let go before any other has come
+        assert time.monotonic() < until
+        assert not ends[0]._connections
+        ends[0]._accept()
+        time.sleep(1e-3)
+    said, problem = stranger.communicate()
+    if problem:
+        pytest.skip(f"this process cannot become another user: {problem}")
+    assert said == "0\n"
+    for each in both(lambda rank: ends[rank].meet_peers(wait)):
+        each.result()
+    for end in ends:
+        end.close()
+
+
+class Losing(HashStore):
+    """Somebody deletes what rank 1 writes, just before anybody reads it."""
+
+    def _lose(self, key: str) -> None:
+        if key.endswith("/1"):
+            self.delete_key(key)
+
+    def check(self, keys: list[str]) -> bool:
+        there = super().check(keys)
+        for key in keys:
+            self._lose(key)
+        return there
+
+    def compare_set(self, key: str, *values: str) -> bytes:
+        self._lose(key)
+        return super().compare_set(key, *values)
+
+
+def test_joining_does_not_wait_for_a_key_that_was_deleted() -> None:
+    store = Losing()
+
+    def join(rank: int) -> Any:
+        return meet(store, rank, 2, b"mine", bytes, "g", "g/key", 0.5 * busy())
+
+    started = time.monotonic()
+    errors = [each.exception() for each in both(join)]
+    assert time.monotonic() - started < 60  # a store's own bound is 300 s
+    assert isinstance(errors[0], CollectiveTimeoutError)
+    assert "ranks [1] have not joined group 'g'" in str(errors[0])
+
+
+@pytest.mark.parametrize("key", ["hosts", "host/nonce"])
+@pytest.mark.parametrize("garbage", ["what", "00", "6e6f2063617264"])
+def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
+    """Whoever can write there has replaced what rank 1 wrote; the error says where."""
+    prefix = "interlace/garbage/0"
+
+    class Replacing(HashStore):
+        def set(self, its: str, value: str | bytes) -> None:
+            replaced = its.startswith(f"{prefix}/{key}") and its.endswith("/1")
+            super().set(its, garbage if replaced else value)
+
+    store = Replacing()
+
+    def join(rank: int) -> Any:
+        if key == "hosts":
+            return connect_place(store, rank, 2, timeout=20.0 * busy(), name="garbage")
+        return HostGroup(store, rank, 2, timeout=20.0 * busy(), prefix=f"{prefix}/host")
+
+    errors = [each.exception() for each in both(join)]
+    for rank, error in enumerate(errors):
+        assert type(error) is InterlaceError, error
+        assert f"rank {rank}: the store's value of '{prefix}/{key}/" in str(error)
+        assert "/1', which rank 1 of group" in str(error) and garbage in str(error)
 
 
 def test_connection_of_another_generation_is_let_go() -> None:
