@@ -201,12 +201,14 @@ def test_exit_code(report: BuildReport, code: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(command, "build_entries", lambda wanted, on_report: [report])
     monkeypatch.setattr(command, "linked", lambda arch, folder: [])
     out = io.StringIO()
-    assert command.build(Console(file=out, width=200), [90], False) == code
+    assert command.build(Console(file=out, width=200), command.BuildOptions((90,))) == code
     name, variant = GOOD.name.split()
     lines = [line.split() for line in out.getvalue().splitlines()]
     assert [name] in lines and any(line[:2] == [variant, str(report.arch)] for line in lines)
     out = io.StringIO()
-    assert command.build(Console(file=out, width=20), [90], True) == code
+    assert (
+        command.build(Console(file=out, width=20), command.BuildOptions((90,), json=True)) == code
+    )
     (facts,) = json.loads(out.getvalue())
     assert facts["name"] == "some kernel" and bool(facts["problems"]) == bool(code)
     assert facts["loops"] == [vars(LOOPS[0])]
@@ -221,5 +223,5 @@ def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "build_entries", collect)
     monkeypatch.setattr(command, "linked", lambda arch, folder: [])  # see test_nvshmem.py
-    assert command.build(Console(file=io.StringIO()), [80, 90], False) == 0
+    assert command.build(Console(file=io.StringIO()), command.BuildOptions((80, 90))) == 0
     assert seen == [*catalogue.entries(80), *catalogue.entries(90)]

@@ -28,6 +28,7 @@ from tiers import few, thorough
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
 SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 HERE = pathlib.Path(__file__).parent
+JSON = command.BuildOptions((90,), json=True)
 TABLE = HERE.parents[1] / "kernels/nodes/nvshmem.py"
 EVERYTHING = Entry(
     "nvshmem_kernels",
@@ -173,14 +174,14 @@ def test_the_command_links_what_it_finds_and_says_what_it_does_not(
     monkeypatch.setattr(command, "build_entries", collect)
     out = io.StringIO()
     folder = folder_with(tmp_path, "libnvshmem_device.bc")
-    assert command.build(Console(file=out), [90], True, nvshmem=folder) == 0
+    assert command.build(Console(file=out), replace(JSON, nvshmem=folder)) == 0
     names = {entry.name for entry in seen if entry.libraries}
     assert names == {entry.name for entry in between_nodes(90, "nvshmem")}
     seen.clear()
     monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path / "elsewhere"))
     out = io.StringIO()
-    assert command.build(Console(file=out), [90], True) == 0
+    assert command.build(Console(file=out), JSON) == 0
     assert not [entry for entry in seen if entry.libraries] and json.loads(out.getvalue()) == []
     assert "not linked with NVSHMEM" in capsys.readouterr().err
     with pytest.raises(PlaceUnavailableError):
-        command.build(Console(file=out), [90], True, nvshmem=str(tmp_path / "elsewhere"))
+        command.build(Console(file=out), replace(JSON, nvshmem=str(tmp_path / "elsewhere")))

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from interlace.benchmark.subjects import plain
 from interlace.cli import main
-from interlace.cli.bench import options as bench_options
 from interlace.cli.bench.command import bench
 from interlace.cli.bench.options import BenchOptions
 from interlace.cli.output.files import refuse_unwritable
@@ -406,5 +405,5 @@ def test_ranks_of_torchrun_are_not_counted_twice(
 
 
 def test_the_place_decides_about_the_interpreter() -> None:
-    assert bench_options.wants_interpreter(BenchOptions("all_reduce", place="shm"))
-    assert not bench_options.wants_interpreter(BenchOptions("all_reduce", place="cuda"))
+    assert BenchOptions("all_reduce", place="shm").interprets()
+    assert not BenchOptions("all_reduce", place="cuda").interprets()

@@ -70,7 +70,7 @@ def test_the_commands_for_a_gpu_run() -> None:
         "case = check.CheckCase('all_reduce', 'copy', 1, 64, 0, 0, 'fp32', {'algorithm': 'copy'})\n"
         "verdict = check.Verdict(case, 0.5, 0.1)\n"
         "check.cases, check.run_case = lambda device: [case], lambda *rest: verdict\n"
-        "print('code', check.check(consoles.new_console(), 'cpu'))\n"
+        "print('code', check.check(consoles.new_console(), check.CheckOptions('cpu')))\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "place cuda" in done.stdout and "code 0" in done.stdout

@@ -19,8 +19,8 @@ def test_every_dtype_runs_on_the_main_tile() -> None:
 
 
 def test_what_is_left_out_has_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.check(None, "cpu", ranks=[1], seconds=0.0, as_json=True) == check.LEFT_OUT
+    assert check.check(None, check.CheckOptions("cpu", 0, (1,), 0.0, True)) == check.LEFT_OUT
     said = json.loads(capsys.readouterr().out)
     assert said["left_out"] > 5 and len(said["cases"]) <= 1
     with pytest.raises(ValueError, match=r"no cases on \[5\] ranks"):
-        check.check(None, "cpu", ranks=[5])
+        check.check(None, check.CheckOptions("cpu", ranks=(5,)))

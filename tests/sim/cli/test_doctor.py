@@ -12,7 +12,14 @@ import pytest
 from rich.console import Console
 
 import interlace
-from interlace.cli.commands.doctor import SUM, collect, doctor, judge_places, try_places
+from interlace.cli.commands.doctor import (
+    SUM,
+    DoctorOptions,
+    collect,
+    doctor,
+    judge_places,
+    try_places,
+)
 from interlace.cli.output import machine
 
 GPU = {"index": 0, "name": "H200", "capability": [9, 0], "memory_bytes": 139 << 30}
@@ -53,7 +60,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def printed(as_json: bool) -> tuple[int, str]:
     stream = io.StringIO()
-    code = doctor(Console(file=stream, width=100), as_json=as_json)
+    code = doctor(Console(file=stream, width=100), DoctorOptions(as_json))
     return code, stream.getvalue()
 
 

@@ -11,7 +11,7 @@ from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
-from interlace.cli.output.options import option
+from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import MOST_SECONDS
 
 OWN_PLACES = ("sim", "shm", "cuda")
@@ -20,16 +20,6 @@ GPU_PLACES = ("cuda", "nvshmem")
 DEFAULT_SIZES = "64K:16M:x16"
 DEFAULT_SHAPE = "1024"
 MOST_RANKS = 64
-
-DESCRIPTION = """\
-Time an op of interlace, or a kernel of your own, against baselines, and check every result.
-
-OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
-send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce), or
-path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
-
-Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
-"""
 
 UNITS = """\
 columns:
@@ -51,8 +41,17 @@ exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """Arguments of the command, as texts where they are lists."""
+class BenchOptions(CommandOptions):
+    """Time an op of interlace, or a kernel of your own, against baselines, and check every result.
+
+    OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
+    scatter, send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce),
+    or path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
+
+    Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
+    """
+
+    epilog = UNITS
 
     target: str = option(positional=True, metavar="OP|FILE.py::FUNCTION")
     sizes: str | None = option(
@@ -94,10 +93,8 @@ class BenchOptions:
     json: str | None = option(None, metavar="FILE", help="write everything that was measured")
     plot: str | None = option(None, metavar="FILE", help="write a plot (needs matplotlib)")
 
-
-def wants_interpreter(options: BenchOptions) -> bool:
-    """Whether kernels run in the interpreter, where the options have them run."""
-    return place_of(options) not in GPU_PLACES
+    def interprets(self) -> bool:
+        return place_of(self) not in GPU_PLACES
 
 
 def under_torchrun() -> bool:

@@ -3,7 +3,6 @@
 With ``--op`` it builds one op ahead of time, for launches without Triton.
 """
 
-import argparse
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from interlace import __version__, aot
 from interlace.cli.output.consoles import new_console
-from interlace.cli.output.options import add_options, option
+from interlace.cli.output.options import CommandOptions, arches, option
 from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport
 from interlace.runtime.compiler.build import build as build_entries
@@ -28,24 +27,70 @@ LOADER = "load.py"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def build(
-    console: Any,
-    arches: list[int],
-    as_json: bool,
-    nvshmem: str | None = None,
-    kernels: list[str] | None = None,
-) -> int:
-    """Build the catalogue for ``arches`` (90 is 9.0), or these ``kernels`` of it; a line per variant.
+@dataclass(frozen=True)
+class BuildOptions(CommandOptions):
+    """Compile every kernel for the named architectures, without a GPU, and judge it.
+
+    With --op one op ahead of time: cubin, PTX and a manifest for launches without Triton (docs/aot.md). The
+    options from --out on are for that. Tiles are chosen for the given extents; columns and inner that are
+    multiples of 16 have to be so at every launch.
+    """
+
+    arch: tuple[int, ...] = option((80, 90, 100), type=arches, metavar="80,90,100")
+    json: bool = option(False, action="store_true")
+    kernel: tuple[str, ...] | None = option(
+        None,
+        action="append",
+        metavar="NAME",
+        help="only this one, by the name that is printed; may be repeated",
+    )
+    nvshmem: str | None = option(None, metavar="FOLDER", help="where libnvshmem_device.bc is")
+    op: str | None = option(None, metavar="OP", help=", ".join(OPS))
+    out: str | None = option(None, metavar="DIR", help="where the bundle goes")
+    dtype: str | None = option(None, metavar="NAME", help=", ".join(_DTYPES))
+    weight: str | None = option(
+        None, choices=("kn", "nk"), help="contiguous along N (default) or K"
+    )
+    bias: str | None = option(
+        None, choices=("none", "n", "m"), help="per column, per row; default none"
+    )
+    average: bool | None = option(None, action="store_const", const=True, help="not the sum")
+    path: str | None = option(
+        None, choices=("auto", "tma", "pointers"), help="of loads; default auto"
+    )
+    rows: int | None = option(None, type=int, metavar="N", help="of a rank; default 4096")
+    columns: int | None = option(None, type=int, metavar="N", help="of the weight; default 4096")
+    inner: int | None = option(None, type=int, metavar="N", help="K; default 4096")
+    set: tuple[str, ...] | None = option(
+        None,
+        action="append",
+        metavar="NAME=VALUE",
+        help="a value of the configuration, such as block_m=64; may be repeated",
+    )
+
+
+_NAMES = [each.name for each in fields(BuildOptions)]
+_OF_ONE_OP = _NAMES[_NAMES.index("op") + 1 :]
+
+
+def build(console: Any, options: BuildOptions) -> int:
+    """Build the catalogue for ``arch`` (90 is 9.0), or these kernels of it, or one op; a line per variant.
 
     Kernels that put are linked with NVSHMEM's device library too, if it is installed or in the folder
     ``nvshmem``; stderr says so if it is not.
 
     1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
-    9.0 and 10.0, is a default that spills; else 0. With ``as_json`` a list goes to stdout instead.
-    ValueError for a kernel that the catalogue does not have.
+    9.0 and 10.0, is a default that spills; else 0. ValueError naming an option, or for a kernel that the
+    catalogue does not have.
     """
-    wanted = [entry for arch in arches for entry in entries(arch)]
-    wanted += [entry for arch in arches for entry in _linked(arch, nvshmem)]
+    if options.op is not None:
+        return _bundle(console, options.op, options)
+    for name in _OF_ONE_OP:
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
+    kernels = options.kernel
+    wanted = [entry for arch in options.arch for entry in entries(arch)]
+    wanted += [entry for arch in options.arch for entry in _linked(arch, options.nvshmem)]
     if kernels is not None:
         known = list(dict.fromkeys(entry.name.split()[0] for entry in wanted))
         for name in kernels:
@@ -54,7 +99,7 @@ def build(
         wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
     with counted() as begin:
         reports = build_entries(wanted, on_report=begin("compiling", len(wanted)))
-    return show(console, reports, as_json)
+    return show(console, reports, options.json)
 
 
 def _linked(arch: int, folder: str | None) -> list[Entry]:
@@ -122,62 +167,18 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
 # -- one op ahead of time --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BundleOptions:
-    """The options of ``build`` that are for one op; None where they are not given."""
-
-    op: str | None = option(None, metavar="OP", help=", ".join(OPS))
-    out: str | None = option(None, metavar="DIR", help="where the bundle goes")
-    dtype: str | None = option(None, metavar="NAME", help=", ".join(_DTYPES))
-    weight: str | None = option(
-        None, choices=("kn", "nk"), help="contiguous along N (default) or K"
-    )
-    bias: str | None = option(
-        None, choices=("none", "n", "m"), help="per column, per row; default none"
-    )
-    average: bool | None = option(None, action="store_const", const=True, help="not the sum")
-    path: str | None = option(
-        None, choices=("auto", "tma", "pointers"), help="of loads; default auto"
-    )
-    rows: int | None = option(None, type=int, metavar="N", help="of a rank; default 4096")
-    columns: int | None = option(None, type=int, metavar="N", help="of the weight; default 4096")
-    inner: int | None = option(None, type=int, metavar="N", help="K; default 4096")
-    set: tuple[str, ...] | None = option(
-        None,
-        action="append",
-        metavar="NAME=VALUE",
-        help="a value of the configuration, such as block_m=64; may be repeated",
-    )
-
-
-_OPTIONS = tuple(each.name for each in fields(BundleOptions) if each.name != "op")
-
-
-def add_bundle_options(build: argparse.ArgumentParser) -> None:
-    """A group of options of ``build``."""
-    group = build.add_argument_group(
-        "one op ahead of time",
-        "cubin, PTX and a manifest for launches without Triton: docs/aot.md. Tiles are chosen for the "
-        "given extents; columns and inner that are multiples of 16 have to be so at every launch.",
-    )
-    add_options(group, BundleOptions)
-
-
-def bundle(console: Any, given: argparse.Namespace, as_json: bool) -> int:
-    """Build ``given.op`` into ``given.out``; 1, and nothing is written, if a kernel is not as it should be.
-
-    Raises ValueError naming an option, OSError if the directory cannot be written.
-    """
+def _bundle(console: Any, op: str, given: BuildOptions) -> int:
+    """Build one op into ``out``; 1, and nothing is written, if a kernel is not as it should be."""
     if given.out is None:
         raise ValueError("--op needs --out, the directory for the bundle")
     if given.kernel is not None:
         raise ValueError("--kernel is for the whole catalogue; --op builds all kernels of an op")
     arches = tuple(dict.fromkeys(given.arch))
-    target = BundleTarget(given.op, _options(given), arches, pathlib.Path(given.out))
+    target = BundleTarget(op, _options(given), arches, pathlib.Path(given.out))
     with counted() as begin:
         reports = write([target], on_report=begin("compiling", len(target.entries())))
-    code = show(console, reports, as_json)
-    if not as_json and not code:
+    code = show(console, reports, given.json)
+    if not given.json and not code:
         console.print(f"Written to {given.out}. Without Triton: {LOADER} there.")
     return code
 
@@ -194,19 +195,9 @@ def write(
     )
 
 
-def refuse_without_op(given: argparse.Namespace) -> None:
-    """Raises ValueError for an option that only ``--op`` has."""
-    for name in _OPTIONS:
-        if getattr(given, name) is not None:
-            raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
-
-
-def _options(given: argparse.Namespace) -> KernelOptions:
-    chosen: dict[str, Any] = {
-        name: value
-        for name in _OPTIONS
-        if name != "out" and (value := getattr(given, name)) is not None
-    }
+def _options(given: BuildOptions) -> KernelOptions:
+    chosen: dict[str, Any] = {name: getattr(given, name) for name in _OF_ONE_OP if name != "out"}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     if "dtype" in chosen:
         named = {**_DTYPES, **{short: short for short in _DTYPES.values()}}
         if chosen["dtype"] not in named:

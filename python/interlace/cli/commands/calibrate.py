@@ -14,31 +14,28 @@ from typing import Any
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun, world_size_of
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
-from interlace.cli.output.options import option
+from interlace.cli.output.options import CommandOptions, option
 from interlace.cli.output.progress import Progress
 from interlace.runtime.tuning import calibration
 
 MOST_REPETITIONS = 10_000
 TIMEOUT = 600.0
 
-DESCRIPTION = """\
-Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh.
-
-all_gather, reduce_scatter, all_reduce and all_to_all, with small and with large messages: two lines of time
-over bytes for each. They go into this machine's file: $INTERLACE_CALIBRATION, or
-interlace/calibration-XXXXXXXX.json in the user's cache folder. From then on interlace.tensor's costs are
-these for meshes of just this shape and backend, and algorithm="auto" of all_gather_matmul on CPUs follows
-them for groups of this size. INTERLACE_CALIBRATION=off ignores the file.
-
-Without torchrun the ranks are processes of this host (place shm). Under torchrun its processes are the
-ranks:
-  torchrun --nproc-per-node 4 -m interlace calibrate --mesh 2x2 --backend gloo
-"""
-
 
 @dataclass(frozen=True)
-class CalibrateOptions:
-    """Arguments of the command."""
+class CalibrateOptions(CommandOptions):
+    """Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh.
+
+    all_gather, reduce_scatter, all_reduce and all_to_all, with small and with large messages: two lines of
+    time over bytes for each. They go into this machine's file: $INTERLACE_CALIBRATION, or
+    interlace/calibration-XXXXXXXX.json in the user's cache folder. From then on interlace.tensor's costs
+    are these for meshes of just this shape and backend, and algorithm="auto" of all_gather_matmul on CPUs
+    follows them for groups of this size. INTERLACE_CALIBRATION=off ignores the file.
+
+    Without torchrun the ranks are processes of this host (place shm). Under torchrun its processes are the
+    ranks:
+      torchrun --nproc-per-node 4 -m interlace calibrate --mesh 2x2 --backend gloo
+    """
 
     world_size: int | None = option(
         None, type=int, metavar="RANKS", help="default: the mesh's, or 2"

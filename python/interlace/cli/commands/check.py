@@ -8,7 +8,7 @@ allow; the exit code is 0 only if no share exceeds 1, and 3 if only time was mis
 import itertools
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 import interlace
 from interlace import reference
+from interlace.cli.output.options import CommandOptions, option, positive_int
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.tuning import configuration
 
@@ -23,6 +24,34 @@ Variant = tuple[str, dict[str, Any], dict[str, int | bool]]  # name, arguments, 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 LEFT_OUT = 3  # the exit code if all that began have passed
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class CheckOptions(CommandOptions):
+    """Run every kernel against float64 references."""
+
+    device: str | None = option(None, choices=("cpu", "cuda"))
+    seed: int = option(0, type=int)
+    ranks: tuple[int, ...] = option(
+        (),
+        type=positive_int,
+        action="append",
+        metavar="N",
+        help="only on so many ranks; may be repeated",
+    )
+    seconds: float | None = option(
+        None,
+        type=positive_int,
+        metavar="S",
+        help="begin no case after so many seconds; what is left out is counted",
+    )
+    json: bool = option(False, action="store_true")
+
+    def chosen_device(self) -> str:
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def interprets(self) -> bool:
+        return self.chosen_device() == "cpu"
 
 
 @dataclass
@@ -184,19 +213,9 @@ def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
     return Verdict(case, ratio, elapsed)
 
 
-def check(
-    console: Any,
-    device: str,
-    *,
-    ranks: Collection[int] = (),
-    seconds: float | None = None,
-    seed: int = 0,
-    as_json: bool = False,
-) -> int:
-    """Run all cases, or those on so many ``ranks``; print a line each; 0 if all pass, 1 if one fails.
-
-    None begins after ``seconds``; what is left out is counted, and has not passed: LEFT_OUT.
-    """
+def check(console: Any, options: CheckOptions) -> int:
+    """Print a line per case; 0 if all pass, 1 if one fails, LEFT_OUT if only time was missing."""
+    device, ranks, seconds = options.chosen_device(), options.ranks, options.seconds
     if device == "cuda" and not torch.cuda.is_available():
         raise interlace.PlaceUnavailableError(
             "check --device cuda needs a CUDA device, and torch sees none; use --device cpu"
@@ -209,9 +228,9 @@ def check(
     for case in chosen:
         if time.monotonic() > end:
             break
-        verdict = run_case(case, device, seed)
+        verdict = run_case(case, device, options.seed)
         verdicts.append(verdict)
-        if not as_json:
+        if not options.json:
             mark = "[green]pass[/green]" if verdict.passed else "[red]FAIL[/red]"
             console.print(
                 f"{mark}  {case.op:<22} {case.variant:<21} W={case.world_size} {case.shape:<17} "
@@ -221,11 +240,11 @@ def check(
             )
     failed = [verdict for verdict in verdicts if not verdict.passed]
     left_out = len(chosen) - len(verdicts)
-    if as_json:
+    if options.json:
         document = {
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
-            "seed": seed,
+            "seed": options.seed,
             "left_out": left_out,
             "cases": [asdict(v) | {"passed": v.passed} for v in verdicts],
         }

@@ -6,6 +6,7 @@ than those that interlace knows, of which no fact tells.
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,19 @@ import torch
 import interlace
 from interlace.cli.output.consoles import write
 from interlace.cli.output.machine import DEVICE_LIBRARY, MachineFacts, inspect_machine
+from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import PLACES
 
 OLDEST_CAPABILITY = (8, 0)
 TRY_SECONDS = 60.0  # a place that takes longer for one op does not work
 SUM = 48.0  # of what _one_op gathers and multiplies
+
+
+@dataclass(frozen=True)
+class DoctorOptions(CommandOptions):
+    """What this machine offers and which places work."""
+
+    json: bool = option(False, action="store_true")
 
 
 def collect() -> MachineFacts:
@@ -124,12 +133,12 @@ def _one_op(kernels: bool) -> float:
     return float(mine.sum() * 2)
 
 
-def doctor(console: Any, as_json: bool = False) -> int:
+def doctor(console: Any, options: DoctorOptions) -> int:
     """Print what :func:`collect` finds and trying does; 0 if at least one place works here, else 1."""
     facts = collect()
     try_places(facts)
     code = 0 if any(place["works"] for place in facts["places"].values()) else 1
-    if as_json:
+    if options.json:
         console.out(json.dumps(facts, indent=2))
         return code
     for name, value in _rows(facts):

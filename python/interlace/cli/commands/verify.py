@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from interlace.cli.output.options import arches, option, positive_int, world_sizes
+from interlace.cli.output.options import (
+    CommandOptions,
+    arches,
+    option,
+    positive_int,
+    world_sizes,
+)
 from interlace.cli.output.progress import counted
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
@@ -17,8 +23,8 @@ Bars = Callable[[str, int | None], Callable[..., None]]
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
-    """Arguments of the command. ``seeds`` and ``schedules`` None: what suits the subject."""
+class VerifyOptions(CommandOptions):
+    """Look for races, failing schedules and broken rules in kernels, without a GPU."""
 
     target: str = option(
         "all",
@@ -41,6 +47,9 @@ class VerifyOptions:
         help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
     )
     json: bool = option(False, action="store_true")
+
+    def interprets(self) -> bool:
+        return True
 
 
 def verify(console: Any, options: VerifyOptions) -> int:

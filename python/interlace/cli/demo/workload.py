@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.cli.output.options import option, positive_int
+from interlace.cli.output.options import CommandOptions, option, positive_int
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_M, DEFAULT_N, DEFAULT_K = 512, 512, 256
@@ -26,8 +26,8 @@ KEYS = ("activations", "weight1", "weight2")
 
 
 @dataclass(frozen=True)
-class DemoOptions:
-    """Arguments of the command; None takes the default, or the size of the input file."""
+class DemoOptions(CommandOptions):
+    """Run the fused ops on real input and draw what happened."""
 
     ranks: int = option(4, type=positive_int, help="world size (default 4)")
     place: str = option("sim", choices=("sim", "shm", "cuda"))
@@ -40,6 +40,9 @@ class DemoOptions:
     input: str | None = option(None, metavar="FILE", help="activations and weights, .npy or .pt")
     trace: str | None = option(None, metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")
     plot: str | None = option(None, metavar="FILE", help="write the timeline as PNG")
+
+    def interprets(self) -> bool:
+        return self.place != "cuda"
 
 
 @dataclass(frozen=True)

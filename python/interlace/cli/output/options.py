@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
-from typing import Any, TypeVar
+import inspect
+from typing import Any, ClassVar, TypeVar
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound="CommandOptions")
 
 
 def option(default: Any = dataclasses.MISSING, *, positional: bool = False, **keywords: Any) -> Any:
@@ -12,8 +13,27 @@ def option(default: Any = dataclasses.MISSING, *, positional: bool = False, **ke
     return dataclasses.field(default=default, metadata={"positional": positional, **keywords})
 
 
-def add_options(parser: Any, kind: Any) -> None:
-    """Add an argument for every field of ``kind``: ``world_size`` is ``--world-size``."""
+@dataclasses.dataclass(frozen=True)
+class CommandOptions:
+    """Arguments of a command. The docstring of the class is its description, the first line its help."""
+
+    epilog: ClassVar[str] = ""
+
+    def interprets(self) -> bool | None:
+        """Whether kernels run in the interpreter; None where that does not matter."""
+        return None
+
+
+def add_command(commands: Any, name: str, kind: type[CommandOptions]) -> None:
+    """The command ``name``, an argument for every field of ``kind``: ``world_size`` is ``--world-size``."""
+    text = inspect.getdoc(kind) or ""
+    parser = commands.add_parser(
+        name,
+        help=text.partition("\n")[0].rstrip("."),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=text,
+        epilog=kind.epilog,
+    )
     for each in dataclasses.fields(kind):
         keywords = dict(each.metadata)
         name = each.name if keywords.pop("positional") else f"--{each.name.replace('_', '-')}"
@@ -23,15 +43,9 @@ def add_options(parser: Any, kind: Any) -> None:
         parser.add_argument(name, **keywords)
 
 
-def add_command(commands: Any, name: str, kind: Any, *, help: str, **texts: str) -> None:
-    """Add the command ``name`` with the options ``kind``; ``texts``: description and epilog."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    add_options(commands.add_parser(name, help=help, formatter_class=formatter, **texts), kind)
-
-
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
     """``kind`` with the values that were parsed; lists become tuples."""
-    names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names = [each.name for each in dataclasses.fields(kind)]
     values = {name: getattr(arguments, name) for name in names}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 

@@ -11,22 +11,13 @@ import torch
 from interlace.benchmark.subjects.requests import DTYPES, FUSED
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
-from interlace.cli.output.options import option
+from interlace.cli.output.options import CommandOptions, option
 
 PLACES = ("sim", "shm", "cuda")
 ARCHES = (80, 86, 89, 90, 100, 120)
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
 MOST_BUDGET = 1e5
 MatmulShape = tuple[int, int, int]
-
-DESCRIPTION = """\
-Measure which configuration of a fused op is fastest here, and remember it.
-
-OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; all three if none is given. Every
-candidate is checked against float64. The fastest go into a cache file, where calls of about the same shape,
-on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or interlace/tune.json in the user's
-cache folder. Ranks of a group never choose differently; where their files differ, rank 0's counts.
-"""
 
 MEANING = """\
 what a figure means:
@@ -40,8 +31,17 @@ exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors
 
 
 @dataclass(frozen=True)
-class TuneOptions:
-    """Arguments of the command, as texts where they are lists."""
+class TuneOptions(CommandOptions):
+    """Measure which configuration of a fused op is fastest here, and remember it.
+
+    OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; all three if none is given. Every
+    candidate is checked against float64. The fastest go into a cache file, where calls of about the same
+    shape, on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or interlace/tune.json in
+    the user's cache folder. Ranks of a group never choose differently; where their files differ, rank 0's
+    counts.
+    """
+
+    epilog = MEANING
 
     op: tuple[str, ...] = option(
         (), positional=True, nargs="*", metavar="OP", help=", ".join(FUSED)
@@ -73,6 +73,10 @@ class TuneOptions:
     cache: str | None = option(
         None, metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"
     )
+
+    def interprets(self) -> bool | None:
+        check(self)
+        return None if self.dry_run else place_of(self) != "cuda"
 
 
 def place_of(options: TuneOptions) -> str:
