@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.arguments import checks
+from interlace.arguments import checks, dense
 from interlace.runtime.algorithms import gather_matmul as algorithms
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
-from interlace.runtime.core.call import Call, PreparedCall
+from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
@@ -108,28 +108,19 @@ def _agreed(
     agrees.
     """
     shape, dtype = operands.input.shape, operands.input.dtype
-    inner = tuple(each.shape[0] for each in operands.weights)
     mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
-    explicit = configuration.OVERRIDE.get()
-    key = (
-        OP, shape, dtype, dim, operands.algorithm, operands.dtype, inner, mine, return_gathered,
-        explicit,
-    )  # fmt: skip
-    call = communicator.calls.get(key)
-    if call is None:
-        terms = (
-            ("the number of dimensions of input", len(shape)),
-            ("gather_dim", dim),
-            ("the shape of input off gather_dim", tuple(shape[:dim] + shape[dim + 1 :])),
-            ("dtype of input", dtype),
-            ("algorithm", operands.algorithm),
-            ("out_dtype", operands.dtype),
-            ("rows of weight", list(inner)),
-            ("return_gathered", bool(return_gathered)),
-            ("configuration", explicit),
-        )
-        call = communicator.remember(key, Call(OP, terms, part=mine))
-    answers = communicator.parts(call)
+    terms = (
+        ("the number of dimensions of input", len(shape)),
+        ("gather_dim", dim),
+        ("the shape of input off gather_dim", tuple(shape[:dim] + shape[dim + 1 :])),
+        ("dtype of input", dtype),
+        ("algorithm", operands.algorithm),
+        ("out_dtype", operands.dtype),
+        ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
+        ("return_gathered", bool(return_gathered)),
+        ("configuration", configuration.OVERRIDE.get()),
+    )
+    answers = communicator.parts(dense.call_of(communicator, OP, terms, mine))
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.arguments import checks
+from interlace.arguments import checks, dense
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import matmul_reduce as algorithms
 from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
-from interlace.runtime.core.call import Call, PreparedCall
+from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
@@ -146,27 +146,20 @@ class _CheckedReduce:
 
     def agree(self, dim: int | None) -> None:
         """Exchange with all ranks and raise on any mismatch; learns the largest ``k``."""
-        inner, average, explicit = self.input.shape[-1], self.average, configuration.OVERRIDE.get()
-        biased, columns, shape = self.bias is not None, self.weight.shape[1], self.input.shape
-        key = (
-            self.op, shape, self.input.dtype, columns, dim, average, self.algorithm, self.dtype,
-            biased, self.activation, explicit,
-        )  # fmt: skip
-        call = self.communicator.calls.get(key)
-        if call is None:
-            terms = (
-                ("dtype of input", self.input.dtype),
-                ("the shape of input without k", tuple(shape[:-1])),
-                ("the columns of weight", columns),
-                ("scatter_dim", dim),
-                ("reduce_op", "avg" if average else "sum"),
-                ("algorithm", self.algorithm),
-                ("out_dtype", self.dtype),
-                ("whether there is a bias", biased),
-                ("activation", self.activation or None),
-                ("configuration", explicit),
-            )
-            call = self.communicator.remember(key, Call(self.op, terms, part=inner))
+        *lengths, inner = self.input.shape
+        terms = (
+            ("dtype of input", self.input.dtype),
+            ("the shape of input without k", tuple(lengths)),
+            ("the columns of weight", self.weight.shape[1]),
+            ("scatter_dim", dim),
+            ("reduce_op", "avg" if self.average else "sum"),
+            ("algorithm", self.algorithm),
+            ("out_dtype", self.dtype),
+            ("whether there is a bias", self.bias is not None),
+            ("activation", self.activation or None),
+            ("configuration", configuration.OVERRIDE.get()),
+        )
+        call = dense.call_of(self.communicator, self.op, terms, inner)
         self.largest_inner = max(self.communicator.parts(call))
 
     def _choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
