@@ -24,7 +24,7 @@ from interlace.arguments import checks, reduce_ops
 from interlace.fused.gather import GatherMatmulOptions
 from interlace.fused.reduce import ALL_REDUCE, SCATTER, MatmulReduceOptions
 from interlace.ops.eager import fused, scaled, scaled_kernels, shapes
-from interlace.runtime.algorithms.operands import Linear, multiply, rows_of, sum_with_bias
+from interlace.runtime.algorithms.operands import multiply, rows_of
 from interlace.runtime.numerics import reductions
 
 Tensors = list[torch.Tensor]
@@ -138,34 +138,30 @@ def all_to_all(
         for input, received, sent in zip(inputs, output_split_sizes, input_split_sizes, strict=True)
     ]
     alike("all_to_all", "input", inputs, but=0)
-    sent = [
-        _sizes(input, split, size) for input, split in zip(inputs, input_split_sizes, strict=True)
-    ]
-    received = [
-        _sizes(output, split, size)
-        for output, split in zip(outputs, output_split_sizes, strict=True)
-    ]
-    for source in range(size):
-        if sum(sent[source]) != inputs[source].shape[0]:
-            raise ValueError(
-                f"all_to_all: input_split_sizes {sent[source]} of rank {source} do not add up to the "
-                f"{inputs[source].shape[0]} rows of its input"
-            )
-        for target in range(size):
-            if sent[source][target] != received[target][source]:
+    pairs = zip(inputs, input_split_sizes, strict=True)
+    parts = [_split(rank, *each, size) for rank, each in enumerate(pairs)]
+    for target, (output, lengths) in enumerate(zip(outputs, output_split_sizes, strict=True)):
+        for source, place in enumerate(_split(target, output, lengths, size)):
+            part = parts[source][target]
+            if part.shape != place.shape:
                 raise ValueError(
-                    f"all_to_all: rank {source} sends {sent[source][target]} rows to rank {target}, "
-                    f"which expects {received[target][source]}"
+                    f"all_to_all: rank {source} sends {part.shape[0]} rows to rank {target}, which "
+                    f"expects {place.shape[0]}"
                 )
-    parts = [torch.split(input, lengths) for input, lengths in zip(inputs, sent, strict=True)]
-    for target, output in enumerate(outputs):
-        for source, place in enumerate(torch.split(output, received[target])):
-            place.copy_(parts[source][target])
+            place.copy_(part)
     return [[output] for output in outputs]
 
 
-def _sizes(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int) -> list[int]:
-    return [tensor.shape[0] // size] * size if sizes is None else list(sizes)
+def _split(
+    rank: int, tensor: torch.Tensor, sizes: Sequence[int] | None, size: int
+) -> Sequence[torch.Tensor]:
+    lengths = [tensor.shape[0] // size] * size if sizes is None else list(sizes)
+    if sum(lengths) != tensor.shape[0]:
+        raise ValueError(
+            f"all_to_all: input_split_sizes {lengths} of rank {rank} do not add up to the "
+            f"{tensor.shape[0]} rows of its input"
+        )
+    return torch.split(tensor, lengths)
 
 
 def rank(inputs: Tensors, size: int) -> Outputs:
@@ -220,38 +216,28 @@ def _matmul_reduced(
     *given, size = rest
     options = options_of(*given)
     products = [
-        fused.reduce_product(input, weight, options, size)
+        fused.reduce_product(input, weight, options, size).view
         for input, weight in zip(inputs, weights, strict=True)
     ]
-    scatters = options.scatter_dim is not None
-    dim = (options.scatter_dim or 0) % inputs[0].dim()
-    along_n = dim == inputs[0].dim() - 1
     checks.algorithm_and_dtype(inputs[0], options, 0)
     alike(op, "input", inputs, but=-1)
     alike(op, "weight", weights, but=0)
     checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype, 0)
-    average = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, 0) == "avg"
-    partials = []
-    for input, weight in zip(inputs, weights, strict=True):
-        left, right = rows_of(input, dim), weight
-        if along_n:  # rows of the transposed product, as in the op itself
-            left, right = weight.T, input.flatten(0, -2).T
-        shape = (left.shape[0], right.shape[1])
-        partials.append(input.new_empty(shape, dtype=options.out_dtype or input.dtype))
-        multiply(partials[-1], left, right, None)
+    checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, 0)
     checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases])
+    dtype, partials = products[0].dtype, []
+    for input, weight in zip(inputs, weights, strict=True):
+        partial = input.new_empty([*input.shape[:-1], weight.shape[1]], dtype=dtype)
+        multiply(partial.flatten(0, -2), rows_of(input, 0), weight, None)
+        partials.append(partial if dtype is torch.float64 else partial.float())
+    total = _reduced(op, partials, options.reduce_op)
     for rank, (product, vector) in enumerate(zip(products, biases, strict=True)):
-        count = product.matrix.shape[0]
-        first = rank * count if scatters else 0
-        parts = [partial.narrow(0, first, count) for partial in partials]
-        bias = _vector(vector, weights[0].shape[1], inputs[rank])
-        if along_n and bias is not None:
-            bias = bias.narrow(0, first, count)
-        along = "m" if along_n else "n"
-        linear = Linear(weights[rank], bias, product.matrix, along, average=average)
-        if _has_values(linear.output):
-            sum_with_bias(parts, linear)
-    return [[product.view] for product in products]
+        bias = _vector(vector, total.shape[-1], inputs[rank])
+        whole = total if bias is None else total + bias
+        if options.scatter_dim is not None and total.numel():
+            whole = whole.chunk(size, options.scatter_dim)[rank]
+        product.copy_(whole)  # rounded once
+    return [[product] for product in products]
 
 
 matmul_reduce_scatter = functools.partial(_matmul_reduced, SCATTER, MatmulReduceOptions)
