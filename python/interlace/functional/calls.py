@@ -17,30 +17,18 @@ allow_in_graph: Any = torch._dynamo.allow_in_graph
 def _traceable(name: str) -> Callable[..., Any]:
     """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
 
-    def start(*args: Any) -> Any:
+    def start(*args: Any, out: torch.Tensor | None = None) -> Any:
+        if out is not None:
+            undispatched.call_out(name, *args, out=out)
+            return out
         result = undispatched.call(name, *args)
-        if isinstance(result, torch.Tensor):
-            return wrapped(result)
-        return wrapped_together(result)
+        return (wrapped if isinstance(result, torch.Tensor) else wrapped_together)(result)
 
     start.__name__ = start.__qualname__ = name
     return allow_in_graph(start)  # type: ignore[no-any-return]
 
 
-def _traceable_out(name: str) -> Callable[..., Any]:
-    """The op's form with ``out``, its last argument, as one call that Dynamo leaves to the next tracer."""
-
-    def start(*args: Any) -> Any:
-        *own, out = args
-        undispatched.call_out(name, *own, out=out)
-        return out
-
-    start.__name__ = start.__qualname__ = f"{name}_out"
-    return allow_in_graph(start)  # type: ignore[no-any-return]
-
-
 _traced = {name: _traceable(name) for name in library.BY_NAME}
-_traced_out = {name: _traceable_out(name) for name in library.WITH_OUT}
 
 
 def run(
@@ -48,17 +36,14 @@ def run(
 ) -> torch.Tensor:
     """Start ``op``, or leave a node in the graph. The first ``tensors`` of its arguments are such."""
     made: torch.Tensor
+    how = {} if out is None else {"out": out}
     if direct(*args[:tensors], out):
-        how = {} if out is None else {"out": out}
         started = library.BY_NAME[op].start(bound(group, tag), *args, **how)
         return AsyncTensor(started.outputs[0], started.work)
     name, size = describe(group, tag)
-    if out is None:
-        made = _traced[op](*args, size, name)
-        return made
-    if torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
+    if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
         raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
-    made = _traced_out[op](*args, size, name, out)
+    made = _traced[op](*args, size, name, **how)
     return made
 
 
