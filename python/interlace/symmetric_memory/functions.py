@@ -1,23 +1,60 @@
-"""The functions of torch's symmetric memory, for tensors on a CPU."""
+"""The functions of torch's symmetric memory, for tensors on a CPU.
+
+A tensor that :func:`empty` made is known by the address of its storage for as long as the storage lives, so
+views of it are known too. Its handles, one per group, are kept exactly as long: a rank that has dropped its
+handle and asks again gets the same, without another meeting of memory, and all ranks agree on whether there
+is one.
+
+What refers to what, so that nothing lives longer than its users::
+
+    storage -> array -> memory        the own array of the storage, which nothing else refers to
+    the array's end   -> forget the allocation
+    allocation -> LocalMemory, handles -> memory of all ranks
+    tensors from a handle -> memory
+"""
 
 import contextvars
+import itertools
+import math
 import operator
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from interlace.arguments import checks
 from interlace.groups import groups, rank_lists
-from interlace.symmetric_memory import tensors
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import LocalMemory, tensor_over
+from interlace.runtime.core.place import Place
 from interlace.symmetric_memory.handle import FLAG_BYTES, SymmetricMemory
 
+OP = "symmetric_memory.rendezvous"
 DEFAULT_SIGNAL_PAD_SIZE = 9216  # that of torch 2.13
 
 # A context variable, because the ranks of ``sim`` are in one process.
 _signal_pad_size: contextvars.ContextVar[int] = contextvars.ContextVar(
     "interlace_signal_pad_size", default=DEFAULT_SIGNAL_PAD_SIZE
 )
+
+
+@dataclass(eq=False)
+class _Allocation:
+    """One storage: its buffer and its signal pad, the parts of ``memory``.
+
+    ``handles`` are kept with the numbers of the ranks' allocations that met in them.
+    """
+
+    memory: LocalMemory
+    nbytes: int
+    number: int = field(default_factory=itertools.count().__next__)
+    handles: dict[Communicator, tuple[SymmetricMemory, list[int]]] = field(default_factory=dict)
+
+
+_allocations: dict[int, _Allocation] = {}
 
 
 def empty(
@@ -48,7 +85,14 @@ def empty(
             f"{device} on rank {place.rank}"
         )
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return tensors.new_tensor(place, shape, dtype, get_signal_pad_size())
+    nbytes = math.prod(shape) * dtype.itemsize
+    # one without elements has an address too
+    memory = place.new_memory((max(nbytes, 1), get_signal_pad_size()))
+    array = memory.parts[0][:]
+    address = array.ctypes.data
+    _allocations[address] = _Allocation(memory, nbytes)
+    weakref.finalize(array, _allocations.pop, address, None).atexit = False
+    return tensor_over(array, shape, dtype)
 
 
 def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
@@ -71,15 +115,59 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
     >>> interlace.run(neighbour, 2)
     [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
     """
-    if isinstance(group, str):
-        communicator, name = groups.resolve(group), group
-    else:
-        communicator = groups.resolve(group)
+    communicator = groups.resolve(group)
+    with communicator.accepting(OP):
+        mine = _allocation_of(tensor, communicator.place)
+    handle, met = mine.handles.get(communicator, (None, []))
+    pad_bytes = len(mine.memory.parts[1])
+    ours = (tuple(tensor.shape), tensor.dtype, mine.nbytes, pad_bytes, handle is not None)
+    answers = communicator.agree(OP, (mine.number, ours))
+    names = (
+        "shape of tensor",
+        "dtype of tensor",
+        "bytes in the storage of tensor",
+        "bytes of the signal pad",
+        "whether tensor has been here before",
+    )
+    for name, *values in zip(names, *(theirs for _, theirs in answers), strict=True):
+        checks.equal_on_all(OP, name, values)
+    numbers = [number for number, _ in answers]
+    if handle is None:
+        parts = communicator.place.share(mine.memory, OP)
+        buffers, pads = zip(*parts, strict=True)
         name = _name_of(group, communicator)
-    return tensors.meet(tensor, communicator, name)
+        handle = SymmetricMemory(communicator, name, buffers, pads, mine.nbytes)
+        mine.handles[communicator] = handle, numbers
+    elif met != numbers:  # then it is so on every rank: a storage meets once in a group
+        others = [rank for rank in range(len(numbers)) if numbers[rank] != met[rank]]
+        raise ValueError(
+            f"{OP}: tensor has met other tensors before than those that ranks {others} pass now, on "
+            f"rank {communicator.rank}"
+        )
+    return handle
 
 
-def _name_of(group: Any, communicator: groups.Group) -> str:
+def _allocation_of(tensor: torch.Tensor, place: Place) -> _Allocation:
+    """Raises TypeError or ValueError unless it is a tensor of :func:`empty` on this rank."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+    found = _allocations.get(tensor.untyped_storage().data_ptr())
+    if found is None:
+        raise ValueError(
+            "tensor must be one that interlace.symmetric_memory.empty made, or a view of one; got a "
+            f"tensor of {tuple(tensor.shape)} in other memory on rank {place.rank}"
+        )
+    if not place.owns(found.memory):
+        raise ValueError(
+            "tensor must be one that interlace.symmetric_memory.empty made on this rank, in this "
+            f"run; got another's on rank {place.rank}"
+        )
+    return found
+
+
+def _name_of(group: Any, communicator: Communicator) -> str:
+    if isinstance(group, str):
+        return group
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
     if communicator is groups.default_group():
@@ -100,7 +188,7 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
     >>> interlace.run(known, 1)
     [[True, False]]
     """
-    return tensors.is_known(tensor)
+    return tensor.untyped_storage().data_ptr() in _allocations
 
 
 def get_signal_pad_size() -> int:

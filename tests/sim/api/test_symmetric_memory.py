@@ -16,7 +16,7 @@ from interlace.runtime.places.cuda_processes.place import CudaPlace
 from interlace.runtime.places.sim.place import SimPlace, run_sim
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Scheduler
-from interlace.symmetric_memory import tensors as symmetric_tensors
+from interlace.symmetric_memory import functions as symmetric_tensors
 from interlace.symmetric_memory.handle import SymmetricMemory
 from multi.symmetric_memory import symmetric_ranks as ranks
 
