@@ -44,8 +44,7 @@ COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any, Any], int]]] = {
 def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m interlace``."""
     top = argparse.ArgumentParser(
-        prog="python -m interlace",
-        description="Collectives that run inside the matmuls they feed.",
+        prog="python -m interlace", description="Collectives that run inside the matmuls they feed."
     )
     top.add_argument("--version", action="version", version=f"interlace {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

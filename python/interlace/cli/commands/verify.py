@@ -5,15 +5,10 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from interlace.cli.output.options import (
-    CommandOptions,
-    arches,
-    option,
-    positive_int,
-    world_sizes,
-)
+from interlace.cli.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
@@ -65,7 +60,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
     # what the user's code prints must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     with quiet, counted() as begin:
-        results = _run_own(options, plan, begin) if own else _run_file(options, plan, begin)
+        results = _run(options, plan, own, begin)
     if options.json:
         facts = {
             "target": options.target,
@@ -93,24 +88,20 @@ def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
     )
 
 
-def _run_own(options: VerifyOptions, plan: CheckPlan, begin: Bars) -> list[JobResult]:
-    everything = options.target == "all"
-    names = list(TARGETS) if everything else [options.target]
-    names = [name for name in names if name != PROTOCOLS]
-    jobs = suite.shipped_jobs(names, plan)
-    if everything or options.target == PROTOCOLS:
-        jobs += suite.protocol_jobs(plan)
+def _run(options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars) -> list[JobResult]:
+    target, count = options.target, None
+    if own:
+        names = list(TARGETS) if target == "all" else [target] if target in TARGETS else []
+        jobs, lint = suite.shipped_jobs(names, plan), partial(suite.lint_shipped, names, plan)
+        if target in ("all", PROTOCOLS):
+            jobs += suite.protocol_jobs(plan)
+        count = len(suite.shipped_entries(names, plan))
+    else:
+        fn = suite.load_function(target)
+        jobs = suite.function_jobs(target, fn, plan)
+        lint = partial(suite.lint_launches, target, fn, plan)
     results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
-    step = begin("compiling", len(suite.shipped_entries(names, plan)))
-    return results + suite.lint_shipped(names, plan, on_done=step)
-
-
-def _run_file(options: VerifyOptions, plan: CheckPlan, begin: Bars) -> list[JobResult]:
-    fn = suite.load_function(options.target)
-    jobs = suite.function_jobs(options.target, fn, plan)
-    results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
-    step = begin("compiling", None)
-    return results + suite.lint_launches(options.target, fn, plan, on_done=step)
+    return results + lint(on_done=begin("compiling", count))
 
 
 def render(console: Any, results: list[JobResult]) -> None:
@@ -120,8 +111,7 @@ def render(console: Any, results: list[JobResult]) -> None:
     console.print(_table(results))
     for result in [r for r in results if r.check == "protocol" and not r.findings]:
         console.print(
-            f"protocol {result.variant}: {result.count}, all interleavings right",
-            style="dim",
+            f"protocol {result.variant}: {result.count}, all interleavings right", style="dim"
         )
     told: set[str] = set()
     for result in results:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import RULES, Fault, selected
-from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (
@@ -33,8 +32,8 @@ ARCHES = (80, 90, 100)
 ANY_ARCH = 90
 
 
-@dataclass(frozen=True)
-class LintReport:
+@dataclass(frozen=True, kw_only=True)
+class LintReport(Measurement):
     """A compiled kernel's figures, and what is wrong with it.
 
     ``kernel`` is its name, ``arch`` 80, 90 or 100. ``registers`` are per thread, ``stack`` bytes per
@@ -46,14 +45,7 @@ class LintReport:
 
     kernel: str
     arch: int
-    registers: int = 0
-    stack: int = 0
-    spills: int = 0
-    shared: int = 0
-    tensor_cores: int | None = None
     findings: tuple[Fault, ...] = ()
-    seconds: float = 0.0
-    loops: tuple[Loop, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -167,18 +159,8 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
         found.append(Fault("does not compile", measured.error, measured.where))
     found += spilled(request.arch, measured.stack, measured.spills)
     found += too_much_shared(request.arch, measured.shared)
-    return LintReport(
-        request.kernel,
-        request.arch,
-        measured.registers,
-        measured.stack,
-        measured.spills,
-        measured.shared,
-        measured.tensor_cores,
-        selected(found, request.ignore),
-        measured.seconds,
-        measured.loops,
-    )
+    findings = selected(found, request.ignore)
+    return LintReport(kernel=request.kernel, arch=request.arch, findings=findings, **vars(measured))
 
 
 def _checked(request: LintRequest) -> Compilation:

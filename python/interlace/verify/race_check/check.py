@@ -29,11 +29,7 @@ CAUSES = (
         Rules(barriers=False),
     ),
     ("narrow scope", 'signal and wait with scope="sys"', Rules(scopes=False)),
-    (
-        "weak order",
-        'signal with sem="release", wait with sem="acquire"',
-        Rules(orders=False),
-    ),
+    ("weak order", 'signal with sem="release", wait with sem="acquire"', Rules(orders=False)),
     (
         "weak order",
         "barrier, release and acquire, or scope: more than one of them is missing",
