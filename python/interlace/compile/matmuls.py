@@ -133,8 +133,7 @@ def _expanded_weight(node: Any) -> Any:
 
 
 def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
-    """The products that have ``gathered`` for their rows; and matmuls that read it otherwise, with why
-    they are not among these."""
+    """The products whose rows ``gathered`` are; and matmuls that read it otherwise, with why."""
     products, others = [], []
     summed = "the gathered dimension is summed over"
     for source in chain_of_reshapes(gathered):
@@ -156,10 +155,7 @@ def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, 
 
 
 def terms(reduced: fx.Node) -> list[GraphProduct]:
-    """The products whose sum ``reduced`` is, which nothing else reads; raises :class:`Unfit`.
-
-    Who reads ``reduced`` itself is for the caller to see.
-    """
+    """The products whose sum ``reduced`` is, and which nothing else reads; raises :class:`Unfit`."""
     inside, passed = through_reshapes(reduced)
     for each in (*passed, inside):
         if each is not reduced and len(each.users) != 1:

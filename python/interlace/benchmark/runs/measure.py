@@ -104,10 +104,7 @@ def _rotation(
 
 
 def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
-    """The number of sets of inputs like ``first`` that get past the cache, and one's bytes. Collective.
-
-    One in the simulator, whose times do not depend on a cache.
-    """
+    """The number of sets of inputs like ``first`` that get past the cache, and one's bytes. Collective."""
     # the largest, for it has to be the same number on every rank: making inputs may be collective
     set_bytes = int(protocol.slowest(protocol.total_bytes(first)))
     count = 1 if place.simulated else sets_needed(set_bytes, cache_bytes(place.device))

@@ -68,10 +68,7 @@ def torch_backend(names: Sequence[str]) -> str | None:
 
 @contextmanager
 def joined(backend: str | None, store: str | None, rank: int, world_size: int) -> Iterator[None]:
-    """torch.distributed's default group, for as long as the context lasts, if it is not there already.
-
-    ``store``: a file that all ranks can write, or None for the environment of ``torchrun``.
-    """
+    """torch.distributed's default group, if it is not there: by the file ``store``, or by torchrun."""
     if backend is None or dist.is_initialized():
         yield
         return
@@ -95,11 +92,7 @@ def group_name() -> str:
 
 
 def symmetric_collective(op: Plain) -> BenchCandidate:
-    """A plain collective through torch's symmetric memory.
-
-    Raises ValueError for those that it does not have. Inputs lie in symmetric memory, so making them is
-    collective.
-    """
+    """A plain collective through torch's symmetric memory, where its inputs are made: collectively."""
     import torch.distributed._symmetric_memory as symm_mem
 
     name, ops, group = op.op, torch.ops.symm_mem, group_name()

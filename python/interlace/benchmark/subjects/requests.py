@@ -88,10 +88,7 @@ class Source:
 
 
 def source(request: BenchRequest, place: Place) -> Source:
-    """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own.
-
-    Raises ValueError or TypeError for what cannot be in this place.
-    """
+    """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own."""
     if request.own:
         return _own_kernel(request, place)
     setting = Setting(place.rank, place.world_size, place.device, DTYPES[request.dtype])

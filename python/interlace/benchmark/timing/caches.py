@@ -34,10 +34,7 @@ def last_level(folder: Path) -> int:
 
 
 def sets_needed(set_bytes: int, cache: int) -> int:
-    """The number of sets to use in turn, so that ``cache`` holds no part of one when it comes again.
-
-    At most 4096 and at most 2 GiB in all, at least 1: small inputs may stay in the cache.
-    """
+    """The number of sets to use in turn, so that ``cache`` holds no part of one when it comes again."""
     if not set_bytes:
         return 1
     wanted = math.ceil(PAST * cache / set_bytes)

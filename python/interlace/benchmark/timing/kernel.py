@@ -63,10 +63,7 @@ class Kernel:
 def arguments_for(
     function: Callable[..., Any], target: str, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The values among ``given`` that the function takes.
-
-    Raises ValueError if it needs one that is None, TypeError if it needs any that is not in ``ARGUMENTS``.
-    """
+    """The values among ``given`` that the function takes; an error if it needs another."""
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -95,10 +92,7 @@ def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Ke
 
 
 def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple[float, str]:
-    """(largest error as a multiple of what is allowed, what ``check`` said if it raised or was wrong).
-
-    Raises TypeError, naming ``check``, for what is neither a verdict nor a number.
-    """
+    """(largest error as a multiple of what is allowed, what ``check`` said if it raised or was wrong)."""
     try:
         found = check(result, number)
     except AssertionError as error:

@@ -35,10 +35,7 @@ from interlace.groups import groups
 
 
 def bench(console: Any, options: BenchOptions) -> int:
-    """Measure, print, write; 1 if any result is wrong, else 0.
-
-    Raises ValueError, TypeError or OSError for options that cannot be, before anything runs.
-    """
+    """Measure, print, write; 1 if any result is wrong, else 0. Wrong options raise before that."""
     requests = requests_of(options)
     if options.plot is not None:
         refuse_format(options.plot)

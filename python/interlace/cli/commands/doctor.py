@@ -95,10 +95,7 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
 
 
 def try_places(facts: MachineFacts) -> None:
-    """Try the places that work as far as ``facts`` tell, and put what came of it in their verdicts.
-
-    Those of processes that somebody else starts, on several hosts, are not tried, and say so.
-    """
+    """Try the places that work as far as ``facts`` tell, but torchrun's; verdicts say what came of it."""
     for name, verdict in facts["places"].items():
         if verdict["works"]:
             if name in PLACES:

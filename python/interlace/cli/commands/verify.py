@@ -48,10 +48,7 @@ class VerifyOptions(CommandOptions):
 
 
 def verify(console: Any, options: VerifyOptions) -> int:
-    """Check ``options.target``: 1 if anything was found, else 0.
-
-    Raises ValueError or OSError for a target that is none.
-    """
+    """Check ``options.target``: 1 if anything was found, else 0."""
     own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
     if not own and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])

@@ -25,10 +25,7 @@ GELU_ROUNDINGS = 8  # of fp32, relative to its argument, in torch's gelu
 
 @dataclass(frozen=True)
 class DemoCase:
-    """``on_rank`` gives a rank's part; ``expected`` the float64 result of all and its error bound.
-
-    Parts lie side by side along ``part_dim``.
-    """
+    """``on_rank`` gives a rank's part, along ``part_dim``; ``expected`` the whole in float64 and bounds."""
 
     title: str
     formula: str

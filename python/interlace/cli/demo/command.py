@@ -39,10 +39,7 @@ class CaseResult:
 
 
 def demo(console: Console, options: DemoOptions) -> int:
-    """Run and print everything; 0 if every error is within its bound, else 1.
-
-    Raises OSError, ValueError or TypeError for input that cannot be used, before anything runs.
-    """
+    """Run and print everything; 0 if every error is within its bound, else 1."""
     work = _load(options)
     _headline(console, options, work)
     outcomes = []

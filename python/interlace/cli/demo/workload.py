@@ -63,10 +63,7 @@ class Workload:
 def from_text(
     path: str | None, dtype: torch.dtype, seed: int, m: int | None, n: int | None, k: int | None
 ) -> Workload:
-    """The first ``m`` tokens of a text, from its beginning again if it is shorter.
-
-    Raises OSError if the file cannot be read, ValueError if it is not text or has no word.
-    """
+    """The first ``m`` tokens of a text, from its beginning again if it is shorter."""
     m, n, k = m or DEFAULT_M, n or DEFAULT_N, k or DEFAULT_K
     if path is None:
         text = (resources.files("interlace") / "data" / SHIPPED_TEXT).read_text("utf-8")

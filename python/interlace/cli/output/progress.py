@@ -31,10 +31,7 @@ def _write_tick(path: str, done: int, total: int) -> None:
 
 
 class Progress:
-    """``count`` sizes, one after another; each is a step of the bar, in which a share may be done.
-
-    ``folder`` is a temporary one, whose name begins with that of the ``command``.
-    """
+    """``count`` sizes, each a step of the bar in which a share may be done; with a temporary ``folder``."""
 
     def __init__(self, command: str, count: int, *, shown: bool = True) -> None:
         self._count, self._shown = count, shown

@@ -215,8 +215,5 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> 
 
 
 def sequence_dim(tensor: Any, batch_first: bool) -> int:
-    """Where the sequence is: dim 0 of ``[s, b, h]`` and ``[s, h]``, dim 1 of ``[b, s, h]``.
-
-    0 of what is no tensor: the op that is given it says so, to all ranks.
-    """
+    """1 for ``[b, s, h]``, else 0: also for what is no tensor, of which the op tells all ranks."""
     return 1 if batch_first and isinstance(tensor, Tensor) and tensor.dim() > 2 else 0

@@ -87,10 +87,7 @@ def scattered(
     root: int,
     source: facts.TensorFacts,
 ) -> torch.Tensor:
-    """This rank's block of ``tensor`` of ``root``; in backward ``root`` gets the sum of the gradients.
-
-    ``source``: facts of that tensor, from which the others know where their blocks are to lie.
-    """
+    """This rank's block of ``tensor`` of ``root`` (see ``source``); in backward ``root`` gets the sum."""
     shape, dtype = source.shape, source.dtype
     assert shape is not None and dtype is not None
     communicator = communicator.on(Placeholder((), device=source.device))

@@ -203,10 +203,7 @@ def _arch(arch: int | str) -> int:
 
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
-    """Lint what ``launch`` runs, for ``arch``, with its types, alignments and constants.
-
-    Raises TypeError for an argument that lint has no type for.
-    """
+    """Lint what ``launch`` runs, for ``arch``. TypeError for an argument that lint has no type for."""
     types, constexprs, divisible = specialised(launch.kernel, launch.arguments)
     how = launch.num_warps, launch.num_stages, tuple(ignore)
     return LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)

@@ -96,10 +96,7 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
 
 
 class ProtocolMachine:
-    """``protocol``, compiled. ``reduced``: steps that commute with all others are taken at once.
-
-    :mod:`interlace.verify.protocols.explorer` says which these are, and why.
-    """
+    """``protocol``, compiled; ``reduced`` takes steps that commute with all others at once (explorer)."""
 
     def __init__(self, protocol: Protocol, *, reduced: bool) -> None:
         self.protocol = protocol
@@ -172,10 +169,7 @@ class ProtocolMachine:
         return code._replace(at_once=self._reduced, value=self._contents.index(step.content))
 
     def step(self, state: bytearray, process: int) -> str | None:
-        """Take the next step of ``process`` in place.
-
-        None if it is held or at its end, else what is wrong with the step, or an empty text.
-        """
+        """Take the next step of ``process`` in place; what is wrong with it, or ""; None if it is held."""
         at = state[process]
         kind, _, word, value, new, skip_to, only_after, cells, mask, exact = self._codes[process][
             at

@@ -26,11 +26,9 @@ def map_seeds(
     chunk: int = LARGEST_CHUNK,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Any]]:
-    """(seed, ``function(seed)``) for all seeds, in no particular order.
+    """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
 
-    ``workers``: processes, by default one per core that this process may use; 1 runs here. ``chunk``:
-    the most seeds that a worker takes at once. An exception of ``function`` is raised here, and ends
-    the workers.
+    A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here.
     """
     global _function
     count = len(os.sched_getaffinity(0)) if workers is None else workers

@@ -209,10 +209,7 @@ def _linted(subject: str, variant: str, texts: tuple[str, ...], seconds: float =
 
 
 def load_function(text: str) -> Callable[[], Any]:
-    """The function of "path/to/file.py::function".
-
-    Raises ValueError or OSError that says what is wrong with the text or the file.
-    """
+    """The function of "path/to/file.py::function"; errors say what is wrong with the text or the file."""
     path_text, _, name = text.partition("::")
     path = pathlib.Path(path_text)
     if not name or path.suffix != ".py":

@@ -36,10 +36,7 @@ MANY = 300  # more words than a program of kernels/collectives/low_latency.py ta
 
 @dataclass(frozen=True)
 class VerifyTarget:
-    """``variants`` by name of the algorithm; ``kernels`` names those of the catalogue to lint.
-
-    ``quick``: the variants of a quick check, None for all.
-    """
+    """``variants`` by algorithm, ``quick`` (None: all) those of a quick check; ``kernels`` to lint."""
 
     variants: dict[str, Callable[[], Any]]
     kernels: tuple[str, ...] = ()
@@ -96,10 +93,7 @@ def _algorithms(start: Start, *names: str) -> dict[str, Callable[[], Any]]:
 
 
 def _over_nodes(start: Start, algorithm: str = "auto") -> dict[str, Callable[[], Any]]:
-    """Variants of a target as if every two ranks were a node; at least two nodes.
-
-    They differ in what stands for a put: "stores", at once, or "late", when the receiver looks.
-    """
+    """Variants of a target as if every two ranks were a node; puts store at once, or late."""
 
     def variant(put: str) -> Callable[[], Any]:
         def on_rank() -> None:
