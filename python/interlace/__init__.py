@@ -59,6 +59,7 @@ from interlace.collectives.uneven import (
 )
 from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
 from interlace.groups.new import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from interlace.groups.recovery import rebuild, shrink
 from interlace.launcher import run
 from interlace.matmuls import (
     all_gather_grouped_matmul,
@@ -162,6 +163,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "rebuild",
     "recv",
     "recv_object_list",
     "reduce",
@@ -176,6 +178,7 @@ __all__ = [
     "scatter_v",
     "send",
     "send_object_list",
+    "shrink",
     "shutdown",
     "split_group",
     "symmetric_memory",

@@ -26,6 +26,7 @@ OPTIONS = (
 with needed("torch", "torch's process groups"):
     import torch._C._distributed_c10d as _c10d
     from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+        HashStore,
         PrefixStore,
         Store,
         TCPStore,
@@ -44,6 +45,7 @@ c10d: Any = _c10d
 """The module, for its options, and for what not every build has, such as ``ProcessGroupGloo``."""
 
 __all__ = [
+    "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",

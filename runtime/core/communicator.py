@@ -166,6 +166,12 @@ class Communicator:
         place = self.place.subgroup(tuple(ranks), self._generation)
         return Communicator(place, [self.ranks[rank] for rank in ranks])
 
+    def reunited(self, ranks: Sequence[int] | None = None) -> tuple[Place, list[int]]:
+        """The place of the ranks that live, or of ``ranks``, and who they are; ends this group on them."""
+        found = self.place.reunited(ranks)
+        self.close()
+        return found
+
     def call(
         self,
         op: str,

@@ -158,6 +158,13 @@ class Place(ABC):
         Called by the members only. ``generation`` tells groups over the same ranks apart.
         """
 
+    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+        """The place of the ranks of this group that live, or of ``ranks``; and who they are.
+
+        Collective over them, also after the group has failed. It has to be closed afterwards.
+        """
+        raise PlaceUnavailableError(f"the ranks of place {self.name!r} end together")
+
     def set_timeout(self, seconds: float) -> None:
         """Bound every later wait of this rank in this group, where waits have a bound of their own."""
         return

@@ -29,6 +29,7 @@ from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.errors import AbortedError, PeerDiedError
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import SignedStore
 from interlace.runtime.places.one_host.waiting import usable_cores
 from interlace.runtime.places.shm.place import ShmPlace
@@ -86,7 +87,9 @@ def _perform(task: RankTask) -> TaskReport:
         function, arguments, keywords, setup = _unpickled(task.call)
         store = SignedStore(_store(task.store_port), task.secret)
         prefix, timeout = f"interlace/run/{task.run}", task.place_timeout
-        group = HostGroup(store, task.rank, task.world_size, timeout=timeout, prefix=prefix)
+        group = HostGroup(
+            StoreMeeting(store), task.rank, task.world_size, timeout=timeout, prefix=prefix
+        )
         place = ShmPlace(group)
         if setup is not None:
             place = setup(place) or place

@@ -19,6 +19,7 @@ from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.place import HostsPlace
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import signed as signed
 from interlace.runtime.places.shm.place import ShmPlace
 
@@ -44,29 +45,35 @@ def connect_place(
     what the host is to be known as; ranks that give different ones share nothing. Raises
     CollectiveTimeoutError that names the ranks which did not come.
     """
-
     prefix = f"interlace/{name}/{generation}"
-
-    if store is not None:
-        store = signed(store)
-
-    def on_one_host() -> Place:
-        return ShmPlace(HostGroup(store, rank, world_size, timeout=timeout, prefix=prefix))
-
     if world_size == 1:
-        return on_one_host()
+        return ShmPlace(HostGroup(None, rank, 1, timeout=timeout, prefix=prefix))
     if store is None:
         raise ValueError(f"store must not be None for world size {world_size}")
+    store = signed(store)
+    place: Place
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
     own, key = plain.dumps(card), f"{prefix}/hosts"
     read = host_map.Card.unpack
     cards, nonce = rendezvous.meet(store, rank, world_size, own, read, prefix, key, timeout)
     if all(other.host == card.host for other in cards):
-        place = on_one_host()
+        meeting = StoreMeeting(store)
+        place = ShmPlace(HostGroup(meeting, rank, world_size, timeout=timeout, prefix=prefix))
     else:
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
     rendezvous.forget(store, rank, key, nonce)  # joining has waited for everybody
     return place
+
+
+def new_store(place: Place) -> Store:
+    """A store for torch and the ranks of one host, served by the first of them. Collective."""
+    from interlace.runtime.compat.torch_groups import HashStore, TCPStore
+
+    if place.world_size == 1:
+        return HashStore()
+    own = None if place.rank else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = place.exchange(b"" if own is None else str(own.port).encode(), "making a store")
+    return own or TCPStore("127.0.0.1", int(ports[0]), is_master=False)
 
 
 def on_gpu(

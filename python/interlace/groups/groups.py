@@ -5,6 +5,7 @@ import contextvars
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,15 @@ def install(place: Place, *, all_threads: bool = False) -> Communicator:
     if all_threads:
         _of_run = communicator
     return communicator
+
+
+def replace(old: Communicator, new: Communicator) -> None:
+    """Make ``new`` the default group of the caller where ``old`` was."""
+    global _of_run, _of_process
+    if _default.get() is old:
+        _default.set(new)
+    _of_run = new if _of_run is old else _of_run
+    _of_process = new if _of_process is old else _of_process
 
 
 def default_group() -> Communicator:
@@ -90,6 +100,10 @@ class OnInterlace:
     """A torch process group whose collectives are this project's."""
 
     interlace_communicator: Communicator
+
+    def reunited(self, ranks: Sequence[int] | None) -> Any:
+        """The group that takes this one's place after :func:`interlace.shrink`."""
+        raise NotImplementedError
 
 
 def world_size_of(name: str) -> int:

@@ -41,6 +41,7 @@ from interlace.runtime.start import connect
 
 LINGER_SECONDS = 0.2
 DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_reunited: Place | None = None  # of the group that torch is about to ask for
 ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
 
 
@@ -56,6 +57,7 @@ def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
         name=options.group_id,
         ranks=ranks,
         high_priority=bool(getattr(backend_options, "is_high_priority_stream", False)),
+        place=_reunited,
     )
 
 
@@ -103,12 +105,13 @@ class InterlaceProcessGroup(Collectives):
         name: str = "group",
         ranks: Sequence[int] | None = None,
         high_priority: bool = False,
+        place: Any = None,
     ) -> None:
         super().__init__(rank, size)
         functional_kernels.register()
-        place: Any = connect.connect_place(
-            store, rank, size, timeout=timeout.total_seconds(), name=name
-        )
+        if place is None:
+            seconds = timeout.total_seconds()
+            place = connect.connect_place(store, rank, size, timeout=seconds, name=name)
         self._place, self._waits = place, place.group
         self._store: Any = connect.signed(store)
         self._timeout = timeout
@@ -207,6 +210,29 @@ class InterlaceProcessGroup(Collectives):
             self.device_communicator.place.abort(reason)
         self._place.abort(reason)
         self._end("aborted")
+
+    def reunited(self, ranks: Sequence[int] | None) -> Any:
+        global _reunited
+        if self is not dist.group.WORLD:
+            raise ValueError(
+                f"group {self._group_name!r} is not torch's default group; shrink that, and make this one "
+                "of the result again"
+            )
+        place, _ = self._place.reunited(ranks)
+        store = connect.new_store(place)
+        dist.destroy_process_group()
+        try:
+            _reunited = place
+            dist.init_process_group(
+                "interlace",
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=self._timeout,
+            )
+        finally:
+            _reunited = None
+        return dist.group.WORLD
 
     def shutdown(self) -> None:
         """Leave the group and give its memory back. Not collective; ``destroy_process_group`` calls it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -68,9 +69,14 @@ class DeviceProcessPlace(DevicePlace):
             raise problem
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
-        place = type(self)(
-            self.processes.subgroup(ranks, generation), self.device, timeout=self.timeout
-        )
+        return self._of(self.processes.subgroup(ranks, generation))
+
+    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+        processes, left = self.processes.reunited(ranks)
+        return self._of(processes), left
+
+    def _of(self, processes: Place) -> Place:
+        place = type(self)(processes, self.device, timeout=self.timeout)
         place.high_priority = self.high_priority
         return place
 

@@ -36,6 +36,7 @@ from interlace.runtime.places.hosts.links import HostLinks, aborted_by
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 
@@ -78,7 +79,7 @@ class HostsPlace(CpuPlace):
         self._local_communicator: Communicator | None = None
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
         self.group = HostGroup(
-            store,
+            StoreMeeting(store),
             self.local_ranks.index(rank),
             len(self.local_ranks),
             timeout=timeout,
@@ -119,7 +120,8 @@ class HostsPlace(CpuPlace):
         cards = [self._cards[rank] for rank in ranks]
         own = ranks.index(self.rank)
         if len({card.host for card in cards}) == 1:
-            return ShmPlace(self.group.subgroup(own, len(ranks), prefix))
+            local = [self.local_ranks.index(rank) for rank in ranks]
+            return ShmPlace(self.group.subgroup(local, f"{members}/{generation}"))
         return HostsPlace(
             self._store, own, cards, timeout=self._timeout, prefix=prefix, parent=self
         )

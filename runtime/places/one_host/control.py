@@ -8,6 +8,9 @@ the header page::
      128 LEFT      int64, released by the owner: 1 once it has closed the place
      192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
     1280 ELSEWHERE  when (float64), length (int64) and text of where else the owner waits
+    1808 MEETING  int64, released by the owner: the group that it is about to join; length (int64) and bytes
+         of its card, see ``meetings.py``
+    2032 ATTEMPT, JOINED  int64, released by the owner: attempts to go on without those that have died
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
@@ -48,8 +51,9 @@ PLACES = 16
 LONGEST_REASON = 1 << 10
 BOXES_BYTES = 256 << 10
 
-_LEFT, _REASON, _ELSEWHERE = 128, 192, 1280
-_LONGEST_ELSEWHERE = 512
+_LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
+_LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
+ATTEMPT, JOINED = 2032 // 8, 2040 // 8
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
 _ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
@@ -188,6 +192,22 @@ class Control:
             return ""
         text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
         return text.decode(errors="replace")
+
+    def post(self, key: int, card: bytes) -> None:
+        """Show ``card`` to ranks that know ``key``, in place of the one before."""
+        own, words = self._bytes[self._rank], _MEETING // 8
+        self._own.release(words, 0)
+        self.own_view[words + 1] = len(card[:_LONGEST_CARD])
+        own[_MEETING + 16 : _MEETING + 16 + len(card[:_LONGEST_CARD])] = card[:_LONGEST_CARD]
+        self._own.release(words, key)
+
+    def posted(self, rank: int, key: int) -> bytes | None:
+        """The card that ``rank`` shows under ``key``; None if it shows none, or another."""
+        if self.words[rank].acquired(_MEETING // 8) != key:
+            return None
+        length = min(self.views[rank][_MEETING // 8 + 1], _LONGEST_CARD)
+        card = bytes(self._bytes[rank][_MEETING + 16 : _MEETING + 16 + length])
+        return card if self.words[rank].acquired(_MEETING // 8) == key else None
 
     def culprits(self, waited_for: Sequence[int], since: float) -> Sequence[int]:
         """For whom these ranks wait in the end; who has not said that it waits ``since`` then does not."""

@@ -9,7 +9,6 @@ group refuses further ones, and has to be aborted, closed and made again.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import sys
@@ -17,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.core.errors import (
@@ -28,7 +27,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
 )
 from interlace.runtime.core.place import BOUND
-from interlace.runtime.places.one_host import rendezvous
+from interlace.runtime.places.one_host import meetings, rendezvous
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.blame import Blame
 from interlace.runtime.places.one_host.control import (
@@ -46,11 +45,7 @@ from interlace.runtime.places.one_host.segment import (
     map_segment,
 )
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
-from interlace.runtime.places.one_host.signed_store import glance
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
-
-if TYPE_CHECKING:
-    from interlace.runtime.compat.torch_groups import Store
 
 SETTLE_SECONDS = 0.02
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
@@ -61,14 +56,14 @@ _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
 class HostGroup:
     """One rank's membership in a group of processes. Joining is collective.
 
-    ``prefix`` names the group and its generation in ``store``, which may be None for a group of
-    one. ``timeout``, in seconds, bounds joining and every later wait. An abort of ``parent``, a
-    group of which this one is a part, ends the waits of this group too.
+    Its ranks find each other in ``meeting``, of which a group of one needs none; ``prefix`` names the group
+    and its generation there. ``timeout``, in seconds, bounds joining and every later wait. An abort of
+    ``parent``, a group of which this one is a part, ends the waits of this group too.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        meeting: meetings.MeetingPoint | None,
         rank: int,
         world_size: int,
         *,
@@ -80,10 +75,11 @@ class HostGroup:
             raise ValueError(f"rank {rank} is not within world size {world_size}")
         if world_size > (most := MAX_WORLD_SIZE):
             raise ValueError(f"world size {world_size} is more than the {most} ranks of one host")
-        if world_size > 1 and store is None:
+        if world_size > 1 and meeting is None:
             raise ValueError(f"store must not be None for world size {world_size}")
         self.rank, self.world_size = rank, world_size
-        self.store, self.prefix, self.timeout = store, prefix, timeout
+        self.prefix, self.timeout = prefix, timeout
+        self._meeting = meeting if world_size > 1 else None
         self._parent = parent
         self.sequence = 0
         self._unusable = ""
@@ -94,32 +90,45 @@ class HostGroup:
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
         self._abort_lock = threading.Lock()
-        self._pidfds: dict[int, int] = {}
-        weakref.finalize(self, _close_values, self._pidfds).atexit = False
-        self._pids: dict[int, int] = {rank: os.getpid()}
+        self.pidfds: dict[int, int] = {}
+        weakref.finalize(self, _close_values, self.pidfds).atexit = False
+        self.pids: dict[int, int] = {rank: os.getpid()}
         self.control: Control | None = None  # while joining, and after leaving
         self.shared_ranges = SharedRanges(rank)
-        self._rendezvous = rendezvous.connect(
-            store, rank, world_size, prefix=prefix, timeout=timeout
-        )
+        self._rendezvous = meetings.connect(self, self._meeting)
+        self.nonce = self._rendezvous.nonce
         self._joining = True
         try:
             self._join()
         except BaseException as error:
-            cause = self._why(error)
+            cause = meetings.reason(self._meeting, self.rank, error)
             self.close()
             raise cause from (None if cause is error else error)
-        self._joining = False
+        self._joining, self._meeting = False, None
         _groups.add(self)
 
-    def subgroup(self, rank: int, world_size: int, prefix: str) -> HostGroup:
+    def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
         """This rank's membership in a group of some of the ranks, which an abort of this one ends, too."""
-        timeout = self.timeout
-        return HostGroup(self.store, rank, world_size, timeout=timeout, prefix=prefix, parent=self)
+        self.check_usable()
+        meeting = meetings.MemoryMeeting(self, ranks, self.interruption)
+        return self._of_some(ranks, f"{self.prefix}/{name}", meeting, parent=self)
+
+    def reunited(self, ranks: Sequence[int] | None = None) -> tuple[HostGroup, list[int]]:
+        """A group of the ranks that live, or of these, for which see :func:`meetings.reunite`."""
+        return meetings.reunite(self, ranks, self._of_some)
+
+    def _of_some(
+        self,
+        ranks: Sequence[int],
+        name: str,
+        meeting: meetings.MeetingPoint,
+        parent: HostGroup | None = None,
+    ) -> HostGroup:
+        rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
+        return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
 
     def _join(self) -> None:
         """Trade control segments and pidfds, check them, and forget the store's keys."""
-        nonce = self._rendezvous.nonce
         own = self.new_segment(CONTROL_BYTES)
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self.interruption)
@@ -129,16 +138,17 @@ class HostGroup:
             self._rendezvous.meet_peers(step)
             received = self._rendezvous.trade((own.descriptor, pidfd), step)
             for peer, delivery in received.items():
-                self._pids[peer] = delivery.pid
-                self._pidfds[peer] = delivery.descriptors.pop()
+                self.pids[peer] = delivery.pid
+                self.pidfds[peer] = delivery.descriptors.pop()
             ranks, size = range(self.world_size), self.world_size
-            identities = [Identity(nonce, rank, size, CONTROL_BYTES) for rank in ranks]
+            identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
         finally:
             own.close()
             os.close(pidfd)
         self.exchange(b"", doing)  # everyone has read the keys
-        rendezvous.forget_group(self.store, self.rank, self.world_size, self.prefix, nonce)
+        if self._meeting is not None:
+            self._meeting.forget()
         self.exchange(b"", doing)  # they are gone: the next generation cannot find them
 
     def _map(
@@ -156,7 +166,7 @@ class HostGroup:
 
     def new_segment(self, nbytes: int) -> SharedSegment:
         """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
-        return SharedSegment(Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes))
+        return SharedSegment(Identity(self.nonce, self.rank, self.world_size, nbytes))
 
     def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
         """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
@@ -166,7 +176,7 @@ class HostGroup:
         """
         self.check_usable()
         own, problem = None, ""
-        identity = Identity(self._rendezvous.nonce, self.rank, self.world_size, nbytes)
+        identity = Identity(self.nonce, self.rank, self.world_size, nbytes)
         try:
             own = SharedSegment(identity)
         except (InterlaceError, OSError) as error:
@@ -367,37 +377,24 @@ class HostGroup:
             return self._rendezvous.died(gone[0], doing)
         if control is None:
             return None
-        awaited = {rank: self._pidfds[rank] for rank in waited_for if rank in self._pidfds}
+        awaited = {rank: self.pidfds[rank] for rank in waited_for if rank in self.pidfds}
         death = self._death(control, awaited, doing)
         failure = self.failure()
         if death is not None or failure is not None:
             # of an abort by another survivor the death of any rank is the cause
-            return death or self._death(control, self._pidfds, doing) or failure
+            return death or self._death(control, self.pidfds, doing) or failure
         for rank in waited_for:
             if control.has_left(rank):  # perhaps because of a death
-                return self._death(control, self._pidfds, doing) or InterlaceError(
+                return self._death(control, self.pidfds, doing) or InterlaceError(
                     f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
                 )
         return None
-
-    def _why(self, error: BaseException) -> BaseException:
-        """Why joining has failed: of a peer that has hung up, its reason. Others find this rank's."""
-        store, key = self.store, f"{self.prefix}/{self._rendezvous.nonce.hex()}/why"
-        if store is None:
-            return error
-        with contextlib.suppress(Exception):  # the store may be what has failed
-            if not isinstance(error, PeerDiedError):
-                text = f"rank {self.rank} could not join: {type(error).__name__}: {error}"
-                store.set(f"{key}/{self.rank}", text)
-            elif (its := glance(store, f"{key}/{error.rank}")) is not None:
-                return InterlaceError(its.decode(errors="replace"))
-        return error
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
         """The error that names a rank of ``pidfds`` that died; None if none did."""
         for rank in ended_processes(pidfds):
             if not control.reason(rank) and not control.has_left(rank):
-                return PeerDiedError(rank, self._pids[rank], doing)
+                return PeerDiedError(rank, self.pids[rank], doing)
         return None
 
     def failure(self) -> InterlaceError | None:
@@ -450,15 +447,14 @@ class HostGroup:
         if control is not None:
             control.leave()
             self._await_first(control, linger)
-        self.store = None  # whoever serves it may be waiting for the last reference to it to go
         self._rendezvous.close()
-        _close_values(self._pidfds)
+        _close_values(self.pidfds)
 
     def _await_first(self, control: Control, seconds: float) -> None:
         if self.rank == 0 or seconds <= 0:
             return
         deadline = time.monotonic() + seconds
-        pidfd = {0: self._pidfds[0]} if 0 in self._pidfds else {}
+        pidfd = {0: self.pidfds[0]} if 0 in self.pidfds else {}
         while not control.has_left(0) and time.monotonic() < deadline:
             if ended_processes(pidfd):
                 return

@@ -44,7 +44,6 @@ _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
 _STORE_POLL_SECONDS = 2e-3
 PROBE_SECONDS = 0.1
-_PID_BYTES = 8
 
 
 class Label(NamedTuple):
@@ -281,48 +280,6 @@ def _uid(connection: socket.socket) -> int:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return int(uid)
-
-
-def connect(
-    store: Store | None, rank: int, world_size: int, *, prefix: str, timeout: float
-) -> Rendezvous:
-    """Agree on a nonce through ``store`` and learn the addresses of all ranks.
-
-    ``prefix`` names the group and its generation. The caller must call :func:`forget_group` on all
-    ranks once everyone has connected, and must not let any rank go on before all have. A group of one
-    rank needs no store.
-    """
-    rendezvous = Rendezvous(rank, world_size, os.urandom(NONCE_BYTES))
-    if world_size == 1:
-        return rendezvous
-    assert store is not None
-    own = os.getpid().to_bytes(_PID_BYTES, "little") + rendezvous.address
-    try:
-        found, nonce = meet(store, rank, world_size, own, _card, prefix, f"{prefix}/nonce", timeout)
-    except BaseException:
-        rendezvous.close()
-        raise
-    rendezvous.nonce = bytes.fromhex(nonce)
-    cards = {peer: card for peer, card in enumerate(found) if peer != rank}
-    rendezvous.addresses = {peer: address for peer, (_, address) in cards.items()}
-    rendezvous.pids = {peer: pid for peer, (pid, _) in cards.items()}
-    return rendezvous
-
-
-def _card(raw: bytes) -> tuple[int, bytes]:
-    """The process and the address that a rank has put into the store."""
-    pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
-    if not address.startswith(b"\0"):
-        raise ValueError("no address of an abstract socket")
-    return int.from_bytes(pid, "little"), address
-
-
-def forget_group(
-    store: Store | None, rank: int, world_size: int, prefix: str, nonce: bytes
-) -> None:
-    """Delete all that this rank has left in the store; all ranks must have connected."""
-    if store is not None and world_size > 1:
-        forget(store, rank, f"{prefix}/nonce", nonce.hex())
 
 
 def meet(

@@ -75,8 +75,11 @@ class ShmPlace(CpuPlace):
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> ShmPlace:
-        prefix = f"{self.group.prefix}/{'-'.join(map(str, ranks))}/{generation}"
-        return ShmPlace(self.group.subgroup(ranks.index(self.rank), len(ranks), prefix))
+        return ShmPlace(self.group.subgroup(ranks, f"{'-'.join(map(str, ranks))}/{generation}"))
+
+    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+        group, left = self.group.reunited(ranks)
+        return ShmPlace(group), left
 
     def set_timeout(self, seconds: float) -> None:
         self.group.timeout = seconds

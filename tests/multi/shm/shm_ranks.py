@@ -26,6 +26,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace, peers_of
 from interlace.runtime.places.one_host import control, segment
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.shm.place import ShmPlace
 
 SLOTS = 16
@@ -388,7 +389,11 @@ def connect_again(port: int, times: int) -> int:
     store = TCPStore("127.0.0.1", port, is_master=False)
     for _ in range(times):
         group = HostGroup(
-            store, place.rank, place.world_size, timeout=300, prefix="interlace/again/0"
+            StoreMeeting(store),
+            place.rank,
+            place.world_size,
+            timeout=300,
+            prefix="interlace/again/0",
         )
         again = ShmPlace(group)
         again.exchange(b"", "again")

@@ -194,7 +194,7 @@ def test_a_death_is_named_before_a_rank_that_left() -> None:
     groups[1].place.close()
     error = group.interruption("recv", (1,))
     assert "rank 1 has left" in str(error)
-    group._pidfds[2] = ended = _pidfd_of_a_process_that_has_ended()
+    group.pidfds[2] = ended = _pidfd_of_a_process_that_has_ended()
     error = group.interruption("recv", (1,))
     assert "rank 2" in str(error) and "died" in str(error), ended
     close(groups)

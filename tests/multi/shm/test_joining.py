@@ -18,6 +18,7 @@ from guard import busy
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.rendezvous import Rendezvous, meet
 from interlace.runtime.places.one_host.segment import NONCE_BYTES
 from interlace.runtime.places.one_host.signed_store import SignedStore
@@ -86,7 +87,7 @@ def test_connections_of_strangers_hold_nobody_up() -> None:
     store, prefix = HashStore(), "interlace/strangers/0"
 
     def join(rank: int) -> list[bytes]:
-        group = HostGroup(store, rank, 2, timeout=20.0 * busy(), prefix=prefix)
+        group = HostGroup(StoreMeeting(store), rank, 2, timeout=20.0 * busy(), prefix=prefix)
         try:
             assert len(group.allocate(1 << 20, "an allocation")) == 2
             return group.exchange(b"%d" % rank, "the end")
@@ -211,7 +212,7 @@ def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
     def join(rank: int) -> Any:
         if key == "hosts":
             return connect_place(store, rank, 2, timeout=20.0 * busy(), name="garbage")
-        return HostGroup(store, rank, 2, timeout=20.0 * busy(), prefix=f"{prefix}/host")
+        return HostGroup(StoreMeeting(store), rank, 2, timeout=20.0 * busy(), prefix=f"{prefix}/host")
 
     errors = [each.exception() for each in both(join)]
     for rank, error in enumerate(errors):
@@ -268,7 +269,11 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(HostGroup, "_map", fails_on_one)
     started = time.monotonic()
-    found = both(lambda rank: HostGroup(store, rank, 2, timeout=LONG, prefix="interlace/fails/0"))
+    found = both(
+        lambda rank: HostGroup(
+            StoreMeeting(store), rank, 2, timeout=LONG, prefix="interlace/fails/0"
+        )
+    )
     said = [str(each.exception()) for each in found]
     expected = "there is no room for it"
     assert said == [f"rank 1 could not join: InterlaceError: {expected}", expected]
@@ -286,7 +291,9 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
                 time.sleep(1e-3)
             store.set(key, planted)  # over what rank 0 has just written
         signed = SignedStore(store, b"secret")
-        group = HostGroup(signed, rank, 2, timeout=20.0 * busy(), prefix="interlace/planted/0")
+        group = HostGroup(
+            StoreMeeting(signed), rank, 2, timeout=20.0 * busy(), prefix="interlace/planted/0"
+        )
         try:
             return group.exchange(b"%d" % rank, "the end")
         finally:

@@ -20,6 +20,7 @@ from interlace.runtime.core.errors import (
     RankError,
 )
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.one_host.worker import OrderedWorker
@@ -151,12 +152,12 @@ def test_stale_nonce_in_the_store() -> None:
     store = HashStore()
     store.set("interlace/crashed/0/nonce", NONCE.hex())
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1: ranks \[0\] have not joined"):
-        HostGroup(store, 1, 2, timeout=0.2, prefix="interlace/crashed/0")
+        HostGroup(StoreMeeting(store), 1, 2, timeout=0.2, prefix="interlace/crashed/0")
 
 
 def test_late_rank_is_named() -> None:
     with pytest.raises(CollectiveTimeoutError) as caught:
-        HostGroup(HashStore(), 0, 3, timeout=0.2, prefix="interlace/late/0")
+        HostGroup(StoreMeeting(HashStore()), 0, 3, timeout=0.2, prefix="interlace/late/0")
     assert caught.value.waited_for == (1, 2)
 
 

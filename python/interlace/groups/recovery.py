@@ -1,0 +1,65 @@
+"""Going on after a rank has died, without restarting the others: shrink and rebuild."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.groups import groups, rank_lists
+from interlace.runtime.core.communicator import Communicator
+
+
+def shrink(group: Any = None) -> Any:
+    """A group of those ranks of ``group`` that still live, in their order; ``group`` is over.
+
+    Every one of them calls it, mostly after an error that said who has died; within the group's timeout.
+    Ranks that end meanwhile are left out too, and all get the same group. Of the default group the result
+    is the next default group, with ranks from 0; of torch's, whose backend is interlace,
+    ``torch.distributed``'s next one, as if the process had just called ``init_process_group``: groups,
+    meshes and models are made again. Other groups of ``torch.distributed`` are made again from that one.
+
+    Works, workspaces and symmetric tensors of the old group raise :class:`InterlaceError`. Raises
+    ``CollectiveTimeoutError`` that names the ranks which live and do not come, ``PlaceUnavailableError``
+    where ranks cannot outlive each other (``sim``) or share no host. Semantics: ``ncclCommShrink`` with
+    abort, ULFM's ``MPI_Comm_shrink``.
+
+    >>> def on_rank():
+    ...     group = interlace.shrink()
+    ...     return group.ranks
+    >>> interlace.run(on_rank, 2, place="shm")
+    [(0, 1), (0, 1)]
+    """
+    return _reunited(group, None)
+
+
+def rebuild(group: Any, ranks: Sequence[int]) -> Any:
+    """As :func:`shrink`, but of exactly ``ranks`` of ``group``, whatever the others do.
+
+    Raises what :func:`shrink` does, ``PeerDiedError`` if one of ``ranks`` does not live, ValueError if the
+    caller is none of them. Semantics: ``torch.distributed.shrink_group``.
+
+    >>> def on_rank():
+    ...     if interlace.get_rank() < 2:
+    ...         return interlace.rebuild(None, [1, 0]).rank
+    >>> interlace.run(on_rank, 3, place="shm")
+    [1, 0, None]
+    """
+    whole = groups.resolve(group)
+    members = rank_lists.checked(ranks, whole)
+    if whole.rank not in members:
+        raise ValueError(f"rank {whole.rank} is not one of ranks {list(members)}")
+    return _reunited(group, members)
+
+
+def _reunited(group: Any, ranks: Sequence[int] | None) -> Any:
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if isinstance(group, groups.OnInterlace):
+        return group.reunited(ranks)
+    old = groups.resolve(group)
+    whole = old is groups.default_group()
+    place, left = old.reunited(ranks)
+    rank_lists.close(old)
+    new = Communicator(place, range(len(left)) if whole else [old.ranks[rank] for rank in left])
+    groups.replace(old, new)
+    return new
