@@ -212,7 +212,9 @@ def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
     def join(rank: int) -> Any:
         if key == "hosts":
             return connect_place(store, rank, 2, timeout=20.0 * busy(), name="garbage")
-        return HostGroup(StoreMeeting(store), rank, 2, timeout=20.0 * busy(), prefix=f"{prefix}/host")
+        return HostGroup(
+            StoreMeeting(store), rank, 2, timeout=20.0 * busy(), prefix=f"{prefix}/host"
+        )
 
     errors = [each.exception() for each in both(join)]
     for rank, error in enumerate(errors):
