@@ -76,7 +76,8 @@ def all_gather_matmul(
         ):
             several = not isinstance(weight, torch.Tensor)
             count = len(weight) if several else 1
-            names = checks.activations(activation, count, several, resolve(group).rank)
+            with resolve(group).accepting(gather.OP):
+                names = checks.activations(activation, count, several)
             return recorded.run(
                 gather.OP,
                 async_op,
@@ -202,7 +203,8 @@ def _matmul_reduce(
         )
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
         if matrices and all(recorded.equal_parts(group, input, weight, dim) for dim in dims):
-            name = checks.activation("activation", options.activation, resolve(group).rank)
+            with resolve(group).accepting(op):
+                name = checks.activation("activation", options.activation)
             operands = (input, weight, options.reduce_op, *dims)
             then = functools.partial(activate, name=name)
             return recorded.run(op, async_op, operands, then, options, bias=bias, group=group)

@@ -85,14 +85,19 @@ class Communicator:
         """The communicators of the same ranks, one per device, as far as they are made."""
         return (self,)
 
-    def _number(self, error: Exception) -> None:
-        """Errors count ranks within the group; say so where that is not how the caller counts."""
+    def _number(self, error: Exception, *, own: bool) -> None:
+        """Say in ``error`` which rank raised it, if it is this one's ``own``, and how ranks are counted."""
         if isinstance(error, DifferentOpsError):
             self._out_of_step = self._out_of_step or str(error)
+        text = error.args[0] if error.args else None
+        if not isinstance(text, str):
+            return
+        if own and "on rank " not in text and not isinstance(error, InterlaceError):
+            text = f"{text} (on rank {self.rank})"
         note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
-        own_count = self.ranks != tuple(range(self.world_size))
-        if own_count and error.args and not str(error.args[0]).endswith(note):
-            error.args = (f"{error.args[0]}{note}", *error.args[1:])
+        if self.ranks != tuple(range(self.world_size)) and not text.endswith(note):
+            text += note
+        error.args = (text, *error.args[1:])
 
     def agree(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
@@ -108,7 +113,7 @@ class Communicator:
                 return [call.part] * len(answers)
             return call.compared(answers)
         except (TypeError, ValueError, InterlaceError) as error:
-            self._number(error)
+            self._number(error, own=False)
             raise
 
     def messages(self, call: Call) -> list[bytes]:
@@ -119,26 +124,28 @@ class Communicator:
             return self.place.exchange(call.message, call.op)
         return self.plans.agree(call)  # type: ignore[no-any-return]
 
-    def accepting(self, op: str) -> _Accepting:
-        """Around the validation of an op's arguments: what one rank refuses, all ranks refuse."""
+    def accepting(self, op: str = "") -> _Accepting:
+        """Around the validation of an op's arguments: what one rank refuses, all ranks refuse.
+
+        Without an ``op`` the others need not hear of it. Errors name this rank.
+        """
         return _Accepting(self, op)
 
     def refuse(self, op: str, error: Exception) -> None:
         """Tell the other ranks that this one does not take part in ``op``, because of ``error``.
 
         Otherwise they would wait for this rank, and take its next call for this one. They raise TypeError
-        or ValueError; this rank is to raise ``error``, of any class.
+        or ValueError; this rank is to raise ``error``, of any class, in which its number is added.
         """
         self.place.recorder = None  # what follows is another call
-        if isinstance(error, (TypeError, ValueError, InterlaceError)):
-            self._number(error)
+        self._number(error, own=True)
         over = self._closed or self._out_of_step
-        if isinstance(error, InterlaceError) or self.world_size == 1 or over:
+        if isinstance(error, InterlaceError) or self.world_size == 1 or over or not op:
             return
         kind = TypeError if isinstance(error, TypeError) else ValueError
         text = str(error)
         if not isinstance(error, (TypeError, ValueError)):
-            text = f"{type(error).__name__} on rank {self.rank}: {text}"
+            text = f"{type(error).__name__}: {text}"
         refusal = Refusal(kind, text[:MESSAGE_LENGTH])
         message = refusal.message(op)
         doing = f"{op}, which this rank refused ({kind.__name__}: {refusal.text})"
@@ -248,7 +255,7 @@ class Communicator:
         """An op failed. What is no agreed error would leave the other ranks waiting for this one."""
         self.place.recorder = None
         if isinstance(error, (TypeError, ValueError, InterlaceError)):
-            self._number(error)
+            self._number(error, own=False)
         elif self.world_size > 1:
             self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
 

@@ -37,9 +37,7 @@ def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
         return value.detach() if value.requires_grad else value
     checked = tensor(name, value, communicator)
     if checked.is_nested:
-        raise TypeError(
-            f"{name} must be a strided tensor, got a nested one on rank {communicator.rank}"
-        )
+        raise TypeError(f"{name} must be a strided tensor, got a nested one")
     return checked
 
 
@@ -52,40 +50,38 @@ def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     if overlaps:
         raise ValueError(
             f"{name} of shape {tuple(checked.shape)} is expanded, its elements share memory "
-            f"(strides {checked.stride()}), on rank {communicator.rank}"
+            f"(strides {checked.stride()})"
         )
     return checked
 
 
 def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     """``value`` if it is a tensor on the group's device; one over its memory if it is another array."""
-    rank = communicator.rank
     if not isinstance(value, torch.Tensor):
-        value = imported(name, value, rank)
+        value = imported(name, value)
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__} on rank {rank}")
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.device.type != communicator.place.device.type:
         raise ValueError(
-            f"{name} is on {value.device}, the group's memory on {communicator.place.device}, "
-            f"on rank {rank}"
+            f"{name} is on {value.device}, the group's memory on {communicator.place.device}"
         )
     if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got {value.layout} on rank {rank}")
+        raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
     if value.is_conj() or value.is_neg():
         # kernels and copies see memory, where a lazy conjugation has not happened
         raise ValueError(
-            f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'} on rank {rank}; pass "
+            f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'}; pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
     if not (value.is_nested or has_memory(value)):
         raise TypeError(
-            f"{name} is a {type(value).__name__}, which has no memory of its own, on rank {rank}; "
+            f"{name} is a {type(value).__name__}, which has no memory of its own; "
             "interlace.functional takes tensors that stand for others"
         )
     return value.detach()
 
 
-def imported(name: str, value: Any, rank: int) -> Any:
+def imported(name: str, value: Any) -> Any:
     """A tensor over the memory of ``value`` if that is an array of another library: CuPy, NumPy, JAX ...
 
     By DLPack, so nothing is copied and what is written is written in place; on a GPU torch's current stream
@@ -95,18 +91,17 @@ def imported(name: str, value: Any, rank: int) -> Any:
         return value
     if not getattr(getattr(value, "flags", None), "writeable", True):
         raise TypeError(  # torch would take it, and write it
-            f"{name} is a {type(value).__name__} that is read-only on rank {rank}; give a copy"
+            f"{name} is a {type(value).__name__} that is read-only; give a copy"
         )
     if backwards := _negative_strides(value):
         raise ValueError(  # torch would end the process
-            f"{name} is a {type(value).__name__} with negative strides {backwards} on rank {rank}; "
-            "give a copy"
+            f"{name} is a {type(value).__name__} with negative strides {backwards}; give a copy"
         )
     try:
         return torch.from_dlpack(value)  # type: ignore[attr-defined]
     except Exception as error:
         raise TypeError(
-            f"{name} is a {type(value).__name__} that cannot be taken as a tensor on rank {rank}: {error}"
+            f"{name} is a {type(value).__name__} that cannot be taken as a tensor: {error}"
         ) from error
 
 
@@ -132,15 +127,15 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def reduce_op(op: Any, rank: int) -> tuple[str, Factor]:
+def reduce_op(op: Any) -> tuple[str, Factor]:
     """The name of ``op``, one of :data:`reduce_ops.OPS`, and the factor of a PREMUL_SUM.
 
     ``op``: a string, ``ReduceOp.SUM`` and so on, ``ReduceOp.PREMUL_SUM(factor)``, or what a backend finds
     in the options of a call. Raises ValueError, or TypeError for what is no op at all.
 
-    >>> reduce_op("sum", 0), reduce_op(ReduceOp.AVG, 0)
+    >>> reduce_op("sum"), reduce_op(ReduceOp.AVG)
     (('sum', None), ('avg', None))
-    >>> reduce_op(torch.distributed._make_nccl_premul_sum(0.5), 0)
+    >>> reduce_op(torch.distributed._make_nccl_premul_sum(0.5))
     ('premul_sum', 0.5)
     """
     kind = type(op)
@@ -159,10 +154,8 @@ def reduce_op(op: Any, rank: int) -> tuple[str, Factor]:
             with contextlib.suppress(RuntimeError):
                 return PREMUL_SUM, op.__getstate__()[1]
     if NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
-        raise ValueError(
-            f"op: premul_sum needs its factor, ReduceOp.PREMUL_SUM(factor), on rank {rank}"
-        )
-    raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
+        raise ValueError("op: premul_sum needs its factor, ReduceOp.PREMUL_SUM(factor)")
+    raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
 
 
 def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
@@ -175,43 +168,39 @@ def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
     )
 
 
-def float_dtype(name: str, dtype: torch.dtype, rank: int) -> None:
+def float_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"{name} must be float32, float16, bfloat16 or float64, got {dtype} on rank {rank}"
-        )
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {dtype}")
 
 
-def same_dtype(name: str, dtype: torch.dtype, other: str, expected: torch.dtype, rank: int) -> None:
+def same_dtype(name: str, dtype: torch.dtype, other: str, expected: torch.dtype) -> None:
     if dtype != expected:
-        raise TypeError(f"{name} is {dtype}, {other} is {expected}, on rank {rank}")
+        raise TypeError(f"{name} is {dtype}, {other} is {expected}")
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str], rank: int) -> str:
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     """``value`` if it is one of ``allowed``; reduce ops of torch are known by their names too."""
     text = str(value).rsplit(".", 1)[-1].lower() if not isinstance(value, str) else value
     if text not in allowed:
-        raise ValueError(
-            f"{name} must be one of {', '.join(allowed)}, got {value!r} on rank {rank}"
-        )
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     return text
 
 
-def seconds(name: str, value: Any, rank: int) -> float | None:
+def seconds(name: str, value: Any) -> float | None:
     """A time, given as a number of seconds or a timedelta, or None."""
     if value is None:
         return None
     number = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(f"{name} must be seconds or a timedelta, got {value!r} on rank {rank}")
+        raise TypeError(f"{name} must be seconds or a timedelta, got {value!r}")
     if math.isnan(number):
-        raise ValueError(f"{name} must be a number of seconds, got nan on rank {rank}")
+        raise ValueError(f"{name} must be a number of seconds, got nan")
     return float(number)
 
 
-def integer(name: str, value: Any, rank: int) -> int:
+def integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r} on rank {rank}")
+        raise TypeError(f"{name} must be an int, got {value!r}")
     return int(operator.index(value))
 
 
@@ -224,26 +213,24 @@ def group_rank(
     default: int | None = None,
 ) -> int:
     """The rank within the group; ``name`` and ``default`` are ranks of the default group."""
-    rank = communicator.rank
     if group_value is not None:
         if value is not None:
             raise ValueError(
-                f"give {name} or group_{name}, not both: got {value} and {group_value} on rank {rank}"
+                f"give {name} or group_{name}, not both: got {value} and {group_value}"
             )
-        chosen = integer(f"group_{name}", group_value, rank)
+        chosen = integer(f"group_{name}", group_value)
         check_member(f"group_{name}", chosen, communicator)
         return chosen
     if value is None:
         if default is None:
-            raise ValueError(f"give {name} or group_{name}: got neither on rank {rank}")
+            raise ValueError(f"give {name} or group_{name}: got neither")
         value = default
-    chosen = integer(name, value, rank)
+    chosen = integer(name, value)
     try:
         return communicator.ranks.index(chosen)
     except ValueError:
         raise ValueError(
-            f"{name} must be one of the group's ranks {list(communicator.ranks)}, got {chosen} "
-            f"on rank {rank}"
+            f"{name} must be one of the group's ranks {list(communicator.ranks)}, got {chosen}"
         ) from None
 
 
@@ -251,18 +238,16 @@ def check_member(name: str, group_value: int, communicator: Communicator) -> Non
     """Raise ValueError unless ``group_value`` is a rank of the group."""
     if not 0 <= group_value < communicator.world_size:
         raise ValueError(
-            f"{name} must be within 0..{communicator.world_size - 1}, got {group_value} "
-            f"on rank {communicator.rank}"
+            f"{name} must be within 0..{communicator.world_size - 1}, got {group_value}"
         )
 
 
-def dimension(name: str, value: Any, ndim: int, rank: int) -> int:
+def dimension(name: str, value: Any, ndim: int) -> int:
     """``value`` as an index from 0; negative counts from the end."""
-    value = integer(name, value, rank)
+    value = integer(name, value)
     if not -ndim <= value < ndim:
         raise ValueError(
-            f"{name} must be within {-ndim}..{ndim - 1} for {ndim} dimensions, got {value} "
-            f"on rank {rank}"
+            f"{name} must be within {-ndim}..{ndim - 1} for {ndim} dimensions, got {value}"
         )
     return value % ndim  # type: ignore[no-any-return]
 
@@ -271,17 +256,13 @@ def matrix(
     name: str, value: Any, input: torch.Tensor, inner: int | None, communicator: Communicator
 ) -> torch.Tensor:
     """A weight: ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
-    rank = communicator.rank
     weight = tensor(name, value, communicator)
     if weight.dim() != 2:
-        raise ValueError(
-            f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)} on rank {rank}"
-        )
-    same_dtype(name, weight.dtype, "input", input.dtype, rank)
+        raise ValueError(f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)}")
+    same_dtype(name, weight.dtype, "input", input.dtype)
     if inner is not None and weight.shape[0] != inner:
         raise ValueError(
-            f"{name} has {weight.shape[0]} rows, input has k = {inner} (shape "
-            f"{tuple(input.shape)}), on rank {rank}"
+            f"{name} has {weight.shape[0]} rows, input has k = {inner} (shape {tuple(input.shape)})"
         )
     return weight
 
@@ -292,22 +273,19 @@ def bias_of(
     """A bias of the input's dtype, or None."""
     if value is None:
         return None
-    rank = communicator.rank
     bias = tensor(name, value, communicator)
     if tuple(bias.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape} to match weight, got {tuple(bias.shape)} on rank {rank}"
-        )
-    same_dtype(name, bias.dtype, "input", input.dtype, rank)
+        raise ValueError(f"{name} must have shape {shape} to match weight, got {tuple(bias.shape)}")
+    same_dtype(name, bias.dtype, "input", input.dtype)
     return bias.contiguous()
 
 
-def output_dtype(value: Any, input: torch.Tensor, rank: int) -> torch.dtype:
+def output_dtype(value: Any, input: torch.Tensor) -> torch.dtype:
     if value is None:
         return input.dtype
     if not isinstance(value, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype, got {value!r} on rank {rank}")
-    float_dtype("out_dtype", value, rank)
+        raise TypeError(f"out_dtype must be a torch.dtype, got {value!r}")
+    float_dtype("out_dtype", value)
     return value
 
 
@@ -322,50 +300,44 @@ def equal_on_all(
             )
 
 
-def algorithm_and_dtype(input: torch.Tensor, options: Any, rank: int) -> tuple[str, torch.dtype]:
+def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.dtype]:
     """The ``algorithm`` of ``options`` and the output's dtype, if they suit the input's."""
-    float_dtype("input", input.dtype, rank)
-    algorithm = one_of("algorithm", options.algorithm, ALGORITHMS, rank)
-    out = output_dtype(options.out_dtype, input, rank)
+    float_dtype("input", input.dtype)
+    algorithm = one_of("algorithm", options.algorithm, ALGORITHMS)
+    out = output_dtype(options.out_dtype, input)
     for name, dtype in (("input", input.dtype), ("out_dtype", out)):
         # the kernel multiplies in fp32, so it takes and gives nothing wider
         if algorithm == "fused" and dtype not in FUSED_DTYPES:
             raise TypeError(
-                f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype} '
-                f'on rank {rank}; use "unfused" or "auto"'
+                f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype}; '
+                f'use "unfused" or "auto"'
             )
     return algorithm, out
 
 
-def activation(name: str, value: Any, rank: int) -> str:
+def activation(name: str, value: Any) -> str:
     """``value`` as a name, "" for None and "none"; ValueError if it is none of the activations."""
     if value is None or value in ("", "none"):
         return ""
     if not isinstance(value, str) or value not in ACTIVATIONS:
-        raise ValueError(
-            f"{name} must be None or one of {', '.join(ACTIVATIONS)}, got {value!r} on rank {rank}"
-        )
+        raise ValueError(f"{name} must be None or one of {', '.join(ACTIVATIONS)}, got {value!r}")
     return value
 
 
-def activations(value: Any, count: int, several: bool, rank: int) -> list[str]:
+def activations(value: Any, count: int, several: bool) -> list[str]:
     """One name for each of ``count`` weights."""
     if not several or value is None or isinstance(value, str):
-        return [activation("activation", value, rank)] * count
-    entries("activation", value, "weight", count, rank, of="a name or a sequence")
-    return [activation(f"activation[{i}]", each, rank) for i, each in enumerate(value)]
+        return [activation("activation", value)] * count
+    entries("activation", value, "weight", count, of="a name or a sequence")
+    return [activation(f"activation[{i}]", each) for i, each in enumerate(value)]
 
 
-def entries(
-    name: str, value: Any, like: str, count: int, rank: int, *, of: str = "a sequence"
-) -> None:
+def entries(name: str, value: Any, like: str, count: int, *, of: str = "a sequence") -> None:
     """Raise unless ``value`` is a sequence with an entry for each of the ``count`` weights ``like``."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
-        raise TypeError(
-            f"{name} must be {of} like {like}, got {type(value).__name__} on rank {rank}"
-        )
+        raise TypeError(f"{name} must be {of} like {like}, got {type(value).__name__}")
     if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries, {like} has {count}, on rank {rank}")
+        raise ValueError(f"{name} has {len(value)} entries, {like} has {count}")
 
 
 class Operands(NamedTuple):
@@ -395,19 +367,16 @@ def operands(
 
     With ``gather_dim`` there may be several weights; if that is the last dimension, k is not compared.
     """
-    rank = communicator.rank
     input = tensor("input", input, communicator)
-    algorithm, dtype = algorithm_and_dtype(input, options, rank)
+    algorithm, dtype = algorithm_and_dtype(input, options)
     if input.dim() < 2:
-        raise ValueError(
-            f"input must have at least 2 dimensions, got shape {tuple(input.shape)} on rank {rank}"
-        )
+        raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     inner: int | None = input.shape[-1]
     several = False
     if gather_dim is not None:
-        if dimension("gather_dim", gather_dim, input.dim(), rank) == input.dim() - 1:
+        if dimension("gather_dim", gather_dim, input.dim()) == input.dim() - 1:
             inner = None
-        several = not isinstance(imported("weight", weight, rank), torch.Tensor)
+        several = not isinstance(imported("weight", weight), torch.Tensor)
     if not several:
         weights = [matrix("weight", weight, input, inner, communicator)]
         biases = [bias_of("bias", bias, (weights[0].shape[1],), input, communicator)]
@@ -415,17 +384,17 @@ def operands(
         if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
             raise TypeError(
                 "weight must be a tensor or a non-empty sequence of tensors, got "
-                f"{type(weight).__name__} on rank {rank}"
+                f"{type(weight).__name__}"
             )
         weights = [
             matrix(f"weight[{i}]", each, input, inner, communicator)
             for i, each in enumerate(weight)
         ]
         vectors = [None] * len(weights) if bias is None else bias
-        entries("bias", vectors, "weight", len(weights), rank)
+        entries("bias", vectors, "weight", len(weights))
         biases = [
             bias_of(f"bias[{i}]", each, (own.shape[1],), input, communicator)
             for i, (each, own) in enumerate(zip(vectors, weights, strict=True))
         ]
-    names = activations(options.activation, len(weights), several, rank)
+    names = activations(options.activation, len(weights), several)
     return Operands(input, weights, biases, names, algorithm, dtype, several)

@@ -63,7 +63,7 @@ def remember(communicator: Communicator, key: Any, call: Call) -> Call:
     for term, value in call.terms:
         if isinstance(value, torch.dtype) and value in QUANTIZED:
             raise TypeError(
-                f"{call.op}: {term} is {value} on rank {communicator.rank}; quantized tensors are not "
+                f"{call.op}: {term} is {value}; quantized tensors are not "
                 f"taken, give their int_repr()"
             )
     return communicator.remember(key, call)

@@ -31,18 +31,18 @@ def parts(
     ``written``: whether the op fills them.
     """
     rank = communicator.rank
-    whole = checks.imported(name, whole, rank)
+    whole = checks.imported(name, whole)
     if isinstance(whole, torch.Tensor):
         tensor = (checks.target if written else checks.source)(name, whole, communicator)
         if tensor.dtype is not like.dtype:
-            checks.same_dtype(name, tensor.dtype, like_name, like.dtype, rank)
+            checks.same_dtype(name, tensor.dtype, like_name, like.dtype)
         tensors = _cut(name, tensor, like.shape, communicator)
     else:
         tensors = one_per_rank(name, whole, like_name, like.dtype, communicator, written=written)
         if tensors[rank].shape != like.shape:
             raise ValueError(
                 f"{name}[{rank}] has shape {tuple(tensors[rank].shape)}, {like_name} has "
-                f"{tuple(like.shape)}, on rank {rank}"
+                f"{tuple(like.shape)}"
             )
     apart(name, tensors, like_name, like, rank)
     return tensors
@@ -63,7 +63,7 @@ def _cut(
         forms.insert(0, str((world_size * shape[0], *shape[1:])))
     raise ValueError(
         f"{name} must have shape {' or '.join(forms)} for tensors of {tuple(shape)} and world size "
-        f"{world_size}, got {tuple(given)} on rank {communicator.rank}"
+        f"{world_size}, got {tuple(given)}"
     )
 
 
@@ -77,22 +77,18 @@ def one_per_rank(
     written: bool,
 ) -> list[torch.Tensor]:
     """The list ``whole``, if it has a tensor of ``dtype`` for every rank."""
-    rank, world_size = communicator.rank, communicator.world_size
+    world_size = communicator.world_size
     if not isinstance(whole, Sequence) or isinstance(whole, str):
-        raise TypeError(
-            f"{name} must be a tensor or a list of tensors, got {type(whole).__name__} on rank {rank}"
-        )
+        raise TypeError(f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}")
     if len(whole) != world_size:
-        raise ValueError(
-            f"{name} must have one tensor per rank, {world_size}, got {len(whole)} on rank {rank}"
-        )
+        raise ValueError(f"{name} must have one tensor per rank, {world_size}, got {len(whole)}")
     take = checks.target if written else checks.source
     tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
     for r, tensor in enumerate(tensors):
         if tensor.dtype is not dtype:
-            checks.same_dtype(f"{name}[{r}]", tensor.dtype, like_name, dtype, rank)
+            checks.same_dtype(f"{name}[{r}]", tensor.dtype, like_name, dtype)
     if written:
-        _disjoint(name, tensors, rank)
+        _disjoint(name, tensors)
     return tensors
 
 
@@ -105,12 +101,12 @@ def _dense(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _disjoint(name: str, tensors: Sequence[torch.Tensor], rank: int) -> None:
+def _disjoint(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise if two dense entries share memory: the second would overwrite the first."""
     for (start, first, nbytes), (following, second, _) in pairwise(sorted(_dense(tensors))):
         if following < start + nbytes:
             one, other = sorted((first, second))
-            raise ValueError(f"{name}[{one}] and {name}[{other}] share memory on rank {rank}")
+            raise ValueError(f"{name}[{one}] and {name}[{other}] share memory")
 
 
 def apart(
@@ -125,7 +121,7 @@ def apart(
             shared = start < other + size and other < start + nbytes
             if shared and not (number == rank and other == start):
                 raise ValueError(
-                    f"{like_name} shares memory with {name}[{number}] on rank {rank}; it may be the same "
+                    f"{like_name} shares memory with {name}[{number}]; it may be the same "
                     f"memory as {name}[{rank}], or none of it"
                 )
 

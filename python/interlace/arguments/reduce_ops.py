@@ -21,39 +21,37 @@ NAMES: dict[Any, str] = {
 }
 
 
-def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype, rank: int) -> None:
+def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype) -> None:
     """Raise TypeError, naming the argument, unless ``op`` is defined for ``dtype``."""
     try:
         reductions.check("sum" if op == PREMUL_SUM else op, dtype)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name}: {argument} of dtype {dtype} cannot be reduced with op {op!r}, on rank {rank}: {error}"
+            f"{name}: {argument} of dtype {dtype} cannot be reduced with op {op!r}: {error}"
         ) from error
     if op == PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(
-            f"{name}: op premul_sum needs a floating or complex {argument}, got {dtype} on rank {rank}"
+            f"{name}: op premul_sum needs a floating or complex {argument}, got {dtype}"
         )
 
 
-def check_factor(factor: Factor, argument: str, tensor: torch.Tensor, rank: int) -> None:
+def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:
     """Raise unless the factor of a PREMUL_SUM is a number for all of ``tensor``, or one for each element.
 
     It may lack dimensions of the tensor, or have them with length 1.
     """
     values = torch.as_tensor(factor)
     if values.layout is not torch.strided or values.is_meta:
-        raise TypeError(f"op: the factor of premul_sum must be a dense tensor, on rank {rank}")
+        raise TypeError("op: the factor of premul_sum must be a dense tensor")
     if values.is_complex() and not tensor.is_complex():
-        raise TypeError(
-            f"op: the factor of premul_sum is complex, {argument} is {tensor.dtype}, on rank {rank}"
-        )
+        raise TypeError(f"op: the factor of premul_sum is complex, {argument} is {tensor.dtype}")
     if values.numel() == 1:
         return
     lengths = zip(reversed(values.shape), reversed(tensor.shape), strict=False)
     if values.dim() > tensor.dim() or any(own not in (1, length) for own, length in lengths):
         raise ValueError(
             f"op: the factor of premul_sum has shape {tuple(values.shape)}, {argument} has "
-            f"{tuple(tensor.shape)}, on rank {rank}"
+            f"{tuple(tensor.shape)}"
         )
 
 

@@ -59,7 +59,7 @@ def checked_all_to_all(
     input_tensor_list: list[torch.Tensor],
 ) -> PreparedCall:
     first = input_tensor_list[0] if isinstance(input_tensor_list, (list, tuple)) else None
-    first = checks.imported("input_tensor_list[0]", first, communicator.rank)
+    first = checks.imported("input_tensor_list[0]", first)
     dtype = first.dtype if isinstance(first, torch.Tensor) else torch.float32
     inputs = one_per_rank(
         "input_tensor_list", input_tensor_list, "input_tensor_list[0]", dtype, communicator,
@@ -116,19 +116,18 @@ def _absent(split_sizes: Any) -> bool:
     return split_sizes is None or (hasattr(split_sizes, "__len__") and len(split_sizes) == 0)
 
 
-def whole_numbers(name: str, value: Any, rank: int) -> list[int]:
+def whole_numbers(name: str, value: Any) -> list[int]:
     try:
         return [operator.index(each) for each in value]
     except TypeError:
-        raise TypeError(f"{name} must be a list of ints, got {value!r} on rank {rank}") from None
+        raise TypeError(f"{name} must be a list of ints, got {value!r}") from None
 
 
-def one_length_per_rank(name: str, value: Any, count: int, rank: int) -> tuple[int, ...]:
-    lengths = tuple(whole_numbers(name, value, rank))
+def one_length_per_rank(name: str, value: Any, count: int) -> tuple[int, ...]:
+    lengths = tuple(whole_numbers(name, value))
     if len(lengths) != count or min(lengths) < 0:
         raise ValueError(
-            f"{name} must be one length per rank, {count}, none of them negative, got {list(lengths)} "
-            f"on rank {rank}"
+            f"{name} must be one length per rank, {count}, none of them negative, got {list(lengths)}"
         )
     return lengths
 
@@ -137,23 +136,19 @@ def sizes(
     name: str, value: Any, total: int, of: str, communicator: Communicator
 ) -> tuple[int, ...]:
     """Lengths along a dim, one per rank, that add up to ``total``; even ones if ``value`` is empty."""
-    rank, world_size = communicator.rank, communicator.world_size
+    world_size = communicator.world_size
     if _absent(value):
         if total % world_size:
             raise ValueError(
-                f"{of} has {total} rows, which world size {world_size} does not divide, and {name} is "
-                f"not given, on rank {rank}"
+                f"{of} has {total} rows, which world size {world_size} does not divide; give {name}"
             )
         return (total // world_size,) * world_size
-    lengths = tuple(whole_numbers(name, value, rank))
+    lengths = tuple(whole_numbers(name, value))
     if len(lengths) != world_size:
-        raise ValueError(
-            f"{name} must have one size per rank, {world_size}, got {list(lengths)} on rank {rank}"
-        )
+        raise ValueError(f"{name} must have one size per rank, {world_size}, got {list(lengths)}")
     if min(lengths) < 0 or sum(lengths) != total:
         raise ValueError(
-            f"{name} must not be negative and add up to the {total} rows of {of}, got {list(lengths)} "
-            f"on rank {rank}"
+            f"{name} must not be negative and add up to the {total} rows of {of}, got {list(lengths)}"
         )
     return lengths
 
@@ -182,11 +177,11 @@ def checked_all_to_all_single(
             lambda: communicator.engine.all_to_all_single(known, out, data), (output,), known
         )
     if out.dtype is not data.dtype:
-        checks.same_dtype("output", out.dtype, "input", data.dtype, communicator.rank)
+        checks.same_dtype("output", out.dtype, "input", data.dtype)
     if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:
         raise ValueError(
             f"output and input must be equal in shape off dim 0, got {tuple(out.shape)} and "
-            f"{tuple(data.shape)} on rank {communicator.rank}"
+            f"{tuple(data.shape)}"
         )
     sent = sizes("input_split_sizes", input_split_sizes, data.shape[0], "input", communicator)
     expected = sizes("output_split_sizes", output_split_sizes, out.shape[0], "output", communicator)

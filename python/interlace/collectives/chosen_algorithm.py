@@ -29,20 +29,17 @@ def check(
     algorithm: str, dtype: torch.dtype, communicator: Communicator, op: str | None = None
 ) -> None:
     """Raise ValueError or TypeError unless ``algorithm`` can do ``op`` (None: only move) for ``dtype``."""
-    rank = communicator.rank
-    checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS, rank)
+    checks.one_of("algorithm", algorithm, COLLECTIVE_ALGORITHMS)
     check_nodes(algorithm, communicator)
     typed = algorithm in ("kernel", "multimem") or (algorithm == "low_latency" and op is not None)
     if typed and dtype not in KERNEL_DTYPES:
         raise TypeError(
-            f'algorithm="{algorithm}" supports float32, float16 and bfloat16, got {dtype} '
-            f"on rank {rank}"
+            f'algorithm="{algorithm}" supports float32, float16 and bfloat16, got {dtype}'
         )
     reductions = ("sum",) if algorithm == "multimem" else checks.REDUCE_OPS
     if typed and op is not None and op not in reductions:
         raise ValueError(
-            f'algorithm="{algorithm}" reduces with op {" or ".join(reductions)}, got {op!r} '
-            f"on rank {rank}"
+            f'algorithm="{algorithm}" reduces with op {" or ".join(reductions)}, got {op!r}'
         )
 
 
@@ -52,7 +49,7 @@ def check_nodes(algorithm: str, communicator: Communicator) -> None:
     if nodes is not None and algorithm in ONE_NODE_ALGORITHMS:
         raise ValueError(
             f'algorithm="{algorithm}" needs all ranks on one node, and this group is on '
-            f"{len(nodes.names())} in place {communicator.place.name!r}, on rank {communicator.rank}"
+            f"{len(nodes.names())} in place {communicator.place.name!r}"
         )
 
 

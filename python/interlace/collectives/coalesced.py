@@ -47,16 +47,12 @@ def _of_lists(
 
     def check(communicator: Communicator, *arguments: Any) -> PreparedCall:
         lists, options = arguments[: len(names)], arguments[len(names) :]
-        rank = communicator.rank
         for each, value in zip(names, lists, strict=True):
             if not isinstance(value, (list, tuple)):
-                raise TypeError(
-                    f"{name}: {each} must be a list, got {type(value).__name__} on rank {rank}"
-                )
+                raise TypeError(f"{name}: {each} must be a list, got {type(value).__name__}")
         if len(lists[0]) != len(lists[-1]):
             raise ValueError(
-                f"{name}: {names[0]} has {len(lists[0])} entries, {names[-1]} has {len(lists[-1])}, "
-                f"on rank {rank}"
+                f"{name}: {names[0]} has {len(lists[0])} entries, {names[-1]} has {len(lists[-1])}"
             )
         entries = zip(*lists, strict=True)
         return _together(

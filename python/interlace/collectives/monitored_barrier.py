@@ -35,7 +35,8 @@ def _monitored_barrier(
     rank = communicator.rank
     refused: Exception | None = None
     try:
-        given = checks.seconds("timeout", timeout, rank)
+        with communicator.accepting():
+            given = checks.seconds("timeout", timeout)
     except (TypeError, ValueError) as error:
         refused, given = error, None
     seconds = DEFAULT_TIMEOUT if given is None else given

@@ -23,13 +23,12 @@ TAG = 1 << 30  # of messages with objects, so that they are not taken for tensor
 Packed = bytes | int
 
 
-def _pickled(communicator: Communicator, op: str, value: Any) -> bytes:
+def _pickled(op: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:  # whatever a user's __reduce__ raises
         raise TypeError(
-            f"{op}: an object of type {type(value).__name__} cannot be pickled on rank "
-            f"{communicator.rank}: {error}"
+            f"{op}: an object of type {type(value).__name__} cannot be pickled: {error}"
         ) from error
 
 
@@ -59,7 +58,7 @@ def _gathered(
     """Every rank's ``obj``, by rank; if ``root`` is given, there alone."""
     here = root in (None, communicator.rank)
     with communicator.accepting(name):
-        data = _pickled(communicator, name, obj)
+        data = _pickled(name, obj)
     call = Call(name, () if root is None else (("root", root),), part=_said(data))
     found: list[bytes | torch.Tensor] = []
 
@@ -100,13 +99,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
 
 
 def _check_list(name: str, value: Any, communicator: Communicator) -> None:
-    rank, world_size = communicator.rank, communicator.world_size
+    world_size = communicator.world_size
     if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list, got {type(value).__name__} on rank {rank}")
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
     if len(value) != world_size:
-        raise ValueError(
-            f"{name} must have one entry per rank, {world_size}, got {len(value)} on rank {rank}"
-        )
+        raise ValueError(f"{name} must have one entry per rank, {world_size}, got {len(value)}")
 
 
 def gather_object(
@@ -136,7 +133,7 @@ def gather_object(
         elif object_gather_list:
             raise ValueError(
                 f"object_gather_list must be given on the root only, group rank {root}, got "
-                f"{object_gather_list!r} on rank {communicator.rank}"
+                f"{object_gather_list!r}"
             )
     gathered = _gathered(communicator, "gather_object", obj, root)
     if object_gather_list:
@@ -167,10 +164,8 @@ def broadcast_object_list(
         root = checks.group_rank("src", src, group_src, communicator, default=0)
         is_root = communicator.rank == root
         if not isinstance(object_list, list):
-            raise TypeError(
-                f"object_list must be a list, got {type(object_list).__name__} on rank {communicator.rank}"
-            )
-        data = _pickled(communicator, name, object_list) if is_root else b""
+            raise TypeError(f"object_list must be a list, got {type(object_list).__name__}")
+        data = _pickled(name, object_list) if is_root else b""
     terms = (("number of objects", len(object_list)), ("root", root))
     call = Call(name, terms, part=_said(data))
     received: list[bytes | torch.Tensor] = []
@@ -213,14 +208,13 @@ def scatter_object_list(
     with communicator.accepting(name):
         if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
             raise TypeError(
-                f"scatter_object_output_list must be a non-empty list, got "
-                f"{scatter_object_output_list!r} on rank {rank}"
+                f"scatter_object_output_list must be a non-empty list, got {scatter_object_output_list!r}"
             )
         root = checks.group_rank("src", src, group_src, communicator, default=0)
         if rank == root:
             _check_list("scatter_object_input_list", scatter_object_input_list, communicator)
             for each in scatter_object_input_list or ():
-                packed.append(_pickled(communicator, name, each))
+                packed.append(_pickled(name, each))
     small = sum(map(len, packed)) <= SMALL
     call = Call(name, (("root", root),), part=packed if small else [len(each) for each in packed])
     received: list[bytes | torch.Tensor] = []
@@ -265,8 +259,9 @@ def send_object_list(
     ['a', 1]
     """
     communicator = resolve(group)
-    peer = checks.group_rank("dst", dst, group_dst, communicator)
-    data = _pickled(communicator, "send_object_list", object_list)
+    peer = point_to_point._peer("dst", dst, group_dst, communicator)
+    with communicator.accepting():
+        data = _pickled("send_object_list", object_list)
     numbers = [len(data), len(object_list)]
     header = torch.tensor(numbers, dtype=torch.int64).to(communicator.place.device)
     point_to_point._isend(communicator, header, peer, TAG).wait()
@@ -295,7 +290,7 @@ def recv_object_list(
     [None, (0, [0])]
     """
     communicator = resolve(group)
-    peer = point_to_point._source(src, group_src, communicator)
+    peer = point_to_point._peer("src", src, group_src, communicator)
     header = torch.empty(2, dtype=torch.int64, device=communicator.place.device)
     work = point_to_point._irecv(communicator, header, peer, TAG)
     work.wait()
@@ -310,4 +305,4 @@ def recv_object_list(
             f"{count}"
         )
     object_list[:] = _loaded(data)
-    return communicator.ranks[peer]
+    return communicator.ranks[peer]  # type: ignore[no-any-return]

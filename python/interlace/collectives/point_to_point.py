@@ -30,20 +30,20 @@ def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
     return call
 
 
-def _check_tag(tag: Any, rank: int) -> None:
+def _check_tag(tag: Any) -> None:
     if isinstance(tag, bool) or not isinstance(tag, int):
-        raise TypeError(f"tag must be an int, got {tag!r} on rank {rank}")
+        raise TypeError(f"tag must be an int, got {tag!r}")
     if not 0 <= tag <= LARGEST_TAG:
-        raise ValueError(f"tag must be within 0..{LARGEST_TAG}, got {tag} on rank {rank}")
+        raise ValueError(f"tag must be within 0..{LARGEST_TAG}, got {tag}")
 
 
 def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
     """Begin to send to ``peer``, a rank of the group."""
-    checks.check_member("dst", peer, communicator)
-    data = checks.source("tensor", tensor, communicator)
-    _check_tag(tag, communicator.rank)
-    made = data.contiguous()
-    call = _call(communicator, "send", made)
+    with communicator.accepting():
+        checks.check_member("dst", peer, communicator)
+        made = checks.source("tensor", tensor, communicator).contiguous()
+        _check_tag(tag)
+        call = _call(communicator, "send", made)
     return communicator.transfer(call, lambda engine: engine.send(call, made, peer, tag), tensor)
 
 
@@ -51,11 +51,12 @@ def _irecv(
     communicator: Communicator, tensor: torch.Tensor, peer: int | None, tag: int = 0
 ) -> Work:
     """Begin to receive from ``peer``, a rank of the group, or from any rank if None."""
-    if peer is not None:
-        checks.check_member("src", peer, communicator)
-    data = checks.target("tensor", tensor, communicator)
-    _check_tag(tag, communicator.rank)
-    call = _call(communicator, "recv", data)
+    with communicator.accepting():
+        if peer is not None:
+            checks.check_member("src", peer, communicator)
+        data = checks.target("tensor", tensor, communicator)
+        _check_tag(tag)
+        call = _call(communicator, "recv", data)
 
     def start(engine: Engine) -> Future[Outcome]:
         if data.is_contiguous():
@@ -116,7 +117,7 @@ def isend(
     [([True, True], 1.0), ([True, True], 0.0)]
     """
     communicator = resolve(group).on(tensor)
-    peer = checks.group_rank("dst", dst, group_dst, communicator)
+    peer = _peer("dst", dst, group_dst, communicator)
     return _isend(communicator, tensor, peer, tag)
 
 
@@ -144,21 +145,23 @@ def irecv(
     [None, ([0, 1], 0)]
     """
     communicator = resolve(group).on(tensor)
-    return _irecv(communicator, tensor, _source(src, group_src, communicator), tag)
+    return _irecv(communicator, tensor, _peer("src", src, group_src, communicator), tag)
 
 
-def _source(src: Any, group_src: Any, communicator: Communicator) -> int | None:
-    if src is None and group_src is None:
+def _peer(
+    name: str, given: Any, group_given: Any, communicator: Communicator, *, other: bool = False
+) -> Any:
+    """The rank of the group; None for any, if it is a source; ``other`` than the caller's if so."""
+    if name == "src" and given is None and group_given is None:
         return None
-    return checks.group_rank("src", src, group_src, communicator)
-
-
-def _not_self(name: str, peer: int | None, communicator: Communicator) -> None:
-    if peer == communicator.rank:
-        raise ValueError(
-            f"{name} must be another rank, got {communicator.ranks[communicator.rank]}, the rank of the "
-            f"caller, on rank {communicator.rank}; isend and irecv may go to oneself"
-        )
+    with communicator.accepting():
+        peer = checks.group_rank(name, given, group_given, communicator)
+        if other and peer == communicator.rank:
+            raise ValueError(
+                f"{name} must be another rank, got {communicator.ranks[peer]}, the rank of the caller; "
+                "isend and irecv may go to oneself"
+            )
+    return peer
 
 
 def send(
@@ -182,8 +185,7 @@ def send(
     [0.0, 0.0]
     """
     communicator = resolve(group).on(tensor)
-    peer = checks.group_rank("dst", dst, group_dst, communicator)
-    _not_self("dst", peer, communicator)
+    peer = _peer("dst", dst, group_dst, communicator, other=True)
     _isend(communicator, tensor, peer, tag).wait()
 
 
@@ -206,13 +208,12 @@ def recv(
     [1, None]
     """
     communicator = resolve(group).on(tensor)
-    peer = _source(src, group_src, communicator)
-    _not_self("src", peer, communicator)
+    peer = _peer("src", src, group_src, communicator, other=True)
     work = _irecv(communicator, tensor, peer, tag)
     work.wait()
     if peer is None:
         peer = work.source_rank()
-    return peer if group_src is not None else communicator.ranks[peer]
+    return peer if group_src is not None else communicator.ranks[peer]  # type: ignore[no-any-return]
 
 
 class P2POp:
@@ -284,14 +285,12 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
 
 
 def _prepared(entry: Any) -> Callable[[], Work]:
-    communicator = resolve(entry.group).on(entry.tensor)
-    _check_tag(entry.tag, communicator.rank)
+    communicator, sends = resolve(entry.group).on(entry.tensor), _direction(entry.op) == "isend"
     group_peer = getattr(entry, "group_peer", None)
     peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
-    if _direction(entry.op) == "isend":
-        destination = checks.group_rank("dst", peer, group_peer, communicator)
-        checks.source("tensor", entry.tensor, communicator)
-        return lambda: _isend(communicator, entry.tensor, destination, entry.tag)
-    source = _source(peer, group_peer, communicator)
-    checks.target("tensor", entry.tensor, communicator)
-    return lambda: _irecv(communicator, entry.tensor, source, entry.tag)
+    peer = _peer("dst" if sends else "src", peer, group_peer, communicator)
+    with communicator.accepting():
+        _check_tag(entry.tag)
+        (checks.source if sends else checks.target)("tensor", entry.tensor, communicator)
+    begin = _isend if sends else _irecv
+    return lambda: begin(communicator, entry.tensor, peer, entry.tag)

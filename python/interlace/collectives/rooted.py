@@ -37,7 +37,7 @@ def checked_broadcast(
     key = ("broadcast", data.dtype, data.shape, root, algorithm)
     call = communicator.calls.get(key)
     if call is None:
-        checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS, communicator.rank)
+        checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS)
         chosen_algorithm.check_nodes(algorithm, communicator)
         terms = (
             ("shape of tensor", tuple(data.shape)),
@@ -93,13 +93,13 @@ def checked_reduce(
 ) -> PreparedCall:
     rank, root = communicator.rank, checks.group_rank("dst", dst, group_dst, communicator)
     data = checks.target("tensor", tensor, communicator)
-    name, factor = checks.reduce_op(op, rank)
+    name, factor = checks.reduce_op(op)
     if factor is not None:
-        reduce_ops.check_factor(factor, "tensor", data, rank)
+        reduce_ops.check_factor(factor, "tensor", data)
     key = ("reduce", data.dtype, data.shape, name, root)
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype("reduce", name, "tensor", data.dtype, rank)
+        reduce_ops.check_dtype("reduce", name, "tensor", data.dtype)
         terms = (
             ("shape of tensor", tuple(data.shape)),
             ("dtype of tensor", data.dtype),
@@ -151,17 +151,12 @@ def reduce(
 def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
     """torch's rule: the list is given on the root, and on no other rank."""
     if rank == root and value is None:
-        raise ValueError(
-            f"{name} must be given on the root, group rank {root}, got None on rank {rank}"
-        )
+        raise ValueError(f"{name} must be given on the root, group rank {root}, got None")
     if value is not None and not isinstance(value, (Sequence, torch.Tensor)):
-        raise TypeError(
-            f"{name} must be a list of tensors or None, got {type(value).__name__} on rank {rank}"
-        )
+        raise TypeError(f"{name} must be a list of tensors or None, got {type(value).__name__}")
     if rank != root and value is not None and len(value):
         raise ValueError(
-            f"{name} must be given on the root only, group rank {root}, got {len(value)} tensors "
-            f"on rank {rank}"
+            f"{name} must be given on the root only, group rank {root}, got {len(value)} tensors"
         )
 
 

@@ -25,15 +25,15 @@ def checked_all_reduce(
     communicator: Communicator, tensor: torch.Tensor, op: Any = "sum", algorithm: str = "auto"
 ) -> PreparedCall:
     data = checks.target("tensor", tensor, communicator)
-    name, factor = checks.reduce_op(op, communicator.rank)
+    name, factor = checks.reduce_op(op)
     if factor is not None:
-        reduce_ops.check_factor(factor, "tensor", data, communicator.rank)
+        reduce_ops.check_factor(factor, "tensor", data)
     if algorithm != "auto":
         chosen_algorithm.check(algorithm, data.dtype, communicator, name)
     key = ("all_reduce", data.dtype, data.shape, name, algorithm)
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype("all_reduce", name, "tensor", data.dtype, communicator.rank)
+        reduce_ops.check_dtype("all_reduce", name, "tensor", data.dtype)
         terms = (
             ("shape of tensor", tuple(data.shape)),
             ("dtype of tensor", data.dtype),
@@ -213,7 +213,7 @@ def checked_reduce_scatter(
 ) -> PreparedCall:
     rank = communicator.rank
     out = checks.target("output", output, communicator)
-    name, factor = checks.reduce_op(op, rank)
+    name, factor = checks.reduce_op(op)
     if algorithm != "auto":
         chosen_algorithm.check(algorithm, out.dtype, communicator, name)
     as_it_is = algorithm == "auto" and factor is None
@@ -232,12 +232,12 @@ def checked_reduce_scatter(
     inputs = parts("input", input, "output", out, communicator, written=False)
     if factor is not None:
         for r, each in enumerate(inputs):
-            reduce_ops.check_factor(factor, f"input[{r}]", each, rank)
+            reduce_ops.check_factor(factor, f"input[{r}]", each)
     if whole is None:
         key = (*key, *[each.shape for each in inputs])
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype, rank)
+        reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype)
         terms = (
             ("dtype of input", out.dtype),
             ("op", name),
@@ -347,8 +347,6 @@ def barrier(
     if device_ids is not None or timeout is not None:
         with communicator.accepting("barrier"):
             if device_ids is not None and not isinstance(device_ids, list):
-                raise TypeError(
-                    f"device_ids must be a list of ints, got {device_ids!r} on rank {communicator.rank}"
-                )
-            checks.seconds("timeout", timeout, communicator.rank)
+                raise TypeError(f"device_ids must be a list of ints, got {device_ids!r}")
+            checks.seconds("timeout", timeout)
     return _barrier(communicator, async_op, timeout)

@@ -21,16 +21,14 @@ def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") 
     ``op``: sum or avg. Ranks may hold entries at different indices. Raises ValueError or TypeError on
     every rank if shapes, numbers of sparse dims, dtypes or ops differ.
     """
-    rank, engine, place = communicator.rank, communicator.engine, communicator.place
+    engine, place = communicator.engine, communicator.place
     if tensor.layout is not torch.sparse_coo:
-        raise TypeError(f"tensor must be dense or sparse COO, got {tensor.layout} on rank {rank}")
+        raise TypeError(f"tensor must be dense or sparse COO, got {tensor.layout}")
     if tensor.device.type != place.device.type:
-        raise ValueError(
-            f"tensor is on {tensor.device}, the group's memory on {place.device}, on rank {rank}"
-        )
-    name, _ = checks.reduce_op(op, rank)
-    checks.one_of("op of a sparse all_reduce", name, checks.REDUCE_OPS, rank)
-    reduce_ops.check_dtype(NAME, name, "tensor", tensor.dtype, rank)
+        raise ValueError(f"tensor is on {tensor.device}, the group's memory on {place.device}")
+    name, _ = checks.reduce_op(op)
+    checks.one_of("op of a sparse all_reduce", name, checks.REDUCE_OPS)
+    reduce_ops.check_dtype(NAME, name, "tensor", tensor.dtype)
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
     terms = (

@@ -32,28 +32,25 @@ def split(
     communicator: Communicator,
 ) -> list[torch.Tensor]:
     """The parts of ``whole``; raises unless ``lengths`` cut it into one part per rank."""
-    rank = communicator.rank
     if not isinstance(whole, torch.Tensor):
         if not isinstance(whole, (list, tuple)):
             raise TypeError(
-                f"{name} must be a tensor or a list of tensors, got {type(whole).__name__} on rank {rank}"
+                f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}"
             )
         tensors = list(whole)
         if lengths is not None:
-            expected = whole_numbers(sizes_name, lengths, rank)
+            expected = whole_numbers(sizes_name, lengths)
             found = []
             for r, each in enumerate(tensors):
                 part = checks.source(f"{name}[{r}]", each, communicator)
-                found.append(part.shape[checks.dimension("dim", dim, part.dim(), rank)])
+                found.append(part.shape[checks.dimension("dim", dim, part.dim())])
             if found != expected:
-                raise ValueError(
-                    f"{sizes_name} is {expected}, {name} has {found} along dim {dim}, on rank {rank}"
-                )
+                raise ValueError(f"{sizes_name} is {expected}, {name} has {found} along dim {dim}")
         return tensors
     whole = checks.source(name, whole, communicator)
     if not whole.dim():
-        raise ValueError(f"{name} must have dimensions to be split along, on rank {rank}")
-    dim = checks.dimension("dim", dim, whole.dim(), rank)
+        raise ValueError(f"{name} must have dimensions to be split along")
+    dim = checks.dimension("dim", dim, whole.dim())
     counts = sizes(sizes_name, lengths, whole.shape[dim], name, communicator)
     return list(torch.split(whole, list(counts), dim))
 

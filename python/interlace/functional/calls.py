@@ -122,7 +122,7 @@ def reduction(
     if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":
         return reduce_op, input
     try:
-        name, factor = checks.reduce_op(reduce_op, 0)
+        name, factor = checks.reduce_op(reduce_op)
     except (TypeError, ValueError):
         text = f"reduce_op must be one of {', '.join(reduce_ops.OPS)}, got {reduce_op!r}"
         refuse(op, group, tag, ValueError(text))

@@ -46,7 +46,6 @@ def prepared(
 
     ``outputs``, a matrix per weight, and ``gathered`` get the results if the caller has made them.
     """
-    rank = communicator.rank
     operands = checks.operands(communicator, input, weight, bias, options, options.gather_dim)
     input, several = operands.input, operands.several
     dim = options.gather_dim % input.dim()
@@ -54,7 +53,7 @@ def prepared(
     if along_k and operands.algorithm not in ("auto", "unfused"):
         raise ValueError(
             f"algorithm={operands.algorithm!r} cannot gather along the contracted dimension, "
-            f'gather_dim={dim} of {input.dim()} dimensions, on rank {rank}; use "unfused" or "auto"'
+            f'gather_dim={dim} of {input.dim()} dimensions; use "unfused" or "auto"'
         )
 
     def start() -> Outcome:
@@ -68,7 +67,7 @@ def prepared(
             if each.shape[0] != inner:
                 raise ValueError(
                     f"weight{f'[{number}]' if several else ''} has {each.shape[0]} rows, the gathered "
-                    f"input has k = {inner} ({input.shape[-1]} on rank {rank})"
+                    f"input has k = {inner} ({input.shape[-1]} on rank {communicator.rank})"
                 )
         others = [length for i, length in enumerate(input.shape[:-1]) if i != dim]
         rows = math.prod(others) * (1 if along_k else sum(lengths))

@@ -118,8 +118,8 @@ def _started(
         return algorithms.grouped_matmul_unfused(communicator, op, input, linear, routes, received)
     if place.nodes is not None:
         raise ValueError(
-            f'{op}: algorithm="{algorithm}" works within one node, the group has several; use '
-            f'"unfused" or "auto", on rank {communicator.rank}'
+            f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
+            'or "auto"'
         )
     columns = call.weight.shape[2]
     chosen = configuration.choose(place, input.dtype, routes.longest, columns, inner, grouped=True)
@@ -137,68 +137,61 @@ def checked(
     options: GroupedOptions,
 ) -> Checked:
     """The arguments, if they fit together on this rank."""
-    rank, world_size = communicator.rank, communicator.world_size
+    world_size = communicator.world_size
     input = checks.tensor("input", input, communicator)
-    algorithm, dtype = checks.algorithm_and_dtype(input, options, rank)
+    algorithm, dtype = checks.algorithm_and_dtype(input, options)
     if input.dim() != 2:
-        raise ValueError(
-            f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)} on rank {rank}"
-        )
+        raise ValueError(f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)}")
     weight = checks.tensor("weight", weight, communicator)
     if weight.dim() != 3 or not weight.shape[0]:
         raise ValueError(
             "weight must have 3 dimensions (experts, k, n) and at least one expert, got shape "
-            f"{tuple(weight.shape)} on rank {rank}"
+            f"{tuple(weight.shape)}"
         )
-    checks.same_dtype("weight", weight.dtype, "input", input.dtype, rank)
+    checks.same_dtype("weight", weight.dtype, "input", input.dtype)
     if weight.shape[1] != input.shape[1]:
         raise ValueError(
             f"weight has k = {weight.shape[1]} (shape {tuple(weight.shape)}), input has k = "
-            f"{input.shape[1]} (shape {tuple(input.shape)}), on rank {rank}"
+            f"{input.shape[1]} (shape {tuple(input.shape)})"
         )
     experts = weight.shape[0] * (world_size if options.op == EXCHANGE else 1)
-    sent = counts("input_splits", options.input_splits, rank)
+    sent = counts("input_splits", options.input_splits)
     if options.op == EXCHANGE and len(sent) % world_size:
         raise ValueError(
-            f"input_splits has {len(sent)} experts, which world size {world_size} does not divide, "
-            f"on rank {rank}"
+            f"input_splits has {len(sent)} experts, which world size {world_size} does not divide"
         )
     if len(sent) != experts:
         of = f"{world_size} ranks with " if options.op == EXCHANGE else ""
         raise ValueError(
             f"input_splits has {len(sent)} entries, {of}{weight.shape[0]} experts in weight make "
-            f"{experts}, on rank {rank}"
+            f"{experts}"
         )
     if sum(sent) != input.shape[0]:
-        raise ValueError(
-            f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows, on rank {rank}"
-        )
+        raise ValueError(f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows")
     expected = None
     if options.output_splits is not None:
-        expected = counts("output_splits", options.output_splits, rank)
+        expected = counts("output_splits", options.output_splits)
         if len(expected) != weight.shape[0] * world_size:
             raise ValueError(
                 f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
-                f"{world_size} ranks make {weight.shape[0] * world_size}, on rank {rank}"
+                f"{world_size} ranks make {weight.shape[0] * world_size}"
             )
     bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
-    name = checks.activation("activation", options.activation, rank)
+    name = checks.activation("activation", options.activation)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     return Checked(input, weight, bias, sent, expected, name, algorithm, dtype)
 
 
-def counts(name: str, value: Any, rank: int) -> list[int]:
+def counts(name: str, value: Any) -> list[int]:
     """Numbers of rows: ints, or a tensor of integers, none negative."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
-            raise TypeError(
-                f"{name} must be a tensor of integers, got {value.dtype} on rank {rank}"
-            )
+            raise TypeError(f"{name} must be a tensor of integers, got {value.dtype}")
         value = value.flatten().tolist()
-    numbers = whole_numbers(name, value, rank)
+    numbers = whole_numbers(name, value)
     if numbers and min(numbers) < 0:
-        raise ValueError(f"{name} must not be negative, got {numbers} on rank {rank}")
+        raise ValueError(f"{name} must not be negative, got {numbers}")
     return numbers
 
 

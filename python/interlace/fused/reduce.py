@@ -52,7 +52,7 @@ def matmul_reduce_scatter(
     rank, world_size = communicator.rank, communicator.world_size
     request = _CheckedReduce(SCATTER, communicator, input, weight, bias, options)
     input, weight = request.input, request.weight
-    dim = checks.dimension("scatter_dim", options.scatter_dim, input.dim(), rank)
+    dim = checks.dimension("scatter_dim", options.scatter_dim, input.dim())
 
     def start() -> Outcome:
         request.agree(dim)
@@ -139,8 +139,7 @@ class _CheckedReduce:
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
-        rank = communicator.rank
-        reduce_op = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, rank)
+        reduce_op = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
         self.largest_inner = self.input.shape[-1]
 

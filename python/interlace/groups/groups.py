@@ -261,7 +261,8 @@ def _from_name(name: str) -> Communicator:
 
 def _from_mesh(mesh: DeviceMesh, dim: int | str | None) -> Communicator:
     whole = default_group()
-    index = rank_lists.mesh_dim(mesh, dim, f", on rank {whole.rank}")
+    with whole.accepting():
+        index = rank_lists.mesh_dim(mesh, dim)
     row = next((row for row in rank_lists.rows(mesh, index) if whole.rank in row), None)
     if row is None:
         raise ValueError(

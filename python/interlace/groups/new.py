@@ -20,10 +20,10 @@ from interlace.runtime.core.communicator import Communicator
 _made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def _seconds(timeout: timedelta | float | None, rank: int) -> float | None:
-    seconds = checks.seconds("timeout", timeout, rank)
+def _seconds(timeout: timedelta | float | None) -> float | None:
+    seconds = checks.seconds("timeout", timeout)
     if seconds is not None and not seconds > 0:
-        raise ValueError(f"timeout must be positive, got {seconds} s on rank {rank}")
+        raise ValueError(f"timeout must be positive, got {seconds} s")
     return seconds
 
 
@@ -60,13 +60,9 @@ def new_group(
     [None, 1, 0]
     """
     parent = resolve(group)
-    try:
+    with parent.accepting("" if use_local_synchronization else "new_group"):
         members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
-        seconds = _seconds(timeout, parent.rank)
-    except Exception as error:
-        if not use_local_synchronization:  # else the others need not be here
-            parent.refuse("new_group", error)
-        raise
+        seconds = _seconds(timeout)
     if sort_ranks:
         members = tuple(sorted(members))
     communicator: Communicator | None
@@ -105,13 +101,12 @@ def new_subgroups(
     [(0, 1), (0, 1), (2, 3), (2, 3)]
     """
     parent = resolve(group)
-    world_size, rank = parent.world_size, parent.rank
+    world_size = parent.world_size
     with parent.accepting("new_group"):
-        group_size = checks.integer("group_size", group_size, rank)
+        group_size = checks.integer("group_size", group_size)
         if group_size <= 0 or world_size % group_size:
             raise ValueError(
-                f"group_size must be positive and divide world size {world_size}, got {group_size} "
-                f"on rank {rank}"
+                f"group_size must be positive and divide world size {world_size}, got {group_size}"
             )
     lists = [list(range(at, at + group_size)) for at in range(0, world_size, group_size)]
     return _by_enumeration("group_size", lists, timeout, group)
@@ -140,24 +135,19 @@ def _by_enumeration(
 ) -> tuple[Any, list[Any]]:
     """All is checked before the first group is made: the other ranks see one refusal, or none."""
     parent = resolve(group)
-    rank = parent.rank
     with parent.accepting("new_group"):
         if not isinstance(lists, Sequence) or isinstance(lists, str):
-            raise TypeError(
-                f"{name} must be a list of lists of ranks, got {lists!r} on rank {rank}"
-            )
+            raise TypeError(f"{name} must be a list of lists of ranks, got {lists!r}")
         if not lists:
-            raise ValueError(f"{name} must not be empty, got {lists!r} on rank {rank}")
+            raise ValueError(f"{name} must not be empty, got {lists!r}")
         rows = [rank_lists.checked(each, parent) for each in lists]
-        _seconds(timeout, rank)
+        _seconds(timeout)
         count = Counter(each for row in rows for each in row)
         twice = [each for each, times in count.items() if times > 1]
         if twice:
-            raise ValueError(
-                f"rank {twice[0]} is in two of {[list(row) for row in rows]}, on rank {rank}"
-            )
+            raise ValueError(f"rank {twice[0]} is in two of {[list(row) for row in rows]}")
     groups = [new_group(row, timeout, group=group) for row in rows]
-    mine = [each for row, each in zip(rows, groups, strict=True) if rank in row]
+    mine = [each for row, each in zip(rows, groups, strict=True) if parent.rank in row]
     return (mine[0] if mine else None), groups
 
 

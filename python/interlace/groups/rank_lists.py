@@ -29,29 +29,26 @@ def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
     members = list(ranks)
     for rank in members:
         if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"ranks must be ints, got {members} on rank {whole.rank}")
+            raise TypeError(f"ranks must be ints, got {members}")
     bad = [rank for rank in members if not 0 <= rank < whole.world_size]
     if bad or len(set(members)) != len(members) or not members:
         raise ValueError(
-            f"ranks must be distinct and within 0..{whole.world_size - 1}, got {members} "
-            f"on rank {whole.rank}"
+            f"ranks must be distinct and within 0..{whole.world_size - 1}, got {members}"
         )
     return tuple(members)
 
 
 def chosen(whole: Communicator, lists: Sequence[Any]) -> tuple[int, ...]:
     """``lists`` itself if it is ranks; of lists of ranks the one in which the caller is."""
-    if not lists or not all(isinstance(each, (list, tuple)) for each in lists):
-        return checked(lists, whole)
-    rows = [checked(each, whole) for each in lists]
-    if len({len(row) for row in rows}) != 1:
-        raise ValueError(
-            f"group: group sizes must be identical, got {[len(row) for row in rows]} on rank {whole.rank}"
-        )
-    if len({rank for row in rows for rank in row}) != sum(map(len, rows)):
-        raise ValueError(
-            f"group: a rank is in two of {[list(r) for r in rows]}, on rank {whole.rank}"
-        )
+    with whole.accepting():
+        if not lists or not all(isinstance(each, (list, tuple)) for each in lists):
+            return checked(lists, whole)
+        rows = [checked(each, whole) for each in lists]
+        sizes = [len(row) for row in rows]
+        if len(set(sizes)) != 1:
+            raise ValueError(f"group: group sizes must be identical, got {sizes}")
+        if len({rank for row in rows for rank in row}) != sum(sizes):
+            raise ValueError(f"group: a rank is in two of {[list(r) for r in rows]}")
     mine = [row for row in rows if whole.rank in row]
     if not mine:
         raise ValueError(
@@ -86,23 +83,21 @@ def made(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Commun
     return Communicator(place, [whole.ranks[rank] for rank in ranks])
 
 
-def mesh_dim(mesh: DeviceMesh, dim: int | str | None, where: str) -> int:
+def mesh_dim(mesh: DeviceMesh, dim: int | str | None) -> int:
     """``dim`` of ``mesh`` as an index from 0; None is the dimension of a mesh of one."""
     names = mesh.mesh_dim_names or ()
     if dim is None:
         if mesh.ndim != 1:
             raise ValueError(
-                f"group: a DeviceMesh of {mesh.ndim} dimensions needs one, (mesh, dim){where}"
+                f"group: a DeviceMesh of {mesh.ndim} dimensions needs one, (mesh, dim)"
             )
         return 0
     if isinstance(dim, str):
         if dim not in names:
-            raise ValueError(f"group: dim {dim!r} is not one of {list(names)}{where}")
+            raise ValueError(f"group: dim {dim!r} is not one of {list(names)}")
         return names.index(dim)
     if not -mesh.ndim <= dim < mesh.ndim:
-        raise ValueError(
-            f"group: dim must be within {-mesh.ndim}..{mesh.ndim - 1}, got {dim}{where}"
-        )
+        raise ValueError(f"group: dim must be within {-mesh.ndim}..{mesh.ndim - 1}, got {dim}")
     return dim % mesh.ndim
 
 

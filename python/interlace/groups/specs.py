@@ -179,7 +179,7 @@ def _of_object(address: int) -> tuple[str, int]:
 
 @_constant
 def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
-    index = rank_lists.mesh_dim(mesh, dim, "")
+    index = rank_lists.mesh_dim(mesh, dim)
     if groups.simulated():
         return _of_ranks(rank_lists.all_rows(mesh, index), "")
     if dist.is_initialized():

@@ -58,7 +58,7 @@ def start(
     *given: Any,
 ) -> Started:
     with communicator.accepting(op):
-        sizes = grouped.counts("output_splits", list(received), communicator.rank)
+        sizes = grouped.counts("output_splits", list(received))
         options = GroupedOptions(op, list(sent), sizes, *given)
         made = products(input, weight, options)
     tensors = (input, weight, bias, made[0], made[1] if options.return_received else None)

@@ -60,8 +60,8 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 def _reduced(op: str, inputs: Tensors, reduce_op: str) -> torch.Tensor:
     alike(op, "input", inputs)
-    name, _ = checks.reduce_op(reduce_op, 0)
-    reduce_ops.check_dtype(op, name, "input", inputs[0].dtype, 0)
+    name, _ = checks.reduce_op(reduce_op)
+    reduce_ops.check_dtype(op, name, "input", inputs[0].dtype)
     total = shapes.like(inputs[0])
     if _has_values(total):
         reductions.fold(name, [each.contiguous() for each in inputs], total)
@@ -172,7 +172,7 @@ def _vector(bias: torch.Tensor | None, columns: int, input: torch.Tensor) -> tor
     if bias is not None:
         if tuple(bias.shape) != (columns,):
             raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
-        checks.same_dtype("bias", bias.dtype, "input", input.dtype, 0)
+        checks.same_dtype("bias", bias.dtype, "input", input.dtype)
     return bias
 
 
@@ -181,7 +181,7 @@ def all_gather_matmul(
 ) -> Outputs:
     *given, size = rest
     op, options = "all_gather_matmul", GatherMatmulOptions(*given)
-    checks.algorithm_and_dtype(inputs[0], options, 0)
+    checks.algorithm_and_dtype(inputs[0], options)
     rows = [[weight.shape[0] for weight in each] for each in weights]
     checks.equal_on_all(op, "rows of weight", rows)
     whole = _gathered(op, inputs, options.gather_dim, size)
@@ -196,7 +196,7 @@ def all_gather_matmul(
     for input, own, vectors in zip(inputs, weights, biases, strict=True):
         products = fused.gather_products(input, own, options, size)
         for number, weight in enumerate(own):
-            checks.same_dtype("weight", weight.dtype, "input", input.dtype, 0)
+            checks.same_dtype("weight", weight.dtype, "input", input.dtype)
             bias = _vector(vectors[number] if vectors else None, weight.shape[1], input)
             multiply(products[number].matrix, matrix, weight, bias)
         if options.return_gathered:
@@ -219,11 +219,11 @@ def _matmul_reduced(
         fused.reduce_product(input, weight, options, size).view
         for input, weight in zip(inputs, weights, strict=True)
     ]
-    checks.algorithm_and_dtype(inputs[0], options, 0)
+    checks.algorithm_and_dtype(inputs[0], options)
     alike(op, "input", inputs, but=-1)
     alike(op, "weight", weights, but=0)
-    checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype, 0)
-    checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, 0)
+    checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype)
+    checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
     checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases])
     dtype, partials = products[0].dtype, []
     for input, weight in zip(inputs, weights, strict=True):

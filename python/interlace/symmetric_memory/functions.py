@@ -155,12 +155,12 @@ def _allocation_of(tensor: torch.Tensor, place: Place) -> _Allocation:
     if found is None:
         raise ValueError(
             "tensor must be one that interlace.symmetric_memory.empty made, or a view of one; got a "
-            f"tensor of {tuple(tensor.shape)} in other memory on rank {place.rank}"
+            f"tensor of {tuple(tensor.shape)} in other memory"
         )
     if not place.owns(found.memory):
         raise ValueError(
             "tensor must be one that interlace.symmetric_memory.empty made on this rank, in this "
-            f"run; got another's on rank {place.rank}"
+            "run; got another's"
         )
     return found
 

@@ -113,7 +113,7 @@ class SymmetricMemory:
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
         """``rank``'s buffer as a tensor, from element ``storage_offset`` on."""
-        checks.check_member("rank", rank, self._communicator)
+        self._check_member("rank", rank)
         part = self._buffers[rank][: self.buffer_size]
         return self._view("buffer", part, sizes, dtype, storage_offset)
 
@@ -121,7 +121,7 @@ class SymmetricMemory:
         self, peer: int, sizes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """``peer``'s tensor, from the start of its storage."""
-        checks.check_member("peer", peer, self._communicator)
+        self._check_member("peer", peer)
         return self.get_buffer(peer, sizes, dtype)
 
     def get_signal_pad(
@@ -132,10 +132,14 @@ class SymmetricMemory:
         storage_offset: int = 0,
     ) -> torch.Tensor:
         """``rank``'s signal pad, uint32 by default; all of it if ``sizes`` is empty."""
-        checks.check_member("rank", rank, self._communicator)
+        self._check_member("rank", rank)
         dtype = torch.uint32 if dtype is None else dtype
         sizes = sizes or (self.signal_pad_size // dtype.itemsize,)
         return self._view("signal pad", self._pads[rank], sizes, dtype, storage_offset)
+
+    def _check_member(self, name: str, rank: int) -> None:
+        with self._communicator.accepting():
+            checks.check_member(name, rank, self._communicator)
 
     def _view(
         self, what: str, part: Array, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int
@@ -143,16 +147,17 @@ class SymmetricMemory:
         shape = torch.Size(sizes)
         start = storage_offset * dtype.itemsize
         end = start + math.prod(shape) * dtype.itemsize
-        if storage_offset < 0 or any(extent < 0 for extent in shape):
-            raise ValueError(
-                f"sizes and storage_offset of a {what} must not be negative, got {tuple(shape)} and "
-                f"{storage_offset} on rank {self.rank}"
-            )
-        if end > len(part):
-            raise ValueError(
-                f"the {what} has {len(part)} bytes, {tuple(shape)} of {dtype} from element "
-                f"{storage_offset} on ends at byte {end}, on rank {self.rank}"
-            )
+        with self._communicator.accepting():
+            if storage_offset < 0 or any(extent < 0 for extent in shape):
+                raise ValueError(
+                    f"sizes and storage_offset of a {what} must not be negative, got {tuple(shape)} and "
+                    f"{storage_offset}"
+                )
+            if end > len(part):
+                raise ValueError(
+                    f"the {what} has {len(part)} bytes, {tuple(shape)} of {dtype} from element "
+                    f"{storage_offset} on ends at byte {end}"
+                )
         return tensor_over(part[start:end], shape, dtype)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -166,25 +171,24 @@ class SymmetricMemory:
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signal ``dst_rank``, after all that precedes it; waits while the last one is not taken."""
-        checks.check_member("dst_rank", dst_rank, self._communicator)
+        self._check_member("dst_rank", dst_rank)
         self._run(signal.put_signal_kernel, "put_signal", channel, timeout_ms, peer=dst_rank)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Wait for a signal of ``src_rank`` and take it; what it had done before is visible then."""
-        checks.check_member("src_rank", src_rank, self._communicator)
+        self._check_member("src_rank", src_rank)
         self._run(signal.wait_signal_kernel, "wait_signal", channel, timeout_ms, peer=src_rank)
 
     def _run(self, kernel: Any, op: str, channel: int, timeout_ms: int, **arguments: int) -> None:
         channels = self.signal_pad_size // (FLAG_BYTES * self.world_size)
-        if not 0 <= channel < channels:
-            raise ValueError(
-                f"channel must be within 0..{channels - 1} for {self.signal_pad_size} bytes of "
-                f"signal pad and {self.world_size} ranks, got {channel} on rank {self.rank}"
-            )
-        if timeout_ms < 0:
-            raise ValueError(
-                f"timeout_ms must not be negative, got {timeout_ms} on rank {self.rank}"
-            )
+        with self._communicator.accepting():
+            if not 0 <= channel < channels:
+                raise ValueError(
+                    f"channel must be within 0..{channels - 1} for {self.signal_pad_size} bytes of "
+                    f"signal pad and {self.world_size} ranks, got {channel}"
+                )
+            if timeout_ms < 0:
+                raise ValueError(f"timeout_ms must not be negative, got {timeout_ms}")
         place = self._communicator.place
         status = self._status.setdefault(channel, torch.zeros(1, dtype=torch.int64))
         launch = KernelLaunch(

@@ -83,7 +83,7 @@ def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str
         *later, misuse = said[1:]
         assert (
             misuse
-            == f"TypeError: output must be a tensor or a list of tensors, got int on rank {rank}"
+            == f"TypeError: output must be a tensor or a list of tensors, got int (on rank {rank})"
         )
         assert len(later) == 5 - rank
         for text in later:

@@ -52,7 +52,7 @@ def test_roots_and_peers_that_are_no_ranks(tmp_path: Path) -> None:
         for name, value, text in zip(
             ("src", "dst", "dst", "dst"), (-1, 9, -1, -1), said, strict=True
         ):
-            assert f"{name} must be within 0..1, got {value} on rank {rank}" in text
+            assert f"{name} must be within 0..1, got {value} (on rank {rank})" in text
         assert sum_after == "2.0"
 
 

@@ -204,7 +204,7 @@ def test_asynchronous_results_come_in_order() -> None:
 
 MISUSE = {
     "does not divide": lambda op, x, w: op(x, w, [2, 1, 1]),
-    r"adds up to 5, input has 4 rows, on rank": lambda op, x, w: op(x, w, [2, 3]),
+    "adds up to 5, input has 4 rows (on rank": lambda op, x, w: op(x, w, [2, 3]),
     "must not be negative": lambda op, x, w: op(x, w, [5, -1]),
     "must be a list of ints": lambda op, x, w: op(x, w, [2.0, 2.0]),
     "must have 2 dimensions": lambda op, x, w: op(x[0], w, [2, 2]),

@@ -165,7 +165,7 @@ def test_copiers_of_the_fused_gather(switch: bool) -> None:
 def test_averages_and_dtypes_are_refused() -> None:
     error = failure(lambda: interlace.all_reduce(torch.ones(4), "avg", algorithm="multimem"), 2)
     assert isinstance(error, ValueError)
-    assert "algorithm=\"multimem\" reduces with op sum, got 'avg' on rank" in str(error)
+    assert "algorithm=\"multimem\" reduces with op sum, got 'avg' (on rank" in str(error)
     error = failure(lambda: interlace.all_reduce(torch.ones(4).long(), algorithm="multimem"), 2)
     assert isinstance(error, TypeError)
     assert "supports float32, float16 and bfloat16" in str(error)
@@ -180,11 +180,17 @@ def test_without_a_multicast_address_it_is_refused_where_kernels_are_compiled() 
 
 @pytest.mark.parametrize("algorithm", ["multimem", "low_latency"])
 def test_ranks_of_several_nodes_are_refused(algorithm: str) -> None:
-    place = SimpleNamespace(name="nvshmem", nodes=Nodes((0, 0, 1, 1), "stores"))
-    group: Any = SimpleNamespace(place=place, rank=3)
-    with pytest.raises(ValueError, match=f"{algorithm}.* on 2 in place 'nvshmem', on rank 3"):
-        chosen_algorithm.check_nodes(algorithm, group)
-    chosen_algorithm.check_nodes("kernel", group)
+    def call() -> None:
+        group: Any = interlace.new_group()
+        group.place.nodes = Nodes((0, 1), "stores")
+        chosen_algorithm.check_nodes("kernel", group)
+        interlace.all_reduce(torch.ones(4), group=group, algorithm=algorithm)
+
+    error = failure(call, 2)
+    assert isinstance(error, ValueError) and f'"{algorithm}" needs all ranks on one node' in str(
+        error
+    )
+    assert "this group is on 2 in place 'sim' (on rank" in str(error)
 
 
 CHOICES = [

@@ -79,16 +79,16 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.all_gather_coalesced([[ONE]], [ONE, ONE]), ValueError,
      "output_tensor_lists has 1 entries, input_tensor_list has 2"),
     (lambda: interlace.all_gather_object([None], 1), ValueError, "one entry per rank, 2, got 1"),
-    (lambda: interlace.all_gather_object([None] * 2, lambda: 1), TypeError, "cannot be pickled on rank"),
+    (lambda: interlace.all_gather_object([None] * 2, lambda: 1), TypeError, r"be pickled: .* \(on rank"),
     (lambda: interlace.broadcast_object_list([None] * mine(1, 2), 0), ValueError,
      "number of objects differs between ranks: 1 on rank 0, 2 on rank 1"),
     (lambda: interlace.send(ONE, interlace.get_rank()), ValueError, "dst must be another rank"),
     (lambda: interlace.isend(ONE, tag=0), ValueError, "give dst or group_dst"),
     (lambda: interlace.isend(ONE, 0, tag="x"), TypeError, "tag must be an int, got 'x'"),
-    (lambda: interlace.isend(ONE, 0, tag=True), TypeError, "tag must be an int, got True on rank"),
-    (lambda: interlace.irecv(ONE.clone(), 0, tag=2**31), ValueError, r"tag must be within .* on rank"),
+    (lambda: interlace.isend(ONE, 0, tag=True), TypeError, r"tag must be an int, got True \(on rank"),
+    (lambda: interlace.irecv(ONE.clone(), 0, tag=2**31), ValueError, r"tag must be within .* \(on rank"),
     (lambda: interlace.batch_isend_irecv([interlace.P2POp(interlace.isend, ONE, 0, tag=-1)]), ValueError,
-     r"tag must be within 0\.\.2147483647, got -1 on rank"),
+     r"tag must be within 0\.\.2147483647, got -1 \(on rank"),
     (lambda: interlace.batch_isend_irecv([]), ValueError, "non-empty list of P2POp"),
     (lambda: interlace.batch_isend_irecv([3]), ValueError, r"p2p_op_list\[0\] must be a P2POp, got int"),
     (lambda: interlace.P2POp(interlace.send, ONE, 0), ValueError, "op must be isend or irecv"),
@@ -177,9 +177,9 @@ def test_ranks_whose_configurations_differ(call: Callable[[], Any], alone: bool)
 def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
     """torch takes one element only; a longer factor has to fit."""
     with pytest.raises(ValueError, match=r"factor of premul_sum has shape .* tensor has \(2,\)"):
-        reduce_ops.check_factor(torch.ones(shape), "tensor", ONE, 0)
-    reduce_ops.check_factor(torch.ones(1, 1), "tensor", ONE, 0)
-    reduce_ops.check_factor(torch.ones(2), "tensor", torch.ones(3, 2), 0)
+        reduce_ops.check_factor(torch.ones(shape), "tensor", ONE)
+    reduce_ops.check_factor(torch.ones(1, 1), "tensor", ONE)
+    reduce_ops.check_factor(torch.ones(2), "tensor", torch.ones(3, 2))
 
 
 def test_nothing_is_written_before_everything_was_compared() -> None:

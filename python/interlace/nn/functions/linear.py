@@ -92,7 +92,7 @@ def column_parallel_linear(
             out_dtype=out_dtype,
         )
         names = [f"weights[{index}]" for index in range(len(matrices))]
-        _check_layer(layer, source, dict(zip(names, matrices, strict=True)), communicator.rank)
+        _check_layer(layer, source, dict(zip(names, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
     return list(Column.apply(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
 
@@ -144,7 +144,7 @@ def row_parallel_linear(
             deferred=deferred,
             out_dtype=out_dtype,
         )
-        _check_layer(layer, source, {"weight": weight}, communicator.rank)
+        _check_layer(layer, source, {"weight": weight})
         prepare(communicator, source, weight, bias)
     return Row.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -152,18 +152,15 @@ def row_parallel_linear(
 def _checked_input(
     input: Any, dim_name: str, dim: Any, communicator: Communicator
 ) -> tuple[Tensor, int]:
-    rank = communicator.rank
     source = checks.source("input", input, communicator)
-    checks.float_dtype("input", source.dtype, rank)
+    checks.float_dtype("input", source.dtype)
     if source.dim() < 2:
-        raise ValueError(
-            f"input must have at least 2 dimensions, got shape {tuple(source.shape)} on rank {rank}"
-        )
-    dim = checks.dimension(dim_name, dim, source.dim(), rank)
+        raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(source.shape)}")
+    dim = checks.dimension(dim_name, dim, source.dim())
     if dim == source.dim() - 1:
         raise ValueError(
             f"{dim_name} must not be the last dimension, which is contracted, got {dim} for shape "
-            f"{tuple(source.shape)} on rank {rank}"
+            f"{tuple(source.shape)}"
         )
     return source, dim
 
@@ -175,13 +172,12 @@ def _checked_weights(
     communicator: Communicator,
     names: tuple[str, str] | None = None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    rank = communicator.rank
     if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
         raise TypeError(
-            f"weights must be a non-empty sequence of tensors, got {type(weights).__name__} on rank {rank}"
+            f"weights must be a non-empty sequence of tensors, got {type(weights).__name__}"
         )
     vectors: Any = [None] * len(weights) if biases is None else biases
-    checks.entries("biases", vectors, "weights", len(weights), rank)
+    checks.entries("biases", vectors, "weights", len(weights))
     casting = torch.is_autocast_enabled(input.device.type)
     for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
         name, bias_name = names or (f"weights[{index}]", f"biases[{index}]")
@@ -189,36 +185,33 @@ def _checked_weights(
         if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
             raise ValueError(
                 f"{name} must have shape (out, {input.shape[-1]}) for input of shape "
-                f"{tuple(input.shape)}, got {tuple(matrix.shape)}, on rank {rank}"
+                f"{tuple(input.shape)}, got {tuple(matrix.shape)}"
             )
         if bias is not None:
             vector = checks.source(bias_name, bias, communicator)
             if tuple(vector.shape) != (matrix.shape[0],):
                 raise ValueError(
                     f"{bias_name} must have shape ({matrix.shape[0]},) to match {name}, got "
-                    f"{tuple(vector.shape)} on rank {rank}"
+                    f"{tuple(vector.shape)}"
                 )
             if not casting:
-                checks.same_dtype(bias_name, vector.dtype, "input", input.dtype, rank)
+                checks.same_dtype(bias_name, vector.dtype, "input", input.dtype)
         if not casting:
-            checks.same_dtype(name, matrix.dtype, "input", input.dtype, rank)
+            checks.same_dtype(name, matrix.dtype, "input", input.dtype)
     return list(weights), list(vectors)
 
 
-def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor], rank: int) -> None:
+def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> None:
     """Raise unless ``layer`` can do with these weights what it is to do."""
     learning = {n: w for n, w in weights.items() if w.requires_grad and torch.is_grad_enabled()}
     for name, weight in learning.items() if layer.fused else ():
         if not hasattr(weight, "__fsdp_param__"):  # Megatron's FSDP has the buffer
-            check_main_grad(name, weight, rank)
+            check_main_grad(name, weight)
     deferred: Any = layer.deferred
     if deferred is not None and not isinstance(deferred, DeferredWeightGradients):
         raise TypeError(
-            f"deferred must be a DeferredWeightGradients or None, got {type(deferred).__name__} "
-            f"on rank {rank}"
+            f"deferred must be a DeferredWeightGradients or None, got {type(deferred).__name__}"
         )
     if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
-        raise ValueError(
-            f"deferred: gradients of weights that are results of other ops cannot wait, on rank {rank}"
-        )
-    checks.output_dtype(layer.out_dtype, input, rank)
+        raise ValueError("deferred: gradients of weights that are results of other ops cannot wait")
+    checks.output_dtype(layer.out_dtype, input)

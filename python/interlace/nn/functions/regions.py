@@ -83,14 +83,13 @@ def _pass(
 ) -> Tensor:
     communicator = _group(group, tensor)
     with communicator.accepting(op):
-        rank, size = communicator.rank, communicator.world_size
+        size = communicator.world_size
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__} on rank {rank}")
-        dim = 0 if dim is None else checks.dimension("dim", dim, tensor.dim(), rank)
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        dim = 0 if dim is None else checks.dimension("dim", dim, tensor.dim())
         if there in (_part, _reduced_part) and tensor.shape[dim] % size:
             raise ValueError(
-                f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}, "
-                f"on rank {rank}"
+                f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}"
             )
     if communicator.world_size == 1:
         return tensor
@@ -139,11 +138,10 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     """
     there = [each for each in tensors if each is not None]
     communicator = _group(group, *there)
-    for each in there:
-        if not isinstance(each, Tensor):
-            raise TypeError(
-                f"tensors must be tensors or None, got {type(each).__name__} on rank {communicator.rank}"
-            )
+    with communicator.accepting():
+        for each in there:
+            if not isinstance(each, Tensor):
+                raise TypeError(f"tensors must be tensors or None, got {type(each).__name__}")
     wanted = [each for each in there if each.requires_grad]
     if communicator.world_size == 1 or not wanted or not torch.is_grad_enabled():
         return tensors

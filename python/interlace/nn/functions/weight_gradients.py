@@ -51,24 +51,23 @@ def accumulate(weight: torch.Tensor, grad: torch.Tensor, input: torch.Tensor) ->
         main.copy_(total)
 
 
-def check_main_grad(name: str, weight: torch.Tensor, rank: int | None = None) -> None:
+def check_main_grad(name: str, weight: torch.Tensor) -> None:
     """Raise unless ``weight`` has a ``main_grad`` that its gradient can be added to."""
     main = getattr(weight, "main_grad", None)
-    where = "" if rank is None else f" on rank {rank}"
     if not isinstance(main, torch.Tensor):
         raise ValueError(
-            f"gradient_accumulation_fusion: {name} has main_grad {main!r}{where}; give it a buffer, as "
+            f"gradient_accumulation_fusion: {name} has main_grad {main!r}; give it a buffer, as "
             "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
         )
     if main.shape != weight.shape:
         raise ValueError(
             f"gradient_accumulation_fusion: {name} has shape {tuple(weight.shape)}, its main_grad "
-            f"{tuple(main.shape)}{where}"
+            f"{tuple(main.shape)}"
         )
     if not main.dtype.is_floating_point:
         raise TypeError(
             f"gradient_accumulation_fusion: main_grad of {name} must be of a float dtype, got "
-            f"{main.dtype}{where}"
+            f"{main.dtype}"
         )
 
 

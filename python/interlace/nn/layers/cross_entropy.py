@@ -60,12 +60,9 @@ def vocab_parallel_cross_entropy(
     communicator = resolve(group).on(logits)
     with communicator.accepting("vocab_parallel_cross_entropy"):
         classes, first = _checked(logits, target, vocab_size, ignore_index, communicator)
-        rank = communicator.rank
-        checks.one_of("reduction", reduction, REDUCTIONS, rank)
+        checks.one_of("reduction", reduction, REDUCTIONS)
         if not 0.0 <= label_smoothing <= 1.0:
-            raise ValueError(
-                f"label_smoothing must be within 0..1, got {label_smoothing} on rank {rank}"
-            )
+            raise ValueError(f"label_smoothing must be within 0..1, got {label_smoothing}")
     counted = target != ignore_index
     local = torch.where(counted, target - first, -1)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -84,27 +81,25 @@ def _checked(
     rank, size = communicator.rank, communicator.world_size
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__} on rank {rank}")
-    checks.float_dtype("logits", logits.dtype, rank)
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    checks.float_dtype("logits", logits.dtype)
     if target.dtype != torch.int64:
-        raise TypeError(f"target must be of int64, got {target.dtype} on rank {rank}")
+        raise TypeError(f"target must be of int64, got {target.dtype}")
     if not logits.dim() or logits.shape[:-1] != target.shape:
         raise ValueError(
             f"target must have shape {tuple(logits.shape[:-1])} for logits of shape {tuple(logits.shape)}, "
-            f"got {tuple(target.shape)} on rank {rank}"
+            f"got {tuple(target.shape)}"
         )
     here = logits.shape[-1]
     classes = here * size if vocab_size is None else vocab_size
     first, count = split_rows(classes, size)[rank]
     if here != count:
-        raise ValueError(
-            f"logits must have {count} of vocab_size {classes} classes, got {here} on rank {rank}"
-        )
+        raise ValueError(f"logits must have {count} of vocab_size {classes} classes, got {here}")
     if target.is_cpu:
         outside = target[(target != ignore_index) & ((target < 0) | (target >= classes))]
         if len(outside):
             found = int(outside[0])
-            raise ValueError(f"target must be within 0..{classes - 1}, got {found} on rank {rank}")
+            raise ValueError(f"target must be within 0..{classes - 1}, got {found}")
     return classes, first
 
 

@@ -63,7 +63,7 @@ class VocabParallelEmbedding(ShardedModule):
                 if not -num_embeddings <= padding_idx < num_embeddings:
                     raise ValueError(
                         f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
-                        f"{padding_idx} on rank {self.group.rank}"
+                        f"{padding_idx}"
                     )
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -96,15 +96,14 @@ class VocabParallelEmbedding(ShardedModule):
         return regions.reduce_scatter_to_sequence(output, dim, group=self.group)
 
     def _check(self, input: Any) -> None:
-        rank = self.group.rank
         if not isinstance(input, Tensor) or input.dtype not in (torch.int64, torch.int32):
             found = input.dtype if isinstance(input, Tensor) else type(input).__name__
-            raise TypeError(f"input must be an int32 or int64 tensor, got {found} on rank {rank}")
+            raise TypeError(f"input must be an int32 or int64 tensor, got {found}")
         if input.is_cpu and input.numel():
             low, high = int(input.min()), int(input.max())
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(
-                    f"input must be within 0..{self.num_embeddings - 1}, got {low}..{high} on rank {rank}"
+                    f"input must be within 0..{self.num_embeddings - 1}, got {low}..{high}"
                 )
 
     def _found(self, input: Tensor) -> Tensor:

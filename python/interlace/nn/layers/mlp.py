@@ -63,7 +63,7 @@ class SequenceParallelMLP(OnGroup):
         super().__init__(group)
         if not callable(activation):
             with self.group.accepting("SequenceParallelMLP"):
-                activation = checks.activation("activation", activation, self.group.rank)
+                activation = checks.activation("activation", activation)
         self.activation = activation
         self.save_gathered = save_gathered
         options: dict[str, Any] = {

@@ -116,19 +116,17 @@ def _checked_heads(
     communicator: Communicator,
 ) -> int:
     """The number of key-value heads; raises unless the ranks can share all heads."""
-    rank, world_size = communicator.rank, communicator.world_size
+    world_size = communicator.world_size
     divisible("num_heads", num_heads, communicator)
     kv = num_heads if num_kv_heads is None else num_kv_heads
     if kv < 1 or num_heads % kv:
-        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {kv} on rank {rank}")
+        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {kv}")
     if kv % world_size and world_size % kv:
         raise ValueError(
-            f"num_kv_heads must be a multiple or a divisor of the group's size {world_size}, got {kv} "
-            f"on rank {rank}"
+            f"num_kv_heads must be a multiple or a divisor of the group's size {world_size}, got {kv}"
         )
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"head_dim: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}, so give "
-            f"one, on rank {rank}"
+            f"head_dim: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}, so give one"
         )
     return kv

@@ -37,7 +37,7 @@ def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Starte
                 ):
                     raise ValueError(
                         f"out must be {tuple(made.shape)} of {made.dtype} on {made.device}, got "
-                        f"{tuple(out.shape)} of {out.dtype} on {out.device}, on rank {communicator.rank}"
+                        f"{tuple(out.shape)} of {out.dtype} on {out.device}"
                     )
             return Started([out], start(communicator, out, *given))
 

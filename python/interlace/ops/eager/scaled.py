@@ -114,7 +114,7 @@ def _wants_kernel(
     communicator: Communicator, algorithm: str, rows: int, inner: int, columns: int
 ) -> bool:
     """Whether ``algorithm`` is "fused", or "auto" takes the kernel if it can; equal on all ranks."""
-    checks.one_of("algorithm", algorithm, ALGORITHMS, communicator.rank)
+    checks.one_of("algorithm", algorithm, ALGORITHMS)
     empty = not rows * inner * columns
     chosen = choose_scaled_algorithm(communicator.place, rows, empty=empty)
     return not empty and (algorithm == "fused" or (algorithm == "auto" and chosen == "fused"))
@@ -260,13 +260,13 @@ def product(found: ScaledOperands, options: ReduceOptions, rank: int) -> Tensor:
     matrices = found._replace(
         input=rows_of(input, 0),
         input_scale=rows_of(scale, 0) if is_by_row(input, scale) else scale,
-        bias=found.bias if _is_average(options, rank) or rank == 0 else None,
+        bias=found.bias if _is_average(options) or rank == 0 else None,
     )
     return multiply(matrices, options).view(*input.shape[:-1], found.weight.shape[1])
 
 
-def _is_average(options: ReduceOptions, rank: int) -> bool:
-    return checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS, rank) == "avg"
+def _is_average(options: ReduceOptions) -> bool:
+    return checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS) == "avg"
 
 
 def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Started:
@@ -276,7 +276,7 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
     with communicator.accepting(OP):
         for each in found[:4]:
             checks.tensor("each operand", each, communicator)
-        average = _is_average(options, communicator.rank)
+        average = _is_average(options)
         _check(found)
         rows, inner = input.numel() // max(1, input.shape[-1]), input.shape[-1]
         output = None

@@ -195,9 +195,9 @@ def shard_dim_alltoall(
     ranks, rank = communicator.world_size, communicator.rank
     with communicator.accepting("all_to_all"):
         if not isinstance(input, torch.Tensor):
-            raise TypeError(f"input must be a tensor, got {type(input).__name__} on rank {rank}")
-        gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), rank)
-        shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), rank)
+            raise TypeError(f"input must be a tensor, got {type(input).__name__}")
+        gather_dim = checks.dimension("gather_dim", gather_dim, input.dim())
+        shard_dim = checks.dimension("shard_dim", shard_dim, input.dim())
         sizes = [count for _, count in split_rows(input.shape[shard_dim], ranks)]
     if gather_dim == shard_dim:  # the own shard is that chunk
         same = input.clone(memory_format=torch.contiguous_format)
@@ -216,9 +216,9 @@ def _functional(
     input: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
     """By the traceable op: along dim 0, and permuted before and after."""
-    ranks, index = mesh.size(mesh_dim), rank_lists.mesh_dim(mesh, mesh_dim, "")
-    gather_dim = checks.dimension("gather_dim", gather_dim, input.dim(), 0)
-    shard_dim = checks.dimension("shard_dim", shard_dim, input.dim(), 0)
+    ranks, index = mesh.size(mesh_dim), rank_lists.mesh_dim(mesh, mesh_dim)
+    gather_dim = checks.dimension("gather_dim", gather_dim, input.dim())
+    shard_dim = checks.dimension("shard_dim", shard_dim, input.dim())
     if gather_dim == shard_dim:
         return input.clone(memory_format=torch.contiguous_format)
     length = input.shape[shard_dim]

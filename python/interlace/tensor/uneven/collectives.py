@@ -198,7 +198,7 @@ def all_gather_v(
     op = "all_gather_v"
     communicator = resolve(group).on(tensor)
     with communicator.accepting(op):
-        facts.check_accumulate(accumulate, communicator)
+        facts.check_accumulate(accumulate)
     terms = (("accumulate", accumulate),)
     shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
     own = tensor.detach()

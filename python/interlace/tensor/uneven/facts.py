@@ -58,14 +58,14 @@ def facts_of(tensor: torch.Tensor, dim: int = 0, sizes: Any = None) -> TensorFac
 def checked_facts(
     tensor: torch.Tensor | None, dim: Any, sizes: Sizes, communicator: Communicator
 ) -> TensorFacts:
-    rank, lengths = communicator.rank, None
+    lengths = None
     if sizes is not None:
-        lengths = one_length_per_rank("sizes", sizes, communicator.world_size, rank)
+        lengths = one_length_per_rank("sizes", sizes, communicator.world_size)
     if tensor is None:
-        return TensorFacts(dim=checks.integer("dim", dim, rank), sizes=lengths)
+        return TensorFacts(dim=checks.integer("dim", dim), sizes=lengths)
     if not tensor.dim():
-        raise ValueError(f"tensor must have dimensions to be cut along, on rank {rank}")
-    return facts_of(tensor, checks.dimension("dim", dim, tensor.dim(), rank), lengths)
+        raise ValueError("tensor must have dimensions to be cut along")
+    return facts_of(tensor, checks.dimension("dim", dim, tensor.dim()), lengths)
 
 
 def source_tensor(tensor: Any, root: int, communicator: Communicator) -> torch.Tensor | None:
@@ -74,8 +74,8 @@ def source_tensor(tensor: Any, root: int, communicator: Communicator) -> torch.T
         return with_data("tensor", tensor, communicator.on(tensor))
     if tensor is not None and not isinstance(tensor, Placeholder):
         raise TypeError(
-            f"tensor must be None or a Placeholder where it does not come from, the source is group rank "
-            f"{root}, got a {type(tensor).__name__} on rank {communicator.rank}"
+            "tensor must be None or a Placeholder where it does not come from, the source is group rank "
+            f"{root}, got a {type(tensor).__name__}"
         )
     return tensor
 
@@ -83,14 +83,14 @@ def source_tensor(tensor: Any, root: int, communicator: Communicator) -> torch.T
 def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tensor:
     """``tensor`` itself if an op can read it."""
     if isinstance(tensor, Placeholder):
-        raise tensor._refuse(f"{name} on rank {communicator.rank}")
+        raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
     return tensor  # type: ignore[no-any-return]
 
 
-def check_accumulate(accumulate: Any, communicator: Communicator) -> None:
+def check_accumulate(accumulate: Any) -> None:
     if accumulate is not None:
-        checks.one_of("accumulate", accumulate, ("fp32",), communicator.rank)
+        checks.one_of("accumulate", accumulate, ("fp32",))
 
 
 def gradient_mode() -> tuple[str, bool]:

@@ -57,7 +57,7 @@ def indexed_all_to_all_v(
     communicator = resolve(group).on(tensor)
     rank = communicator.rank
     with communicator.accepting(op):
-        facts.check_accumulate(accumulate, communicator)
+        facts.check_accumulate(accumulate)
         facts.with_data("tensor", tensor, communicator)
         about = facts.checked_facts(tensor, dim, None, communicator)
         assert about.shape is not None
@@ -68,10 +68,9 @@ def indexed_all_to_all_v(
             rows = list(sizes)
             if len(rows) != communicator.world_size:
                 raise ValueError(
-                    f"sizes must have one row per rank, {communicator.world_size}, got {len(rows)} on "
-                    f"rank {rank}"
+                    f"sizes must have one row per rank, {communicator.world_size}, got {len(rows)}"
                 )
-            matrix = tuple(one_length_per_rank("sizes", row, len(rows), rank) for row in rows)
+            matrix = tuple(one_length_per_rank("sizes", row, len(rows)) for row in rows)
     counts = tuple(len(each) for each in picked)
     named = (("dtype of tensor", about.dtype), ("dim", dim), ("accumulate", accumulate))
     terms = (*named, facts.gradient_mode())
@@ -104,22 +103,22 @@ def indexed_all_to_all_v(
 
 
 def _checked_indices(indices: Any, length: int, communicator: Communicator) -> list[torch.Tensor]:
-    rank, count = communicator.rank, communicator.world_size
+    count = communicator.world_size
     if not isinstance(indices, (list, tuple)) or len(indices) != count:
         found = len(indices) if isinstance(indices, (list, tuple)) else type(indices).__name__
-        raise TypeError(f"indices must be a list of {count} tensors, got {found} on rank {rank}")
+        raise TypeError(f"indices must be a list of {count} tensors, got {found}")
     for peer, each in enumerate(indices):
         if not isinstance(each, torch.Tensor) or each.dtype not in (torch.int64, torch.int32):
             kind = each.dtype if isinstance(each, torch.Tensor) else type(each).__name__
-            raise TypeError(f"indices[{peer}] must be a tensor of ints, got {kind} on rank {rank}")
+            raise TypeError(f"indices[{peer}] must be a tensor of ints, got {kind}")
         if each.dim() != 1:
             raise ValueError(
-                f"indices[{peer}] must have 1 dimension, got shape {tuple(each.shape)} on rank {rank}"
+                f"indices[{peer}] must have 1 dimension, got shape {tuple(each.shape)}"
             )
         if len(each) and not 0 <= int(each.min()) <= int(each.max()) < length:
             raise ValueError(
                 f"indices[{peer}] must be within 0..{length - 1}, got {int(each.min())}.."
-                f"{int(each.max())} on rank {rank}"
+                f"{int(each.max())}"
             )
     return list(indices)
 

@@ -208,13 +208,12 @@ def from_local(
     """
     op, ranks = "from_local", _ranks(mesh)
     communicator = ranks.communicator
-    rank = communicator.rank
     with communicator.accepting(op):
         local = facts.with_data("local", local, communicator.on(local))
         own = tuple(local.shape)
-        checked = for_dims(checked_placements(placements, len(ranks.shape), rank), len(own), rank)
+        checked = for_dims(checked_placements(placements, len(ranks.shape)), len(own))
         if shape is not None and sizes != "chunk":
-            raise ValueError(f'shape is for sizes="chunk", got sizes={sizes!r} on rank {rank}')
+            raise ValueError(f'shape is for sizes="chunk", got sizes={sizes!r}')
         sharding = None
         if sizes != "infer":
             sharding = _given_sharding(ranks, checked, own, sizes, shape)
@@ -241,24 +240,20 @@ def _given_sharding(
                 if isinstance(placement, Shard):
                     whole[placement.dim] *= ranks.shape[mesh_dim]
         if len(whole) != len(own):
-            raise ValueError(f"shape {tuple(whole)} for a local of shape {own} on rank {rank}")
+            raise ValueError(f"shape {tuple(whole)} for a local of shape {own}")
         sharding = chunked(ranks.shape, placements, whole)
     else:
-        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes, rank), own, rank)
+        sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes), own)
     expected = blocks.shape_of(sharding.blocks[rank])
     if expected != own:
-        raise ValueError(
-            f"local has shape {own} on rank {rank}, where sizes={sizes!r} makes it {expected}"
-        )
+        raise ValueError(f"local has shape {own}, where sizes={sizes!r} makes it {expected}")
     return sharding
 
 
-def _whole_sizes(sizes: Any, rank: int) -> dict[int, Sequence[int]]:
+def _whole_sizes(sizes: Any) -> dict[int, Sequence[int]]:
     if not isinstance(sizes, dict):
-        raise TypeError(
-            f'sizes must be "infer", "chunk" or {{mesh_dim: lengths}}, got {sizes!r} on rank {rank}'
-        )
-    return {m: whole_numbers(f"sizes[{m}]", lengths, rank) for m, lengths in sizes.items()}
+        raise TypeError(f'sizes must be "infer", "chunk" or {{mesh_dim: lengths}}, got {sizes!r}')
+    return {m: whole_numbers(f"sizes[{m}]", lengths) for m, lengths in sizes.items()}
 
 
 def scatter(
@@ -295,49 +290,45 @@ def scatter(
     own = facts.TensorFacts()
     with communicator.accepting(op):
         root = checks.group_rank("src", None, group_src, communicator)
-        checked = checked_placements(placements, len(ranks.shape), rank)
+        checked = checked_placements(placements, len(ranks.shape))
         tensor = facts.source_tensor(tensor, root, communicator)
         if tensor is not None:
             own = facts.facts_of(tensor)
         if rank == root:
-            own = replace(own, sizes=None if sizes is None else _whole_sizes(sizes, rank))
-            _cut(ranks, checked, own, rank)
+            own = replace(own, sizes=None if sizes is None else _whole_sizes(sizes))
+            _cut(ranks, checked, own)
 
     def check(parts: list[tuple[facts.TensorFacts, tuple[int | None, ...]]]) -> None:
         source = parts[root][0]
-        placed = of_plain_form(parts[root][1])
         assert source.shape is not None
         facts.check_like_source([each for each, _ in parts], root)
-        ndim = len(source.shape)
+        ndim, placed = len(source.shape), parts[root][1]
+        same = [{p} if p is None else {p % ndim, p % ndim - ndim} for p in placed]
         for other, (_, dims) in enumerate(parts):
-            given = of_plain_form(dims)
-            if for_dims(given, ndim, other) != for_dims(placed, ndim, root):
+            if not all(d in each for d, each in zip(dims, same, strict=True)):
                 raise ValueError(
-                    f"placements are {given} on rank {other}, {placed} on the source, group rank {root}"
+                    f"placements are {of_plain_form(dims)} on rank {other}, {of_plain_form(placed)} on the "
+                    f"source, group rank {root}"
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
     everyone = facts.exchange(communicator, op, terms, (own, plain_form(checked)), check)
     source: facts.TensorFacts = everyone[root][0]
-    sharding = _cut(ranks, checked, source, root)
+    sharding = _cut(ranks, checked, source)
     local = scattered(communicator, tensor, sharding.blocks, root, source)
     return ShardedTensor(local, ranks, sharding)
 
 
-def _cut(
-    ranks: _Ranks, placements: Placements, source: facts.TensorFacts, root: int
-) -> MeshSharding:
+def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts) -> MeshSharding:
     """The way in which the source's tensor is cut."""
     shape, sizes = source.shape, source.sizes
     assert shape is not None
-    placements = for_dims(placements, len(shape), root)
+    placements = for_dims(placements, len(shape))
     if sizes is None:
         return chunked(ranks.shape, placements, shape)
-    sharding = with_sizes(ranks.shape, placements, sizes, shape, root)
+    sharding = with_sizes(ranks.shape, placements, sizes, shape)
     if sharding.shape != shape:
-        raise ValueError(
-            f"sizes={sizes} add up to shape {sharding.shape}, tensor has {shape} on rank {root}"
-        )
+        raise ValueError(f"sizes={sizes} add up to shape {sharding.shape}, tensor has {shape}")
     return sharding
 
 
@@ -357,11 +348,11 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
     >>> interlace.run(on_rank, 2)[1]
     ((4, 3), {0: (2, 2)}, 'DTensor')
     """
-    rank = groups.get_rank()
-    if not isinstance(dtensor, DTensor):
-        raise TypeError(f"dtensor must be a DTensor, got {type(dtensor).__name__} on rank {rank}")
-    ranks = _ranks(dtensor.device_mesh)
-    placements = checked_placements(tuple(dtensor.placements), len(ranks.shape), rank)
-    placements = for_dims(placements, dtensor.dim(), rank)
+    with groups.default_group().accepting():
+        if not isinstance(dtensor, DTensor):
+            raise TypeError(f"dtensor must be a DTensor, got {type(dtensor).__name__}")
+        ranks = _ranks(dtensor.device_mesh)
+        placements = checked_placements(tuple(dtensor.placements), len(ranks.shape))
+        placements = for_dims(placements, dtensor.dim())
     sharding = chunked(ranks.shape, placements, tuple(dtensor.shape))
     return ShardedTensor(dtensor.to_local(), ranks, sharding)

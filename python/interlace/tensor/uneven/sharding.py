@@ -64,22 +64,21 @@ def _sharding(placements: Placements, dim: int) -> list[int]:
     return [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
 
 
-def checked_placements(placements: object, mesh_ndim: int, rank: int) -> Placements:
+def checked_placements(placements: object, mesh_ndim: int) -> Placements:
     """One placement per mesh dim; ValueError or TypeError otherwise."""
     given = [placements] if isinstance(placements, Placement) else placements
     if not isinstance(given, (list, tuple)) or len(given) != mesh_ndim:
         raise ValueError(
-            f"placements must be one for each of the {mesh_ndim} mesh dims, got {placements!r} on rank "
-            f"{rank}"
+            f"placements must be one for each of the {mesh_ndim} mesh dims, got {placements!r}"
         )
     for each in given:
         if isinstance(each, Partial):
             raise ValueError(
-                f"placements: {each} is not a part of a tensor but of a sum, on rank {rank}; reduce it "
-                "first, interlace.functional.all_reduce"
+                f"placements: {each} is not a part of a tensor but of a sum; reduce it first, "
+                "interlace.functional.all_reduce"
             )
         if type(each) not in (Shard, Replicate):
-            raise TypeError(f"placements must be Shard or Replicate, got {each!r} on rank {rank}")
+            raise TypeError(f"placements must be Shard or Replicate, got {each!r}")
     return tuple(given)
 
 
@@ -92,13 +91,13 @@ def of_plain_form(dims: Sequence[int | None]) -> Placements:
     return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
 
 
-def for_dims(placements: Placements, ndim: int, rank: int) -> Placements:
+def for_dims(placements: Placements, ndim: int) -> Placements:
     """``placements`` with dims from 0; ValueError if a tensor with ``ndim`` dims does not have them."""
     found: list[Placement] = []
     for each in placements:
         if isinstance(each, Shard):
             if not -ndim <= each.dim < ndim:
-                raise ValueError(f"placements: {each} of a tensor with {ndim} dims, on rank {rank}")
+                raise ValueError(f"placements: {each} of a tensor with {ndim} dims")
             each = Shard(each.dim % ndim)
         found.append(each)
     return tuple(found)
@@ -154,14 +153,13 @@ def with_sizes(
     placements: Placements,
     sizes: dict[int, Sequence[int]],
     shape: Sequence[int],
-    rank: int,
 ) -> MeshSharding:
     """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
     expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
     if set(sizes) != expected:
         raise ValueError(
             f"sizes must have the lengths for each mesh dim that shards, {sorted(expected)}, got those for "
-            f"{sorted(sizes)} on rank {rank}"
+            f"{sorted(sizes)}"
         )
     for mesh_dim, lengths in sizes.items():
         placement = placements[mesh_dim]
@@ -169,9 +167,9 @@ def with_sizes(
         if len(_sharding(placements, placement.dim)) > 1:
             raise ValueError(
                 f"sizes: several mesh dims shard dim {placement.dim}, whose lengths differ between rows of "
-                f'the mesh; use sizes="infer", on rank {rank}'
+                'the mesh; use sizes="infer"'
             )
-        one_length_per_rank(f"sizes[{mesh_dim}]", lengths, mesh_shape[mesh_dim], rank)
+        one_length_per_rank(f"sizes[{mesh_dim}]", lengths, mesh_shape[mesh_dim])
     shapes = []
     for place in coordinates(mesh_shape):
         own = list(shape)
