@@ -16,20 +16,10 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Table
 from interlace.kernels.fused import all_gather_matmul as all_gather_matmul_kernels
-from interlace.runtime.algorithms import node_fused, plain
+from interlace.runtime.algorithms import node_fused, operands, plain
 from interlace.runtime.algorithms.node_fused import GatherMoves
-from interlace.runtime.algorithms.operands import (
-    Linear,
-    copies,
-    enqueue_product,
-    epilogue,
-    launch_options,
-    may_have_roles,
-    product,
-    with_roles,
-)
+from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
@@ -71,7 +61,7 @@ def _sizes(
     slots, sends = formulas.chunk_slots(rows, size), plain.send_table(communicator, rows, size)
     copiers, moving, far = min(configuration.copiers, sends.count), 0, None
     if place.nodes is not None:
-        far = GatherMoves(communicator, place.nodes, rows, size, configuration)
+        far = GatherMoves(communicator, rows, size, configuration)
         copiers, moving = 0, far.programs
     copiers = min(copiers, max(1, place.program_limit // 4))
     layout = Layout()
@@ -127,8 +117,9 @@ def all_gather_matmul_fused(
         0 if sent_scale is None else sent_scale.element_size(),
     )
     size, far, scales_at = sizes.chunk_rows, sizes.far, sizes.scales_at
-    operands = [
-        product(communicator, configuration, input, linear) | epilogue(linear) for linear in linears
+    products = [
+        operands.product(communicator, configuration, input, linear) | operands.epilogue(linear)
+        for linear in linears
     ]
 
     def body(workspace: Workspace) -> None:
@@ -140,30 +131,28 @@ def all_gather_matmul_fused(
             plain.send_by_copy_engine(communicator, workspace, lines, sent)
         path = multicast_path(communicator, configuration, workspace)
         copiers = sizes.copiers
-        for (chunks, tiles, grid), operand in zip(sizes.launches, operands, strict=True):
+        for (chunks, tiles, grid), operand in zip(sizes.launches, products, strict=True):
             # a switch moves 16 bytes at a time
             multicast = path if copiers and operand["TILES"].ALIGNED else ""
             kernel = all_gather_matmul_kernels.all_gather_matmul_kernel
             arguments = {
-                **workspace.kernel_arguments(),
                 **operand,
-                **copies(configuration, copiers, multicast),
+                **operands.copies(configuration, copiers, multicast),
                 "scale_offset": workspace.data_offset + scales_at,
                 "sends": sizes.sends,
                 "chunks": chunks,
                 "multicast": workspace.buffer.multicast,
             }
             plainly = not copiers and not operand["TILES"].BIAS
-            if plainly and may_have_roles(configuration, input, operand):
+            if plainly and operands.may_have_roles(configuration, input, operand):
                 # Gluon is a language of its own, which most processes never need.
                 from interlace.kernels.fused import all_gather_matmul_roles as roles
 
                 kernel, extents = roles.all_gather_matmul_roles_kernel, (rows[rank], total, tiles)
-                arguments = with_roles(kernel, arguments, extents, configuration.num_stages)
-            options = launch_options(configuration)
-            communicator.compute.launch(
-                KernelLaunch(kernel, grid, arguments, "all_gather_matmul", **options)
-            )
+                stages = configuration.num_stages
+                arguments = operands.with_roles(kernel, arguments, extents, stages)
+            options = operands.launch_options(configuration)
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
             copiers = 0
         if not any(linear.weight.shape[1] for linear in linears):
             # No tile, so no program has waited; but what arrives late would hit the next op.
@@ -208,10 +197,9 @@ def all_gather_matmul_pipelined(
     Every rank stages its shard in its own workspace, chunk by chunk. Where a peer's memory is as good
     as the own, matmuls read it there; elsewhere the copy stream brings each chunk over first.
     """
-    nodes = communicator.place.nodes
-    if nodes is not None:
+    if communicator.place.nodes is not None:
         return node_fused.all_gather_matmul_pipelined(
-            communicator, nodes, input, linears, rows, gathered, configuration
+            communicator, input, linears, rows, gathered, configuration
         )
     rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
     itemsize = input.element_size()
@@ -247,7 +235,7 @@ def all_gather_matmul_pipelined(
                     stream.wait_event(copying.record())
                     operand = gathered[rows_here]
             for linear in linears:
-                enqueue_product(communicator, operand, linear, rows_here, label)
+                operands.enqueue_product(communicator, operand, linear, rows_here, label)
             if gathered is not None and (direct or source == rank):
                 stream.copy(gathered[rows_here], operand, "gathered")
 
@@ -272,7 +260,7 @@ def all_gather_matmul_unfused(
     else:
         plain.all_gather_copy(communicator, flat, parts)
     for linear in linears:
-        enqueue_product(communicator, gathered, linear, slice(None), "matmul")
+        operands.enqueue_product(communicator, gathered, linear, slice(None), "matmul")
     return communicator.compute.record()
 
 
@@ -287,5 +275,5 @@ def all_gather_inner_matmul(
     parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
     plain.all_gather_copy(communicator, shard.view(-1), parts)
     for linear in linears:
-        enqueue_product(communicator, gathered.T, linear, slice(None), "matmul")
+        operands.enqueue_product(communicator, gathered.T, linear, slice(None), "matmul")
     return communicator.compute.record()

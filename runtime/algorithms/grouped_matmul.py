@@ -8,240 +8,206 @@ One code for both ops: what differs between all-gather and all-to-all is the :cl
 as in ``gather_matmul.py``; weights are ``[E, K, N]`` with any strides, biases ``[E, N]``.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Experts, Table
 from interlace.kernels.fused import grouped_matmul
+from interlace.runtime.algorithms import operands
 from interlace.runtime.algorithms.grouped_routes import Routes
-from interlace.runtime.algorithms.operands import (
-    DESCRIPTOR_ALIGNMENT,
-    Linear,
-    bias_or_none,
-    copies,
-    enqueue_product,
-    launch_options,
-    product,
-)
+from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.algorithms.plain import resident_programs, send_by_copy_engine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
 
 
-def _expert(linear: Linear, expert: int) -> Linear:
-    """The weight of one expert."""
-    bias = None if linear.bias is None else linear.bias[expert]
-    return replace(linear, weight=linear.weight[expert], bias=bias)
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """One call of either op. ``received``: see the public ops."""
 
+    communicator: Communicator
+    op: str
+    input: torch.Tensor
+    linear: Linear
+    routes: Routes
+    received: torch.Tensor | None
 
-def _operands(
-    communicator: Communicator, configuration: Configuration, input: torch.Tensor, linear: Linear
-) -> dict[str, object]:
-    """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
-    weight = linear.weight
-    first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
-    if weight.stride(0) * weight.element_size() % DESCRIPTOR_ALIGNMENT:
-        configuration = replace(configuration, descriptors=False)
-    return {
-        **product(communicator, configuration, input, first),
-        "weight": Experts(weight, *weight.stride()),
-        "bias_ptr": bias_or_none(first),
-        "num_experts": weight.shape[0],
-    }
+    def _expert(self, expert: int) -> Linear:
+        """The weight of one expert."""
+        bias = None if self.linear.bias is None else self.linear.bias[expert]
+        return replace(self.linear, weight=self.linear.weight[expert], bias=bias)
 
+    def _operands(self, configuration: Configuration) -> dict[str, object]:
+        """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
+        linear, weight = self.linear, self.linear.weight
+        first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
+        if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
+            configuration = replace(configuration, descriptors=False)
+        return {
+            **operands.product(self.communicator, configuration, self.input, first),
+            "weight": Experts(weight, *weight.stride()),
+            "bias_ptr": operands.bias_or_none(first),
+            "num_experts": weight.shape[0],
+        }
 
-def grouped_matmul_fused(
-    communicator: Communicator,
-    op: str,
-    input: torch.Tensor,
-    linear: Linear,
-    routes: Routes,
-    received: torch.Tensor | None,
-    configuration: Configuration,
-) -> Event:
-    """One kernel. Its first programs copy, or the copy engine sends. ``received``: see the public ops."""
-    rank, inner, itemsize = communicator.rank, input.shape[1], input.element_size()
-    columns = linear.weight.shape[2]
-    size = routes.chunk_rows(configuration.block_m, configuration.chunks)
-    lines = routes.send_lines(size)
-    key = (routes, size)
-    sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
-    offsets = communicator.table(("grouped offsets", *key), routes.offset_lines, passing=True)
-    layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
-    # Made before the op begins on the streams: they wait for what the caller has issued until then.
-    operands = _operands(communicator, configuration, input, linear)
-    tiles_n = formulas.ceil_div(columns, configuration.block_n)
-    tiles = routes.tiles(configuration.block_m, size, tiles_n)
+    def fused(self, configuration: Configuration) -> Event:
+        """One kernel. Its first programs copy, or the copy engine sends."""
+        communicator, input, routes = self.communicator, self.input, self.routes
+        columns, inner, itemsize = self.linear.weight.shape[2], input.shape[1], input.element_size()
+        size = routes.chunk_rows(configuration.block_m, configuration.chunks)
+        lines = routes.send_lines(size)
+        key = (routes, size)
+        sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
+        offsets = communicator.table(("grouped offsets", *key), routes.offset_lines, passing=True)
+        layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
+        # Made before the op begins on the streams: they wait for what the caller has issued until then.
+        known = self._operands(configuration)
+        tiles_n = formulas.ceil_div(columns, configuration.block_n)
+        tiles = routes.tiles(configuration.block_m, size, tiles_n)
 
-    def body(workspace: Workspace) -> None:
-        most = max(1, communicator.place.program_limit // 4)
-        copiers = min(configuration.copiers, len(lines), most)
-        if not copiers and lines:
-            send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
-        resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
-        communicator.compute.launch(
-            KernelLaunch(
+        def body(workspace: Workspace) -> None:
+            most = max(1, communicator.place.program_limit // 4)
+            copiers = min(configuration.copiers, len(lines), most)
+            if not copiers and lines:
+                send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
+            resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
+            arguments = {
+                **known,
+                **operands.copies(configuration, copiers),
+                "sends": Table(sends, len(lines)),
+                "offsets_ptr": offsets,
+                "chunk_rows": size,
+            }
+            grid = formulas.persistent_grid(copiers, tiles, resident)
+            kernel, options = (
                 grouped_matmul.grouped_matmul_kernel,
-                formulas.persistent_grid(copiers, tiles, resident),
-                {
-                    **workspace.kernel_arguments(),
-                    **operands,
-                    **copies(configuration, copiers),
-                    "sends": Table(sends, len(lines)),
-                    "offsets_ptr": offsets,
-                    "chunk_rows": size,
-                },
-                op,
-                **launch_options(configuration),
+                operands.launch_options(configuration),
             )
-        )
-        if not tiles:
-            # No tile, so no program has waited; but what arrives late would hit the next op.
-            for source, slot in routes.arrival_slots(size):
-                communicator.compute.wait(workspace, source, slot)
-        if received is not None:
-            arrived = workspace.data(rank, 0, received.shape, input.dtype)
-            _keep(communicator, routes, input, arrived, received)
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
+            if not tiles:
+                # No tile, so no program has waited; but what arrives late would hit the next op.
+                for source, slot in routes.arrival_slots(size):
+                    communicator.compute.wait(workspace, source, slot)
+            if self.received is not None:
+                shape = self.received.shape
+                self._keep(workspace.data(routes.rank, 0, shape, input.dtype), self.received)
 
-    return communicator.enqueue(op, layout, body)
+        return communicator.enqueue(self.op, layout, body)
 
+    def _keep(self, arrived: torch.Tensor, received: torch.Tensor) -> None:
+        """Copy what has arrived, and own rows where the workspace has holes."""
+        copy, done = self.communicator.compute.copy, 0
+        for own in [*self.routes.own_segments(), None]:
+            end = received.shape[0] if own is None else own.to
+            if done < end:
+                copy(received[done:end], arrived[done:end], "received")
+            if own is not None:
+                done = own.to + own.rows
+                if own.rows:
+                    mine = self.input[own.first : own.first + own.rows]
+                    copy(received[own.to : done], mine, "own rows")
 
-def _keep(
-    communicator: Communicator,
-    routes: Routes,
-    input: torch.Tensor,
-    arrived: torch.Tensor,
-    received: torch.Tensor,
-) -> None:
-    """Copy what has arrived, and own rows where the workspace has holes."""
-    done = 0
-    for own in [*routes.own_segments(), None]:
-        end = received.shape[0] if own is None else own.to
-        if done < end:
-            communicator.compute.copy(received[done:end], arrived[done:end], "received")
-        if own is not None:
-            done = own.to + own.rows
-            if own.rows:
-                mine = input[own.first : own.first + own.rows]
-                communicator.compute.copy(received[own.to : done], mine, "own rows")
+    def pipelined(self) -> Event:
+        """Torch matmuls per source and expert, source by source in the order of arrival.
 
+        Every rank stages its rows in its own workspace, and tells each peer when those for it are there.
+        Where a peer's memory is as good as the own, matmuls read it there; elsewhere the copy stream brings
+        the rows over first.
+        """
+        communicator, input, routes = self.communicator, self.input, self.routes
+        received, rank = self.received, communicator.rank
+        inner, itemsize = input.shape[1], input.element_size()
+        direct = communicator.place.direct_access
+        staged_bytes = max(each[-1] for each in routes.firsts) * inner * itemsize
+        layout = Layout(routes.world_size, staged_bytes, pulled=True)
+        if received is None and not direct:
+            received = input.new_empty(routes.received(rank), inner)
 
-def grouped_matmul_pipelined(
-    communicator: Communicator,
-    op: str,
-    input: torch.Tensor,
-    linear: Linear,
-    routes: Routes,
-    received: torch.Tensor | None,
-    configuration: Configuration,
-) -> Event:
-    """Torch matmuls per source and expert, source by source in the order of arrival.
-
-    Every rank stages its rows in its own workspace, and tells each peer when those for it are there. Where
-    a peer's memory is as good as the own, matmuls read it there; elsewhere the copy stream brings the rows
-    over first.
-    """
-    rank, inner, itemsize = communicator.rank, input.shape[1], input.element_size()
-    direct = communicator.place.direct_access
-    staged_bytes = max(each[-1] for each in routes.firsts) * inner * itemsize
-    layout = Layout(routes.world_size, staged_bytes, pulled=True)
-    if received is None and not direct:
-        received = input.new_empty(routes.received(rank), inner)
-
-    def body(workspace: Workspace) -> None:
-        stream, copying = communicator.compute, communicator.copying
-        copying.wait_credits(workspace)
-        staged: set[tuple[int, int]] = set()
-        for step in range(1, routes.world_size):
-            peer = (rank + step) % routes.world_size
-            first, count = block = routes.block(rank, peer)
-            if count and block not in staged:
-                shape = (count, inner)
-                mine = workspace.data(rank, first * inner * itemsize, shape, input.dtype)
-                copying.copy(mine, input[first : first + count], f"stage for rank {peer}")
-                staged.add(block)
-            copying.publish(workspace, peer, rank)
-        for source in routes.sources:
-            if source != rank:
-                (stream if direct else copying).wait(workspace, source, source)
-            for expert in routes.mine:
-                segment = expert[source]
-                if not segment.rows:
-                    continue
-                rows = slice(segment.to, segment.to + segment.rows)
-                operand = input[segment.first : segment.first + segment.rows]
+        def body(workspace: Workspace) -> None:
+            stream, copying = communicator.compute, communicator.copying
+            copying.wait_credits(workspace)
+            staged: set[tuple[int, int]] = set()
+            for step in range(1, routes.world_size):
+                peer = (rank + step) % routes.world_size
+                first, count = block = routes.block(rank, peer)
+                if count and block not in staged:
+                    shape = (count, inner)
+                    mine = workspace.data(rank, first * inner * itemsize, shape, input.dtype)
+                    copying.copy(mine, input[first : first + count], f"stage for rank {peer}")
+                    staged.add(block)
+                copying.publish(workspace, peer, rank)
+            for source in routes.sources:
                 if source != rank:
-                    begin = segment.first * inner * itemsize
-                    operand = workspace.data(source, begin, (segment.rows, inner), input.dtype)
-                    if not direct:
-                        assert received is not None
-                        copying.copy(received[rows], operand, f"rows of rank {source}")
-                        stream.wait_event(copying.record())
-                        operand = received[rows]
-                label = f"expert {segment.expert}, rows of rank {source}"
-                part = _expert(linear, segment.expert)
-                enqueue_product(communicator, operand, part, rows, label)
-                if received is not None and (direct or source == rank):
-                    stream.copy(received[rows], operand, "received")
+                    (stream if direct else copying).wait(workspace, source, source)
+                for expert in routes.mine:
+                    segment = expert[source]
+                    if not segment.rows:
+                        continue
+                    rows = slice(segment.to, segment.to + segment.rows)
+                    operand = input[segment.first : segment.first + segment.rows]
+                    if source != rank:
+                        begin = segment.first * inner * itemsize
+                        operand = workspace.data(source, begin, (segment.rows, inner), input.dtype)
+                        if not direct:
+                            assert received is not None
+                            copying.copy(received[rows], operand, f"rows of rank {source}")
+                            stream.wait_event(copying.record())
+                            operand = received[rows]
+                    label = f"expert {segment.expert}, rows of rank {source}"
+                    part = self._expert(segment.expert)
+                    operands.enqueue_product(communicator, operand, part, rows, label)
+                    if received is not None and (direct or source == rank):
+                        stream.copy(received[rows], operand, "received")
 
-    return communicator.enqueue(op, layout, body)
+        return communicator.enqueue(self.op, layout, body)
 
+    def unfused(self) -> Event:
+        """The collective, rows put in the order of experts, then one torch matmul per expert."""
+        input, routes, received = self.input, self.routes, self.received
+        stream, lone = self.communicator.compute, routes.world_size == 1
+        if received is None:
+            received = (
+                input if lone else input.new_empty(routes.received(routes.rank), input.shape[1])
+            )
+        elif lone:
+            stream.copy(received, input, "received")
+        if not lone:
+            arrived = self._by_source()
+            begin = 0
+            for source in range(routes.world_size):
+                for expert in routes.mine:
+                    segment = expert[source]
+                    if segment.rows:
+                        to = received[segment.to : segment.to + segment.rows]
+                        theirs = arrived[begin : begin + segment.rows]
+                        stream.copy(to, theirs, f"rows of rank {source}")
+                        begin += segment.rows
+        for index, (first, count) in enumerate(routes.expert_rows()):
+            part, rows = self._expert(index), slice(first, first + count)
+            label = f"expert {index}"
+            operands.enqueue_product(self.communicator, received[rows], part, rows, label)
+        return stream.record()
 
-def grouped_matmul_unfused(
-    communicator: Communicator,
-    op: str,
-    input: torch.Tensor,
-    linear: Linear,
-    routes: Routes,
-    received: torch.Tensor | None,
-) -> Event:
-    """The collective, rows put in the order of experts, then one torch matmul per expert."""
-    rank, world_size, inner = communicator.rank, routes.world_size, input.shape[1]
-    stream = communicator.compute
-    lone = world_size == 1
-    if received is None:
-        received = input if lone else input.new_empty(routes.received(rank), inner)
-    elif lone:
-        stream.copy(received, input, "received")
-    if not lone:
-        arrived = _by_source(communicator, op, input, routes)
-        begin = 0
-        for source in range(world_size):
-            for expert in routes.mine:
-                segment = expert[source]
-                if segment.rows:
-                    to = received[segment.to : segment.to + segment.rows]
-                    theirs = arrived[begin : begin + segment.rows]
-                    stream.copy(to, theirs, f"rows of rank {source}")
-                    begin += segment.rows
-    for index, (first, count) in enumerate(routes.expert_rows()):
-        part, rows = _expert(linear, index), slice(first, first + count)
-        enqueue_product(communicator, received[rows], part, rows, f"expert {index}")
-    return stream.record()
-
-
-def _by_source(
-    communicator: Communicator, op: str, input: torch.Tensor, routes: Routes
-) -> torch.Tensor:
-    """The rows that arrive, one source after another, each sorted by expert."""
-    rank, inner = communicator.rank, input.shape[1]
-    counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
-    arrived = input.new_empty(sum(counts), inner)
-    outputs = [part.view(-1) for part in torch.split(arrived, counts)]
-    call = Call(op, (("rows", routes.counts), ("columns", inner), ("dtype", input.dtype)))
-    flat = input.contiguous()
-    if len(set(routes.blocks)) == 1:  # all experts everywhere: every rank's rows go to all
-        event = communicator.engine.all_gather(call, outputs, flat.view(-1))
-    else:
-        sent = [routes.block(rank, peer)[1] for peer in range(routes.world_size)]
-        inputs = [part.view(-1) for part in torch.split(flat, sent)]
-        event = communicator.engine.all_to_all(call, outputs, inputs)
-    if event is not None:
-        communicator.compute.wait_event(event)
-    return arrived
+    def _by_source(self) -> torch.Tensor:
+        """The rows that arrive, one source after another, each sorted by expert."""
+        communicator, input, routes = self.communicator, self.input, self.routes
+        rank, inner = routes.rank, input.shape[1]
+        counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
+        arrived = input.new_empty(sum(counts), inner)
+        outputs = [part.view(-1) for part in torch.split(arrived, counts)]
+        call = Call(self.op, (("rows", routes.counts), ("columns", inner), ("dtype", input.dtype)))
+        flat = input.contiguous()
+        if len(set(routes.blocks)) == 1:  # all experts everywhere: every rank's rows go to all
+            event = communicator.engine.all_gather(call, outputs, flat.view(-1))
+        else:
+            sent = [routes.block(rank, peer)[1] for peer in range(routes.world_size)]
+            inputs = [part.view(-1) for part in torch.split(flat, sent)]
+            event = communicator.engine.all_to_all(call, outputs, inputs)
+        if event is not None:
+            communicator.compute.wait_event(event)
+        return arrived

@@ -9,6 +9,7 @@ strides, results are contiguous. ``segments`` lists (first row, rows) by
 owner; ``linear.output`` is what this rank owns.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -17,21 +18,9 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.fused import matmul_all_reduce as matmul_all_reduce_kernels
 from interlace.kernels.fused import matmul_reduce_scatter as matmul_reduce_scatter_kernels
 from interlace.kernels.tiling import owner_order
-from interlace.runtime.algorithms import node_fused, node_matmul_reduce, plain
-from interlace.runtime.algorithms.operands import (
-    Linear,
-    bias_or_none,
-    epilogue,
-    launch_options,
-    may_have_roles,
-    multiply,
-    product,
-    sum_with_bias,
-    taken_by,
-    with_roles,
-)
+from interlace.runtime.algorithms import node_fused, node_matmul_reduce, operands, plain
+from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
@@ -49,13 +38,12 @@ def matmul_reduce_scatter_fused(
     configuration: Configuration,
 ) -> Event:
     """One kernel, or with ``warp_roles`` two; between nodes one puts (``node_matmul_reduce.py``)."""
-    nodes = communicator.place.nodes
-    if nodes is not None and input.shape[0] and linear.weight.shape[1]:
-        return node_matmul_reduce.matmul_reduce_scatter(
-            communicator, nodes, input, linear, segments, configuration
-        )
-    if nodes is not None:
-        return node_fused.matmul_reduce_scatter(communicator, nodes, input, linear, segments)
+    if communicator.place.nodes is not None:
+        if input.shape[0] and linear.weight.shape[1]:
+            return node_matmul_reduce.matmul_reduce_scatter(
+                communicator, input, linear, segments, configuration
+            )
+        return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     rows = [count for _, count in segments]
@@ -63,20 +51,21 @@ def matmul_reduce_scatter_fused(
     row_bytes = columns * linear.output.element_size()
     layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
     # before the streams wait for what the caller has issued
-    operands = product(communicator, configuration, input, linear, published=True)
+    known = operands.product(communicator, configuration, input, linear, published=True)
     table = plain.segment_table(communicator, segments, block_m, tiles_n)
     resident = plain.resident_programs(communicator, configuration)
     arguments = {
-        **operands,
-        **epilogue(linear),
+        **known,
+        **operands.epilogue(linear),
         "segments_ptr": table,
         "own_rows": rows[communicator.rank],
         "AVERAGE": linear.average,
     }
     kernel = matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
-    grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
+    grid = formulas.persistent_grid(0, tiles, resident)
+    options = operands.launch_options(configuration)
     op, then = "matmul_reduce_scatter", []
-    if may_have_roles(configuration, input, operands):
+    if operands.may_have_roles(configuration, input, known):
         # Gluon is a language of its own, which most processes never need.
         from interlace.kernels.fused import matmul_reduce_scatter_roles as roles
 
@@ -85,14 +74,12 @@ def matmul_reduce_scatter_fused(
         own_tiles = formulas.tiles_of([own], block_m, tiles_n)
         programs = formulas.persistent_grid(0, own_tiles, resident)
         # Left alone, ptxas takes so few registers that a load waits for the one before it.
-        more = {"maxnreg": 128}
-        then = [
-            KernelLaunch(sums, programs, taken_by(sums, arguments), op, **options, options=more)
-        ]
+        more = {**options, "options": {"maxnreg": 128}}
+        then = [(sums, programs, operands.taken_by(sums, arguments), more)]
         # Bias and activation are for the sums.
-        arguments["TILES"] = operands["TILES"]._replace(BIAS="", ACTIVATION="")
+        arguments["TILES"] = known["TILES"]._replace(BIAS="", ACTIVATION="")
         kernel, extents = roles.matmul_reduce_scatter_roles_kernel, (own, input.shape[0], tiles)
-        arguments = with_roles(kernel, arguments, extents, configuration.num_stages)
+        arguments = operands.with_roles(kernel, arguments, extents, configuration.num_stages)
     return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options, then)
 
 
@@ -100,9 +87,8 @@ def matmul_reduce_scatter_pipelined(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
-    nodes = communicator.place.nodes
-    if nodes is not None:
-        return node_fused.matmul_reduce_scatter(communicator, nodes, input, linear, segments)
+    if communicator.place.nodes is not None:
+        return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     region = max(count for _, count in segments) * columns * dtype.itemsize
@@ -113,11 +99,8 @@ def matmul_reduce_scatter_pipelined(
         for owner in owner_order(rank, world_size):
             first, count = segments[owner]
             theirs = workspace.data(owner, rank * region, (count, columns), dtype)
-            part = input[first : first + count]
-            stream.call(
-                lambda theirs=theirs, part=part: multiply(theirs, part, linear.weight, None),  # type: ignore[misc]
-                f"matmul for rank {owner}",
-            )
+            about = theirs, input[first : first + count], linear.weight, None
+            stream.call(functools.partial(operands.multiply, *about), f"matmul for rank {owner}")
             if owner != rank:
                 stream.publish(workspace, owner, rank)
         plain.wait_for_all(communicator, workspace, 0)
@@ -125,7 +108,7 @@ def matmul_reduce_scatter_pipelined(
             workspace.data(rank, source * region, linear.output.shape, dtype)
             for source in range(world_size)
         ]
-        stream.call(lambda: sum_with_bias(parts, linear), "sum")
+        stream.call(lambda: operands.sum_with_bias(parts, linear), "sum")
 
     layout = Layout(world_size, world_size * region)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
@@ -135,9 +118,8 @@ def matmul_reduce_scatter_unfused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
     """The whole product first, staged in the own workspace; then everyone sums its part of all."""
-    nodes = communicator.place.nodes
-    if nodes is not None:
-        return node_fused.matmul_reduce_scatter(communicator, nodes, input, linear, segments)
+    if communicator.place.nodes is not None:
+        return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     nbytes = input.shape[0] * columns * dtype.itemsize
@@ -145,13 +127,16 @@ def matmul_reduce_scatter_unfused(
     exact = linear.bias is None and not linear.activation
     exact = exact and dtype in (torch.float32, torch.float64)
     if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
-        return _small_reduce_scatter(communicator, input, linear, segments)
+        # the least work on the host
+        product = input.new_empty(input.shape[0], columns, dtype=dtype)
+        operands.multiply(product, input, linear.weight, None)
+        return operands.scatter_product(communicator, product, linear, segments)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
         product = workspace.data(rank, 0, (input.shape[0], columns), dtype)
-        stream.call(lambda: multiply(product, input, linear.weight, None), "matmul")
+        stream.call(lambda: operands.multiply(product, input, linear.weight, None), "matmul")
         for peer in plain.others(communicator):
             stream.publish(workspace, peer, rank)
         first, count = segments[rank]
@@ -160,59 +145,36 @@ def matmul_reduce_scatter_unfused(
         parts = [
             workspace.data(source, begin, (count, columns), dtype) for source in range(world_size)
         ]
-        stream.call(lambda: sum_with_bias(parts, linear), "sum")
+        stream.call(lambda: operands.sum_with_bias(parts, linear), "sum")
 
     layout = Layout(world_size, nbytes, pulled=True)
     return communicator.enqueue("matmul_reduce_scatter", layout, body)
-
-
-def _small_reduce_scatter(
-    communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
-) -> Event:
-    """The product in memory of its own, and the engine's reduce-scatter: the least work on the host."""
-    product = input.new_empty(input.shape[0], linear.weight.shape[1], dtype=linear.output.dtype)
-    multiply(product, input, linear.weight, None)
-    parts = [product[first : first + count].view(-1) for first, count in segments]
-    reduction = "avg" if linear.average else "sum"
-    key = (
-        "parts of matmul_reduce_scatter",
-        tuple(segments),
-        product.shape,
-        product.dtype,
-        reduction,
-    )
-    call = plain.agreed_call(communicator, "matmul_reduce_scatter", key)
-    communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
-    return communicator.compute.record()
 
 
 def matmul_all_reduce_fused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
 ) -> Event:
     """One-shot: one kernel, every tile to every rank."""
-    nodes = communicator.place.nodes
-    if nodes is not None:
-        return node_fused.matmul_all_reduce(
-            communicator,
-            nodes,
-            input,
-            linear,
-            lambda own, segments: matmul_reduce_scatter_fused(
-                communicator, input, own, segments, configuration
-            ),
-        )
+    if communicator.place.nodes is not None:
+
+        def reduce_scatter(own: Linear, segments: Segments) -> Event:
+            return matmul_reduce_scatter_fused(communicator, input, own, segments, configuration)
+
+        return node_fused.matmul_all_reduce(communicator, linear, reduce_scatter)
     (rows, columns), block_m = linear.output.shape, configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     tiles = formulas.tiles_of([rows], block_m, tiles_n)
     row_bytes = columns * linear.output.element_size()
     layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
-    operands = product(communicator, configuration, input, linear)
+    known = operands.product(communicator, configuration, input, linear)
     # A tile is stored into every rank's memory in turn: a descriptor is for one place.
-    operands["TILES"] = operands["TILES"]._replace(OUT_DESCRIPTOR=False)
+    known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
     resident = plain.resident_programs(communicator, configuration)
-    arguments = {**operands, "bias_ptr": bias_or_none(linear), "M": rows, "AVERAGE": linear.average}
+    bias, average = operands.bias_or_none(linear), linear.average
+    arguments = {**known, "bias_ptr": bias, "M": rows, "AVERAGE": average}
     kernel = matmul_all_reduce_kernels.matmul_all_reduce_kernel
-    grid, options = formulas.persistent_grid(0, tiles, resident), launch_options(configuration)
+    grid = formulas.persistent_grid(0, tiles, resident)
+    options = operands.launch_options(configuration)
     return plain.enqueue_kernel(
         communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
     )

@@ -13,7 +13,6 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.collectives import multimem
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
@@ -46,24 +45,16 @@ def _run(
     def body(workspace: Workspace) -> None:
         multicast = workspace.buffer.multicast
         assert multicast or communicator.place.interpreted, "which the engine has made sure of"
-        offsets = {} if sums is None else {"sums_offset": workspace.data_offset + sums}
-        communicator.compute.launch(
-            KernelLaunch(
-                kernel,
-                formulas.persistent_grid(0, blocks, limit),
-                {
-                    **workspace.kernel_arguments(),
-                    **arguments,
-                    **offsets,
-                    "blocks": blocks,
-                    "multicast": multicast,
-                    "BLOCK": _block(configuration),
-                    "MULTIMEM": multicast != 0,
-                },
-                op,
-                num_warps=configuration.num_warps,
-            )
-        )
+        known = {
+            **arguments,
+            **({} if sums is None else {"sums_offset": workspace.data_offset + sums}),
+            "blocks": blocks,
+            "multicast": multicast,
+            "BLOCK": _block(configuration),
+            "MULTIMEM": multicast != 0,
+        }
+        grid, warps = formulas.persistent_grid(0, blocks, limit), configuration.num_warps
+        communicator.compute.launch(workspace.kernel_launch(kernel, grid, known, num_warps=warps))
 
     return communicator.enqueue(op, layout, body)
 

@@ -21,7 +21,6 @@ from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.algorithms import operands
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
-from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import configuration as configurations
 from interlace.runtime.tuning.configuration import Configuration
@@ -35,24 +34,23 @@ class GatherMoves:
     def __init__(
         self,
         communicator: Communicator,
-        nodes: Nodes,
         rows: Sequence[int],
         size: int,
         configuration: Configuration,
     ) -> None:
-        self._rank, self._nodes, self._configuration = communicator.rank, nodes, configuration
-        self._rows, self._size = rows, size
-        self._moves = algorithms.gather_moves(communicator, nodes, rows, size)
-        self.partners = algorithms.Partners(communicator, nodes)
+        self._known = communicator.rank, communicator.nodes, rows, size
+        self._configuration = configuration
+        self._moves = algorithms.gather_moves(communicator, rows, size)
+        self.partners = algorithms.Partners(communicator)
         self.slots = self._moves.leased(communicator.world_size)
         most = max(1, min(self._moves.count, communicator.place.program_limit // 4))
         self.programs = min(max(1, configuration.copiers), most)
 
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
         """The ``launch_formulas.chunk_lines`` in the order in which chunks come between nodes."""
-        known = self._rank, self._nodes, self._rows, self._size
-        arrivals = algorithms.arrival_lines(*known, own=False)
-        return formulas.numbered_lines(self._rank, self._rows, arrivals, block_m, tiles_n)
+        rank, _, rows, _ = self._known
+        arrivals = algorithms.arrival_lines(*self._known, own=False)
+        return formulas.numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 
     def start(self, workspace: Workspace, input: torch.Tensor) -> None:
         """Begin to move rows of ``input`` on the copy stream."""
@@ -61,7 +59,6 @@ class GatherMoves:
 
 def all_gather_matmul_pipelined(
     communicator: Communicator,
-    nodes: Nodes,
     input: torch.Tensor,
     linears: Sequence[operands.Linear],
     rows: Sequence[int],
@@ -71,9 +68,9 @@ def all_gather_matmul_pipelined(
     """A torch matmul per chunk, each as soon as its chunk is there."""
     rank, inner = communicator.rank, input.shape[1]
     size = max(1, formulas.ceil_div(max(rows), configuration.chunks))
-    moves = GatherMoves(communicator, nodes, rows, size, configuration)
+    moves = GatherMoves(communicator, rows, size, configuration)
     nbytes = formulas.gathered_bytes(rows, inner * input.element_size())
-    lines = algorithms.arrival_lines(rank, nodes, rows, size, own=True)
+    lines = algorithms.arrival_lines(rank, communicator.nodes, rows, size, own=True)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
@@ -96,7 +93,6 @@ def all_gather_matmul_pipelined(
 
 def matmul_reduce_scatter(
     communicator: Communicator,
-    nodes: Nodes,
     input: torch.Tensor,
     linear: operands.Linear,
     segments: Sequence[tuple[int, int]],
@@ -106,7 +102,7 @@ def matmul_reduce_scatter(
     product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
     if output.dtype not in SUMMED_DTYPES or not product.numel():
         operands.multiply(product, input, linear.weight, None)
-        return _exchanged(communicator, nodes, product, segments, linear)
+        return operands.scatter_product(communicator, product, linear, segments)
     exact = linear.bias is None and not linear.activation
     total = output if exact else torch.empty_like(output, dtype=torch.float32)
     lengths = [count * columns for _, count in segments]
@@ -119,7 +115,6 @@ def matmul_reduce_scatter(
 
     return algorithms.reduce_scatter(
         communicator,
-        nodes,
         product.view(-1),
         total.view(-1),
         lengths,
@@ -131,37 +126,8 @@ def matmul_reduce_scatter(
     )
 
 
-def _exchanged(
-    communicator: Communicator,
-    nodes: Nodes,
-    product: torch.Tensor,
-    segments: Sequence[tuple[int, int]],
-    linear: operands.Linear,
-) -> Event:
-    """All contributions to the own rows come here and are folded in rank order."""
-    world_size, compute = communicator.world_size, communicator.compute
-    collected = [torch.empty_like(linear.output) for _ in range(world_size)]
-    first, count = segments[communicator.rank]
-    collected[communicator.rank] = product[first : first + count]
-    row_bytes = product.shape[1] * product.element_size()
-    if product.numel():
-        algorithms.exchange(
-            communicator,
-            nodes,
-            "matmul_reduce_scatter",
-            bytes_of(product),
-            [bytes_of(part) for part in collected],
-            [[rows * row_bytes for _, rows in segments]] * world_size,
-            configurations.choose(communicator.place, torch.uint8, product.nbytes, 1, 1),
-        )
-    compute.call(lambda: operands.sum_with_bias(collected, linear), "sum")
-    return compute.record()
-
-
 def matmul_all_reduce(
     communicator: Communicator,
-    nodes: Nodes,
-    input: torch.Tensor,
     linear: operands.Linear,
     reduce_scatter: Callable[[operands.Linear, Sequence[tuple[int, int]]], Event],
 ) -> Event:
@@ -175,4 +141,4 @@ def matmul_all_reduce(
         bias = bias[first : first + count]
     event = reduce_scatter(replace(linear, bias=bias, output=parts[rank]), segments)
     whole = [bytes_of(part) for part in parts]
-    return algorithms.gather_parts(communicator, nodes, whole, whole[rank], event) or event
+    return algorithms.gather_parts(communicator, whole, whole[rank], event) or event

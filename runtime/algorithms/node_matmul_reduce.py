@@ -22,7 +22,6 @@ from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.algorithms.operands import Linear, epilogue, launch_options, product
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
@@ -54,14 +53,13 @@ def tables_of(
 
 def matmul_reduce_scatter(
     communicator: Communicator,
-    nodes: Nodes,
     input: torch.Tensor,
     linear: Linear,
     segments: Sequence[tuple[int, int]],
     configuration: Configuration,
 ) -> Event:
     """``matmul_reduce.matmul_reduce_scatter_fused`` between nodes; neither rows nor columns are 0."""
-    rank = communicator.rank
+    rank, nodes = communicator.rank, communicator.nodes
     columns, block_m, block_n = linear.weight.shape[1], configuration.block_m, configuration.block_n
     tiles_n = formulas.ceil_div(columns, block_n)
     rows = [count for _, count in segments]
@@ -84,10 +82,10 @@ def matmul_reduce_scatter(
     known = tables_of(rank, nodes, segments, block_m, tiles_n)
     key = (tuple(segments), block_m, tiles_n)
     table = communicator.table
-    far = algorithms.Partners(communicator, nodes)
+    far = algorithms.Partners(communicator)
     shared = {
         "node": algorithms.node_argument(
-            communicator, nodes, table(("node tile sums", key), lambda: known.sums)
+            communicator, table(("node tile sums", key), lambda: known.sums)
         ),
         "slots": NodeSlots(each, landing_slot, landed_slot),
         "own_rows": rows[rank],
@@ -104,43 +102,37 @@ def matmul_reduce_scatter(
 
     def body(workspace: Workspace) -> None:
         begin = workspace.data_offset
-        known_here = {
-            **workspace.kernel_arguments(),
-            **shared,
-            "regions": Regions(stride, begin + partial, begin + landing),
+        both = {**shared, "regions": Regions(stride, begin + partial, begin + landing)}
+        sums = {
+            **both,
+            "contribution_ptr": linear.output,
+            "duties": Table(duties_table, len(known.duties)),
+            "PUT": nodes.put,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "GROUP_M": configuration.group_m,
+            "BLOCK": configuration.block_elements,
         }
+        # Left alone, ptxas takes so few registers that a load waits for the one before it.
+        options = {**nodes.options, "maxnreg": 128}
+        warps = configuration.num_warps
         communicator.copying.launch(
-            KernelLaunch(
-                kernels.node_sums_kernel,
-                summing,
-                {
-                    **known_here,
-                    "contribution_ptr": linear.output,
-                    "duties": Table(duties_table, len(known.duties)),
-                    "PUT": nodes.put,
-                    "BLOCK_M": block_m,
-                    "BLOCK_N": block_n,
-                    "GROUP_M": configuration.group_m,
-                    "BLOCK": configuration.block_elements,
-                },
-                "matmul_reduce_scatter",
-                num_warps=configuration.num_warps,
-                # Left alone, ptxas takes so few that a load waits for the one before it.
-                options={**nodes.options, "maxnreg": 128},
+            workspace.kernel_launch(
+                kernels.node_sums_kernel, summing, sums, num_warps=warps, options=options
             )
         )
+        products = {
+            **both,
+            **operands,
+            **epilogue(linear),
+            "segments_ptr": segments_table,
+            "AVERAGE": linear.average,
+        }
         communicator.compute.launch(
-            KernelLaunch(
+            workspace.kernel_launch(
                 kernels.matmul_node_reduce_scatter_kernel,
                 formulas.persistent_grid(0, tiles, resident),
-                {
-                    **known_here,
-                    **operands,
-                    **epilogue(linear),
-                    "segments_ptr": segments_table,
-                    "AVERAGE": linear.average,
-                },
-                "matmul_reduce_scatter",
+                products,
                 **launch_options(configuration),
             )
         )

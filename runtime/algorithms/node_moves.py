@@ -22,7 +22,6 @@ from interlace.kernels.arguments import Node, NodeSlots, Regions, Rows, Table, T
 from interlace.kernels.nodes import moves as move_kernels
 from interlace.kernels.nodes import order, reduction
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of, neighbours, overlap
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event, Stream
@@ -45,9 +44,9 @@ class Moves:
         return self.slots + world_size
 
 
-def gather_moves(communicator: Communicator, nodes: Nodes, rows: Sequence[int], size: int) -> Moves:
+def gather_moves(communicator: Communicator, rows: Sequence[int], size: int) -> Moves:
     """Moves of an all-gather of ``rows`` by rank, in chunks of ``size`` rows."""
-    rank = communicator.rank
+    rank, nodes = communicator.rank, communicator.nodes
     lines, slots = order.gather_moves(rank, nodes.of, rows, size)
     table = communicator.table(("node moves", tuple(rows), size), lambda: lines)
     return Moves(table, len(lines), slots)
@@ -56,9 +55,9 @@ def gather_moves(communicator: Communicator, nodes: Nodes, rows: Sequence[int], 
 class Partners:
     """Ranks of other nodes that this one exchanges puts with. Makes tables: before the op is on streams."""
 
-    def __init__(self, communicator: Communicator, nodes: Nodes) -> None:
-        self._communicator, self._nodes = communicator, nodes
-        ranks = nodes.partners(communicator.rank)
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator, self._nodes = communicator, communicator.nodes
+        ranks = self._nodes.partners(communicator.rank)
         self._table = Table(communicator.table("node partners", lambda: [ranks]), len(ranks))
 
     def move(
@@ -107,10 +106,9 @@ class Partners:
         grid: int = 1,
         num_warps: int = 1,
     ) -> None:
-        known = {**workspace.kernel_arguments(), **arguments, "PUT": self._nodes.put}
-        options = self._nodes.options
+        known, options = {**arguments, "PUT": self._nodes.put}, self._nodes.options
         stream.launch(
-            KernelLaunch(kernel, grid, known, workspace.op, num_warps=num_warps, options=options)
+            workspace.kernel_launch(kernel, grid, known, num_warps=num_warps, options=options)
         )
 
 
@@ -126,7 +124,6 @@ def shared_programs(
 
 def all_gather(
     communicator: Communicator,
-    nodes: Nodes,
     input: torch.Tensor,
     output: torch.Tensor,
     lengths: Sequence[int],
@@ -138,39 +135,33 @@ def all_gather(
     ``input`` may be its own part of ``output``, which is then not written. It is there ``after`` an op
     for which the caller's stream does not wait.
     """
-    rank = communicator.rank
-    block = configuration.block_elements
+    rank, block = communicator.rank, configuration.block_elements
     chunk = formulas.chunk_elements(lengths, block, configuration.chunks)
     chunk = formulas.ceil_div(chunk, ALIGNMENT) * ALIGNMENT
-    moves = gather_moves(communicator, nodes, lengths, chunk)
+    moves = gather_moves(communicator, lengths, chunk)
     in_place = output[sum(lengths[:rank]) :].data_ptr() == input.data_ptr()
-    arrivals = arrival_lines(rank, nodes, lengths, chunk, own=not in_place)
+    arrivals = arrival_lines(rank, communicator.nodes, lengths, chunk, own=not in_place)
     table = communicator.table(("node arrivals", tuple(lengths), chunk, in_place), lambda: arrivals)
     layout = Layout(moves.leased(communicator.world_size), sum(lengths))
     moving, collecting = shared_programs(communicator, configuration, moves.count)
-    far = Partners(communicator, nodes)
+    far, kernel = Partners(communicator), transfer.all_gather_kernel
+    arguments = {
+        "input_ptr": input,
+        "output_ptr": output,
+        "sends": Table(table, 0),
+        "arrivals": Table(table, len(arrivals)),
+        "COPIERS": 0,
+        "BLOCK": block,
+    }
 
     def body(workspace: Workspace) -> None:
         if after is not None:
             communicator.copying.wait_event(after)
         far.move(workspace, input, moves, moving, configuration)
         if arrivals:
+            grid, warps = min(collecting, len(arrivals)), configuration.num_warps
             communicator.compute.launch(
-                KernelLaunch(
-                    transfer.all_gather_kernel,
-                    min(collecting, len(arrivals)),
-                    {
-                        **workspace.kernel_arguments(),
-                        "input_ptr": input,
-                        "output_ptr": output,
-                        "sends": Table(table, 0),
-                        "arrivals": Table(table, len(arrivals)),
-                        "COPIERS": 0,
-                        "BLOCK": block,
-                    },
-                    "all_gather",
-                    num_warps=configuration.num_warps,
-                )
+                workspace.kernel_launch(kernel, grid, arguments, num_warps=warps)
             )
         far.put_credits(workspace)
 
@@ -216,7 +207,6 @@ def gather_into(
 
 def gather_parts(
     communicator: Communicator,
-    nodes: Nodes,
     outputs: Sequence[torch.Tensor],
     input: torch.Tensor,
     after: Event | None = None,
@@ -229,14 +219,13 @@ def gather_parts(
 
     def gather(flat: torch.Tensor, target: torch.Tensor) -> Event:
         assert after is None or flat is input
-        return all_gather(communicator, nodes, flat, target, lengths, config, after)
+        return all_gather(communicator, flat, target, lengths, config, after)
 
     return gather_into(communicator, outputs, input, gather)
 
 
 def exchange(
     communicator: Communicator,
-    nodes: Nodes,
     op: str,
     input: torch.Tensor,
     outputs: Sequence[torch.Tensor],
@@ -244,14 +233,14 @@ def exchange(
     configuration: Configuration,
 ) -> Event:
     """``outputs[r]`` = part [own rank] of rank r's ``input``, but the own; of ``sizes[source][rank]``."""
-    rank = communicator.rank
+    rank, nodes = communicator.rank, communicator.nodes
     lines, firsts, total, slots = order.exchange_moves(rank, nodes.of, sizes)
     key = ("node exchange", tuple(tuple(each) for each in sizes))
     moves = Moves(communicator.table(key, lambda: lines), len(lines), slots)
     layout = Layout(moves.leased(communicator.world_size), total)
     moving, _ = shared_programs(communicator, configuration, moves.count)
     elsewhere = [source for source, node in enumerate(nodes.of) if node != nodes.of[rank]]
-    far = Partners(communicator, nodes)
+    far = Partners(communicator)
 
     def body(workspace: Workspace) -> None:
         far.move(workspace, input, moves, moving, configuration)
@@ -272,9 +261,9 @@ def regions_of(nodes: Nodes) -> tuple[int, int]:
     return max(owned[rank] * len(nodes.members(rank)) for rank in ranks), max(owned)
 
 
-def node_argument(communicator: Communicator, nodes: Nodes, sums: torch.Tensor) -> Node:
+def node_argument(communicator: Communicator, sums: torch.Tensor) -> Node:
     """The argument that tells kernels that sum of this rank's node; ``sums`` says who sums for it."""
-    rank, names = communicator.rank, nodes.names()
+    rank, nodes, names = communicator.rank, communicator.nodes, communicator.nodes.names()
     members = nodes.members(rank)
     table, place = communicator.table("node members", lambda: [members]), members.index(rank)
     return Node(table, len(members), place, sums, len(names), names.index(nodes.of[rank]))
@@ -318,7 +307,6 @@ def reductions_of(rank: int, nodes: Nodes, pieces: Sequence[int]) -> Reductions:
 
 def reduce_scatter(
     communicator: Communicator,
-    nodes: Nodes,
     input: torch.Tensor,
     output: torch.Tensor,
     lengths: Sequence[int],
@@ -334,8 +322,8 @@ def reduce_scatter(
     With ``produce``, torch code that makes one owner's part of ``input``, a part is handed over while the
     next one is made. ``finish`` is torch code that works on ``output``.
     """
-    rank, block, names = communicator.rank, configuration.block_elements, len(nodes.names())
-    longest, (regions, most_sums) = max(lengths), regions_of(nodes)
+    rank, block, nodes = communicator.rank, configuration.block_elements, communicator.nodes
+    longest, (regions, most_sums), names = max(lengths), regions_of(nodes), len(nodes.names())
     piece = min(formulas.ceil_div(longest, PIECES), LARGEST_PIECE)
     piece = formulas.ceil_div(piece, block) * block
     pieces = formulas.ceil_div(longest, piece)
@@ -347,13 +335,13 @@ def reduce_scatter(
     layout.add_data(regions * stride * input.element_size())
     partial = layout.add_data(most_sums * stride * 4)
     landing = layout.add_data(names * stride * 4)
-    parts_table, duties, sums_table = _sum_tables(communicator, nodes, lengths, piece)
+    parts_table, duties, sums_table = _sum_tables(communicator, lengths, piece)
     limit = configuration.programs or communicator.place.program_limit
-    far = Partners(communicator, nodes)
+    far = Partners(communicator)
     constants = {
         "input_ptr": input,
         "output_ptr": output,
-        "node": node_argument(communicator, nodes, sums_table),
+        "node": node_argument(communicator, sums_table),
         "slots": NodeSlots(pieces, landing_slot, landing_slot),
         "piece": piece,
         "PUT": nodes.put,
@@ -363,24 +351,16 @@ def reduce_scatter(
 
     def launch(stream: Stream, workspace: Workspace, parts: tuple[int, int], sum_up: bool) -> None:
         grid = formulas.persistent_grid(0, pieces * (names if sum_up else 1), limit)
-        begin = workspace.data_offset
-        stream.launch(
-            KernelLaunch(
-                reduction.node_reduce_scatter_kernel,
-                grid,
-                {
-                    **workspace.kernel_arguments(),
-                    **constants,
-                    "regions": Regions(stride, begin + partial, begin + landing),
-                    "parts": TablePart(parts_table, *parts),
-                    "duties": duties if sum_up else Table(duties.ptr, 0),
-                    "own_elements": lengths[rank] if sum_up else 0,
-                },
-                op,
-                num_warps=configuration.num_warps,
-                options=nodes.options,
-            )
-        )
+        begin, kernel = workspace.data_offset, reduction.node_reduce_scatter_kernel
+        arguments = {
+            **constants,
+            "regions": Regions(stride, begin + partial, begin + landing),
+            "parts": TablePart(parts_table, *parts),
+            "duties": duties if sum_up else Table(duties.ptr, 0),
+            "own_elements": lengths[rank] if sum_up else 0,
+        }
+        options = {"num_warps": configuration.num_warps, "options": nodes.options}
+        stream.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
 
     def body(workspace: Workspace) -> None:
         compute, copying = communicator.compute, communicator.copying
@@ -402,12 +382,12 @@ def reduce_scatter(
 
 
 def _sum_tables(
-    communicator: Communicator, nodes: Nodes, lengths: Sequence[int], piece: int
+    communicator: Communicator, lengths: Sequence[int], piece: int
 ) -> tuple[torch.Tensor, Table, torch.Tensor]:
     """Of ``node_reduce_scatter_kernel``: the parts, what this rank sums for others, and who sums for it."""
     firsts = [sum(lengths[:owner]) for owner in range(len(lengths))]
     pieces = [formulas.ceil_div(length, piece) for length in lengths]
-    known = reductions_of(communicator.rank, nodes, pieces)
+    known = reductions_of(communicator.rank, communicator.nodes, pieces)
     parts = [(by, at, firsts[o], lengths[o], start) for o, by, at, start in known.parts]
     duties = [(o, at, firsts[o], lengths[o], start) for o, at, start in known.duties]
     key = (tuple(lengths), piece)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
+from interlace.runtime.algorithms.plain import agreed_call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
@@ -98,6 +100,23 @@ def enqueue_product(
         communicator.compute.call(
             lambda: multiply(output, input, linear.weight, linear.bias, linear.activation), label
         )
+
+
+def scatter_product(
+    communicator: Communicator,
+    product: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+) -> Event:
+    """``linear.output`` = the engine's sum of the own rows of ``product``, then the rest."""
+    parts = [product[first : first + count].view(-1) for first, count in segments]
+    reduction = "avg" if linear.average else "sum"
+    op, about = "matmul_reduce_scatter", (tuple(segments), product.shape, product.dtype, reduction)
+    call = agreed_call(communicator, op, (f"parts of {op}", *about))
+    communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
+    if linear.bias is not None or linear.activation:
+        communicator.compute.call(lambda: finish_sum(linear.output, linear), "bias")
+    return communicator.compute.record()
 
 
 def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:

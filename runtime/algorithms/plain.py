@@ -11,7 +11,7 @@ All tensors here are flat and contiguous. Reductions are ``reductions.fold``'s, 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from interlace.kernels.tiling import owner_order, prefix_sums
 from interlace.runtime.algorithms.node_moves import gather_parts
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.reductions import fold
@@ -113,8 +112,7 @@ def all_gather_copy(
     rank = communicator.rank
     if communicator.place.nodes is not None:
         parts, before = [bytes_of(output) for output in outputs], communicator.compute.record()
-        nodes = communicator.place.nodes
-        return gather_parts(communicator, nodes, parts, bytes_of(input), before) or before
+        return gather_parts(communicator, parts, bytes_of(input), before) or before
     nbytes = max(output.numel() for output in outputs) * input.dtype.itemsize
     taken = [
         Taken(source, 0, outputs[source])
@@ -177,16 +175,14 @@ def enqueue_kernel(
     kernel: object,
     grid: int,
     arguments: dict[str, Any],
-    options: dict[str, int],
-    then: Sequence[KernelLaunch] = (),
+    options: dict[str, Any],
+    then: Sequence[tuple[object, int, dict[str, Any], dict[str, Any]]] = (),
 ) -> Event:
     """An op that is one kernel, or one and ``then`` more; ``arguments``: those besides the workspace."""
-    launches = KernelLaunch(kernel, grid, arguments, op, **options), *then
 
     def body(workspace: Workspace) -> None:
-        for launch in launches:
-            known = {**workspace.kernel_arguments(), **launch.arguments}
-            communicator.compute.launch(replace(launch, arguments=known))
+        for each, programs, given, more in ((kernel, grid, arguments, options), *then):
+            communicator.compute.launch(workspace.kernel_launch(each, programs, given, **more))
 
     return communicator.enqueue(op, layout, body)
 

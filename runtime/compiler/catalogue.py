@@ -30,9 +30,9 @@ from interlace.kernels import signal
 from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce, plain
-from interlace.runtime.algorithms import grouped_matmul as grouped_algorithms
 from interlace.runtime.algorithms import low_latency as small
 from interlace.runtime.algorithms import multimem as switch
+from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
@@ -289,10 +289,8 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
     input, linear = operands.tensors(operands.rows, EXPERTS)
     counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
     routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
-    name = "all_gather_grouped_matmul"
-    (launch,) = launched(
-        grouped_algorithms.grouped_matmul_fused, name, input, linear, routes, None, configuration
-    )
+    call = "all_gather_grouped_matmul", input, linear, routes, None
+    (launch,) = launched(lambda group: GroupedMatmul(group, *call).fused(configuration))
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
@@ -321,7 +319,7 @@ def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
     input, linear, segments = _scattered(operands, NODE_RANKS)
     group = AbsentGroup(NODE_RANKS, put="stores")
     op = node_matmul_reduce.matmul_reduce_scatter
-    _, launch, *_ = launched(op, group.nodes, input, linear, segments, configuration, group=group)
+    _, launch, *_ = launched(op, input, linear, segments, configuration, group=group)
     return _fused_entry(arch, operands, launch)
 
 

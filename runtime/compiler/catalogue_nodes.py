@@ -41,15 +41,12 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
     found: dict[str, Entry] = {}
 
     def run(group: Any) -> None:
-        nodes, workspace = group.nodes, group.workspace()
-        far = node_moves.Partners(group, nodes)
-        moves = node_moves.gather_moves(group, nodes, rows, _ROWS)
+        workspace, far = group.workspace(), node_moves.Partners(group)
+        moves = node_moves.gather_moves(group, rows, _ROWS)
         for input in (flat, matrix):
             far.move(workspace, input, moves, 1, configuration)
-        node_moves.reduce_scatter(group, nodes, whole, part, lengths, configuration, average=False)
-        node_matmul_reduce.matmul_reduce_scatter(
-            group, nodes, every, linear, segments, configuration
-        )
+        node_moves.reduce_scatter(group, whole, part, lengths, configuration, average=False)
+        node_matmul_reduce.matmul_reduce_scatter(group, every, linear, segments, configuration)
 
     for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):
         made = entry(launch, put, arch)

@@ -29,7 +29,7 @@ from interlace.runtime.core.call import Call, PreparedCall, Refusal, Start
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError
 from interlace.runtime.core.memory import Arena, Layout, Tables, Workspace
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import Nodes, Place
 from interlace.runtime.core.stream import NOTHING, Event, Outcome, Settled
 from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.core.work import Work
@@ -324,6 +324,12 @@ class Communicator:
             f"rank {self.rank}: {op}: the ranks of this group are out of step, and it is over. It began "
             f"with: {self._out_of_step}"
         )
+
+    @property
+    def nodes(self) -> Nodes:
+        """Which ranks share a node, in a place of several."""
+        assert self.place.nodes is not None
+        return self.place.nodes
 
     @property
     def workspace_bytes(self) -> int:

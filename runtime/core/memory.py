@@ -33,6 +33,7 @@ import torch
 from interlace.kernels import arguments
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE, SPIN_LIMIT_WORD
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.launch import KernelLaunch
 
 WORD = 8
 DATA_ALIGNMENT = 256
@@ -159,10 +160,13 @@ class Workspace:
     def rank(self) -> int:
         return self.buffer.rank
 
-    def kernel_arguments(self) -> dict[str, Any]:
-        """The argument by which every kernel finds the workspace."""
+    def kernel_launch(
+        self, kernel: Any, grid: int, given: dict[str, Any], **options: Any
+    ) -> KernelLaunch:
+        """A launch of the op, with the argument by which every kernel finds the workspace."""
         peers = self.buffer.peers, self.buffer.rank, self.world_size
-        return {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
+        own = {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
+        return KernelLaunch(kernel, grid, {**own, **given}, self.op, **options)
 
     def slot_byte(self, slot: int) -> int:
         return self.slot_offset + WORD * slot

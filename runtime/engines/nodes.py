@@ -25,7 +25,6 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
-from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event
 from interlace.runtime.engines.streams import StreamEngine
 from interlace.runtime.numerics.reductions import fold
@@ -35,15 +34,11 @@ from interlace.runtime.tuning import configuration
 def on_streams(communicator: Communicator) -> Engine:
     """The engine of a group whose ranks work on streams: on one node, or on several."""
     nodes = communicator.place.nodes
-    return StreamEngine(communicator) if nodes is None else HierarchicalEngine(communicator, nodes)
+    return (StreamEngine if nodes is None else HierarchicalEngine)(communicator)
 
 
 class HierarchicalEngine(StreamEngine):
-    """The collectives of ``communicator``, whose place has ``nodes``."""
-
-    def __init__(self, communicator: Communicator, nodes: Nodes) -> None:
-        super().__init__(communicator)
-        self._nodes = nodes
+    """The collectives of ``communicator``, whose place has nodes."""
 
     def _configuration(self, dtype: torch.dtype, longest: int) -> configuration.Configuration:
         return configuration.choose(self._communicator.place, dtype, longest, 1, 1)
@@ -51,14 +46,13 @@ class HierarchicalEngine(StreamEngine):
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
         parts = [bytes_of(output) for output in outputs]
-        return algorithms.gather_parts(self._communicator, self._nodes, parts, bytes_of(input))
+        return algorithms.gather_parts(self._communicator, parts, bytes_of(input))
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         self._verify(call)
         data = bytes_of(tensor)
         outputs = [data if rank == root else data[:0] for rank in range(self.world_size)]
-        own = outputs[self.rank]
-        return algorithms.gather_parts(self._communicator, self._nodes, outputs, own)
+        return algorithms.gather_parts(self._communicator, outputs, outputs[self.rank])
 
     def _exchange(
         self,
@@ -78,9 +72,7 @@ class HierarchicalEngine(StreamEngine):
         if any(map(sum, sizes)):
             longest = max(map(max, sizes))
             config = self._configuration(torch.uint8, longest)
-            event = algorithms.exchange(
-                self._communicator, self._nodes, call.op, whole, outputs, sizes, config
-            )
+            event = algorithms.exchange(self._communicator, call.op, whole, outputs, sizes, config)
         own = outputs[self.rank]
         if own.numel() and own.data_ptr() != mine.data_ptr():
             first = sum(sizes[self.rank][: self.rank])
@@ -135,14 +127,7 @@ class HierarchicalEngine(StreamEngine):
         if chosen == "kernel":
             config = self._configuration(output.dtype, max(lengths))
             return algorithms.reduce_scatter(
-                communicator,
-                self._nodes,
-                whole,
-                output,
-                lengths,
-                config,
-                average=op == "avg",
-                op=call.op,
+                communicator, whole, output, lengths, config, average=op == "avg", op=call.op
             )
         collected = torch.empty(
             (self.world_size, output.numel()), dtype=output.dtype, device=output.device
@@ -181,6 +166,4 @@ class HierarchicalEngine(StreamEngine):
         if event is None:
             return None
         outputs = [bytes_of(part) for part in torch.split(flat, lengths)]
-        return algorithms.gather_parts(
-            self._communicator, self._nodes, outputs, bytes_of(total), event
-        )
+        return algorithms.gather_parts(self._communicator, outputs, bytes_of(total), event)

@@ -43,7 +43,10 @@ def _launches(call: ast.Call, jitted: set[str]) -> bool:
     """``kernel[grid](...)``, ``launcher(*grid, ...)``, names of Triton, CuPy and ``core/launch.py``."""
     called, keywords = call.func, {each.arg for each in call.keywords}
     name = ast.unparse(called).rpartition(".")[2]
-    if name in ("KernelLaunch", "warmup", "_init_handles") or "shared_mem" in keywords:
+    if (
+        name in ("KernelLaunch", "kernel_launch", "warmup", "_init_handles")
+        or "shared_mem" in keywords
+    ):
         return True
     if isinstance(called, ast.Subscript):
         kernel = ast.unparse(called.value).rpartition(".")[2]
@@ -142,7 +145,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
 
     def between_nodes(group: Any) -> None:
         flat = meta(2048, dtype=torch.uint8)
-        node_moves.all_gather(group, group.nodes, flat[:256], flat, [256] * 8, configuration)
+        node_moves.all_gather(group, flat[:256], flat, [256] * 8, configuration)
 
     made = catalogue.entry
     catalogue.entry = catalogue_nodes.entry = entry

@@ -23,7 +23,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.collectives.all_to_all import whole_numbers
-from interlace.runtime.algorithms import grouped_matmul as algorithms
+from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.call import Call, PreparedCall
@@ -114,19 +114,18 @@ def _started(
         algorithm = choose_algorithm(place, wide, rows, moved, empty=empty)
         if place.nodes is not None:
             algorithm = "unfused"
+    made = GroupedMatmul(communicator, op, input, linear, routes, received)
     if algorithm == "unfused":
-        return algorithms.grouped_matmul_unfused(communicator, op, input, linear, routes, received)
+        return made.unfused()
     if place.nodes is not None:
         raise ValueError(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
             'or "auto"'
         )
-    columns = call.weight.shape[2]
-    chosen = configuration.choose(place, input.dtype, routes.longest, columns, inner, grouped=True)
-    run = algorithms.grouped_matmul_pipelined
-    if algorithm == "fused":
-        run = algorithms.grouped_matmul_fused
-    return run(communicator, op, input, linear, routes, received, chosen)
+    if algorithm == "pipelined":
+        return made.pipelined()
+    extents = routes.longest, call.weight.shape[2], inner
+    return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
 
 
 def checked(

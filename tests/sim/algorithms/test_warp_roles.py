@@ -383,8 +383,10 @@ def test_sums_may_be_a_kernel_of_their_own(mutant: Mutant, tmp_path: pathlib.Pat
         name = "matmul_reduce_scatter_roles_kernel"
         with (
             mock.patch.object(matmul_reduce_scatter_roles, name, kernel),
-            mock.patch.object(matmul_reduce, "may_have_roles", lambda *of: True),
-            mock.patch.object(matmul_reduce, "with_roles", lambda of, arguments, *more: arguments),
+            mock.patch.object(matmul_reduce.operands, "may_have_roles", lambda *of: True),
+            mock.patch.object(
+                matmul_reduce.operands, "with_roles", lambda of, arguments, *more: arguments
+            ),
         ):
             report = races(on_rank, 3, seeds=range(4))
     assert report.clean == (mutant is ALONE)

@@ -332,6 +332,7 @@ class Recorder:
     def __init__(self, nodes: Nodes, rank: int) -> None:
         self.rank, self.world_size = rank, len(nodes.of)
         self.compute = self.copying = self
+        self.nodes = nodes
         self.place = SimpleNamespace(program_limit=131, nodes=nodes, interpreted=True)
         self.launches: list[KernelLaunch] = []
 
@@ -365,11 +366,11 @@ def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
     recorder: Any = Recorder(nodes, 2)
     config = Configuration(copiers=4, chunks=2)
     part, whole = torch.zeros(1000, dtype=torch.uint8), torch.zeros(4000, dtype=torch.uint8)
-    node_moves.all_gather(recorder, nodes, part, whole, [1000] * 4, config)
+    node_moves.all_gather(recorder, part, whole, [1000] * 4, config)
     sizes = [[10] * 4] * 4
-    node_moves.exchange(recorder, nodes, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
+    node_moves.exchange(recorder, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
     node_moves.reduce_scatter(
-        recorder, nodes, torch.zeros(400), torch.zeros(100), [100] * 4, config, average=False
+        recorder, torch.zeros(400), torch.zeros(100), [100] * 4, config, average=False
     )
     names = {launch.name for launch in recorder.launches}
     assert names == {
