@@ -20,6 +20,7 @@ the header page::
     2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
     2504 WAITS  int64: 1 + the rank that the owner waits for, 0 at first
     2512 SINCE  float64: when it last said so, by the monotonic clock
+    2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2560 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
     4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
          at byte 64 the message
@@ -55,7 +56,7 @@ _LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
 _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
 ATTEMPT, JOINED = 2032 // 8, 2040 // 8
 SEQUENCE, ABORTED = 0, 64 // 8
-STAGED, REDUCED, DONE, MET = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8
+STAGED, REDUCED, DONE, MET, HOW = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8, 2520 // 8
 _ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
 _AREAS = 4096
 TEXT = 64

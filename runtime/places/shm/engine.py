@@ -269,6 +269,7 @@ class HostEngine(Engine):
                 return
             self._steps.begin(call, nbytes)
             here, by_sum = root is None or root == rank, sums(op, dtype)
+            by_sum = by_sum and (root is not None or self._steps.alike())
             key, addresses = None, (tensor.data_ptr(), 0)
             if by_sum:
                 key = "reduce", nbytes, dtype, here

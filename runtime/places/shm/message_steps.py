@@ -3,7 +3,7 @@
 The protocols (``engine.py``, ``rounds.py``) are functions that call the methods of what they are
 given, and that is either of two. :class:`Listed` writes a list, which machine code does now and whenever
 the same op comes back. :class:`AtOnce` does each step when it is asked to. Ranks may differ in which they
-use.
+use, but where each computes the same result for itself: of two NaNs the sum has the bits of either.
 
 A list is kept under a key, which says all that it depends on. An op has no key if it differs from call to
 call, or is not for machine code: then it is done at once, as are all where there is no machine code. What
@@ -22,6 +22,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import (
     AREA,
+    HOW,
     PLACES,
     SEQUENCE,
     SMALL_DATA,
@@ -140,6 +141,9 @@ class HostSteps:
         self._group, self._rank = group, group.rank
         self.machine_code = machine_code
         self.rounds = 0
+        self._alike: bool | None = None
+        if group.control is not None:
+            group.control.own_view[HOW] = 2 * (1 + group.sequence) + machine_code
         copies = (Copier(past=False), Copier(past=True)) if machine_code else (_memmove, _memmove)
         self._at_once = AtOnce(group, copies)
         self._kept: dict[Key, Steps] = {}
@@ -150,6 +154,14 @@ class HostSteps:
         self.call = call
         self.control, self.sequence = self._group.begin(call.message, extent, where)
         return self.control
+
+    def alike(self) -> bool:
+        """Whether it is known, on every rank or on none, that all use machine code, or that none does."""
+        if self._alike is None:
+            words = [int(view[HOW]) for view in self.control.views]
+            if all(0 < word >> 1 < self.sequence for word in words):  # said before the last message
+                self._alike = len({word & 1 for word in words}) == 1
+        return self._alike is True
 
     def meet(
         self,

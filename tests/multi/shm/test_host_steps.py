@@ -1,11 +1,21 @@
 """Collectives of one host as steps of machine code: the same bytes, waits and errors as in Python."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 import interlace
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm.machine_code import steps
 from multi.shm import steps_ranks
 from tiers import few, thorough
@@ -32,6 +42,56 @@ def test_every_op_in_every_size(world_size: int, which: str) -> None:
 @pytest.mark.parametrize("world_size", few([2, 3], 2))
 def test_every_dtype(world_size: int) -> None:
     assert run(steps_ranks.every_dtype, world_size) == [[]] * world_size
+
+
+NAN = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+AS_INT = {4: torch.int32, 2: torch.int16}
+
+
+@pytest.fixture(scope="module")
+def one_with_machine_code() -> Iterator[list[Engine]]:
+    """Two ranks, which are threads; one sums with machine code, one without."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+
+        def joined(rank: int) -> HostGroup:
+            return HostGroup(store, rank, 2, timeout=600, prefix="interlace/nan/0")
+
+        groups, engines = list(threads.map(joined, range(2))), []
+        with pytest.MonkeyPatch.context() as patch:
+            for rank, group in enumerate(groups):
+                patch.setattr(host_engine, "available", lambda rank=rank: rank == 0)
+                engines.append(host_engine.HostEngine(group))
+        yield engines
+        for group in groups:
+            group.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from(list(NAN)),
+    words=st.lists(st.tuples(*[st.integers(-(1 << 31), (1 << 31) - 1)] * 2), min_size=1),
+    all_nan=st.booleans(),
+)
+@example(torch.float32, [(0x7FC00001, 0x7FC00002)] * 67, False)
+@example(torch.bfloat16, [(0x7FC1, 0x7FC2)] * 67, False)
+@example(torch.float16, [(0x7E01, 0x7E02)] * 67, False)
+def test_ranks_have_the_same_bits_of_nan_with_machine_code_and_without(
+    one_with_machine_code: list[Engine],
+    dtype: torch.dtype,
+    words: list[tuple[int, int]],
+    all_nan: bool,
+) -> None:
+    integers = AS_INT[dtype.itemsize]
+    bits = torch.tensor(words, dtype=torch.int64).T.contiguous() | all_nan * NAN[dtype]
+    tensors = [row.to(integers).view(dtype) for row in bits]
+
+    def on_rank(rank: int) -> None:
+        one_with_machine_code[rank].all_reduce(Call("all_reduce"), tensors[rank], "sum")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(on_rank, range(2)))
+    assert torch.equal(tensors[0].view(integers), tensors[1].view(integers))
 
 
 @thorough
