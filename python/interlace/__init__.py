@@ -68,6 +68,7 @@ from interlace.matmuls import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from interlace.runtime.compat.environment import check_environment as _check_environment
 from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
 from interlace.runtime.core.errors import (
     AbortedError,
@@ -84,6 +85,7 @@ from interlace.symmetric_memory import registration as _torch_kernels
 
 __version__ = "0.1.0"
 
+_check_environment()
 _warn_of_untried()
 _interlace_backend.register()
 _torch_kernels.register()

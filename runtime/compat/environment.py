@@ -1,0 +1,33 @@
+"""The variables of the environment that interlace reads. One that it does not know is taken for a slip.
+
+docs/environment.md has this table.
+"""
+
+import difflib
+import os
+import re
+
+VARIABLES = {
+    "INTERLACE_SECRET": "the secret of a job, see [security](security.md)",
+    "INTERLACE_TRUST_NETWORK": "`1`: several hosts need no secret, see [security](security.md)",
+    "INTERLACE_TUNE_CACHE": "the file of tuned configurations, or `off`, see [tuning](tune.md)",
+    "INTERLACE_CALIBRATION": "the file of this machine's figures, or `off`, see [tensors](tensor.md)",
+    "INTERLACE_MACHINE_CODE": "`0`: collectives on a CPU are done by Python and torch alone",
+    "INTERLACE_TRACEBACK": "not empty: errors of `python -m interlace` come with a traceback",
+    "INTERLACE_WITHOUT_NVSHMEM": "`1`: tests that need NVSHMEM's device library are skipped",
+    "INTERLACE_UNTRIED": "set by interlace: the warning of untried releases was given",
+    "INTERLACE_COMPILING": "set by interlace: this process compiles kernels for another one",
+    "INTERLACE_RESTARTED": "set by interlace: the command has started itself anew",
+}
+_OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # which it sets for a service named interlace
+
+
+def check_environment() -> None:
+    """Raise ValueError for an ``INTERLACE_*`` that is not among them; it names the nearest that is."""
+    for name in os.environ:
+        known = name in VARIABLES or not name.startswith("INTERLACE_")
+        if not known and not _OF_KUBERNETES.search(name):
+            nearest = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0)[0]
+            raise ValueError(
+                f"{name} in the environment is no variable of interlace; did you mean {nearest}?"
+            )
