@@ -18,6 +18,8 @@ What one rank fails with ends the waits of all: it sends the reason to everybody
 connections, which wakes its own thread out of gloo (no wait of gloo can be ended otherwise). A rank whose
 connection breaks without such a packet before, and without "I have left", has died. The group's timeout
 is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
+gloo awaits the rest of a message that has begun to come even from a rank that has died; so for what is
+large enough to come in parts another thread waits, as long as it likes, and the caller until the group fails.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -43,6 +46,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
 )
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
+from interlace.runtime.places.one_host.worker import OrderedWorker
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
@@ -69,6 +73,7 @@ _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
 _LATE = 1.0  # seconds: closing connections ends waits, but not gloo's for a message that has begun to come
+_WHOLE = 64 << 10  # bytes that come in one piece
 _SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
 
 RankTensor = tuple[int, torch.Tensor]
@@ -161,6 +166,7 @@ class HostLinks:
         self._ended = threading.Event()
         self._left: set[int] = set()
         self._waiting: tuple[float, str, tuple[int, ...], float] | None = None
+        self._apart, self._moved = OrderedWorker("interlace bytes"), Future[None]()
         self.doing = ""
         """The op that this rank is in, for errors."""
         self._gloo = _connected(store, rank, self.world_size, address, timeout)
@@ -207,21 +213,37 @@ class HostLinks:
         self.check()
         bound = self._bound()
         until, started = time.monotonic() + bound, []
+        peer = self.rank
+
+        def finish() -> None:
+            nonlocal peer
+            try:
+                while started:
+                    peer, work = started[-1]
+                    self._waiting = (until, doing, (peer,), bound)
+                    work.wait(timedelta(seconds=bound + _LATE))
+                    started.pop()
+            finally:
+                started.clear()
+
         try:
             for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
                 for peer, tensor in parts:
                     if tensor.numel():
                         started.append((peer, begin([as_bytes(tensor)], peer, OP_TAG)))
-            while started:
-                peer, work = started[-1]
-                self._waiting = (until, doing, (peer,), bound)
-                work.wait(timedelta(seconds=bound + _LATE))
-                started.pop()
+            if all(tensor.nbytes <= _WHOLE for _, tensor in (*sends, *receives)):
+                finish()
+            else:
+                self._moved = moved = Future[None]()
+                self._apart.submit(lambda: _settle(moved, finish))
+                self.check()  # from now on a failure ends it
+                moved.result()
+        except InterlaceError:
+            raise
         except RuntimeError as error:
             raise self._broken(peer, error, doing) from None
         finally:
             self._waiting = None
-            started.clear()
 
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
@@ -332,6 +354,7 @@ class HostLinks:
                 return
             self._failure = error
         self._ended.set()
+        _settle(self._moved, self.check)
         self._on_failure(error)
         if tell:
             reason = error.args[0] if error.args else type(error).__name__
@@ -370,6 +393,18 @@ class HostLinks:
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(5.0)
+        self._apart.close(0.0)
+
+
+def _settle(future: Future[None], function: Callable[[], None]) -> None:
+    """``future`` is done when the function is, unless it was done before."""
+    with contextlib.suppress(InvalidStateError):
+        try:
+            function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
 
 def aborted_by(rank: int, reason: str) -> str:

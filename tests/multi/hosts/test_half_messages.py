@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a large message between hosts: the wait for the rest ends."""
+"""A rank that is killed or stopped in the middle of a large message between hosts: waits for the rest end."""
 
 import multiprocessing
 import os
@@ -17,15 +17,15 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.start.connect import connect_place
 from tiers import thorough
 
-TIMEOUT = 3.0
+LONG, SHORT = 240.0, 3.0  # timeouts
 ELEMENTS = 3_000_000  # a message is under way most of the time
 
 
-def gather_for_ever(rank: int, folder: pathlib.Path, said: Any) -> None:
+def gather_for_ever(rank: int, timeout: float, folder: pathlib.Path, said: Any) -> None:
     """Ranks on hosts of their own gather until one of them is gone; what rank 0 is told of that."""
     os.environ["INTERLACE_TRUST_NETWORK"] = "1"
     store = FileStore(str(folder / "store"), 2)
-    place = connect_place(store, rank, 2, timeout=TIMEOUT, name="half", host=f"host {rank}")
+    place = connect_place(store, rank, 2, timeout=timeout, name="half", host=f"host {rank}")
     group = Communicator(place, range(2))
     mine = torch.full((ELEMENTS,), float(rank))
     out = torch.empty(2 * ELEMENTS)
@@ -44,10 +44,16 @@ def gather_for_ever(rank: int, folder: pathlib.Path, said: Any) -> None:
 
 @thorough
 @pytest.mark.parametrize("delay", [0.0, 0.03, 0.06, 0.09])
-def test_a_wait_for_the_rest_of_a_message_is_bounded(tmp_path: pathlib.Path, delay: float) -> None:
+@pytest.mark.parametrize(("end", "timeout"), [(signal.SIGKILL, LONG), (signal.SIGSTOP, SHORT)])
+def test_a_wait_for_the_rest_of_a_message_ends(
+    tmp_path: pathlib.Path, delay: float, end: signal.Signals, timeout: float
+) -> None:
+    """At once if its sender is known to be dead, else at the timeout."""
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
-    ranks = [context.Process(target=gather_for_ever, args=(r, tmp_path, said)) for r in range(2)]
+    ranks = [
+        context.Process(target=gather_for_ever, args=(r, timeout, tmp_path, said)) for r in range(2)
+    ]
     for each in ranks:
         each.start()
     try:
@@ -57,8 +63,11 @@ def test_a_wait_for_the_rest_of_a_message_is_bounded(tmp_path: pathlib.Path, del
             time.sleep(0.005)
         time.sleep(delay)
         assert ranks[1].pid is not None
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        assert "rank 1" in said.get(timeout=20 * TIMEOUT)
+        os.kill(ranks[1].pid, end)
+        text = said.get(timeout=LONG / 2)
+        assert (
+            "PeerDiedError: rank 1 " in text if end == signal.SIGKILL else "has waited 3 s" in text
+        )
     finally:
         for each in ranks:
             each.kill()

@@ -21,7 +21,9 @@ def test_the_page_has_the_table() -> None:
 
 def test_every_variable_that_is_read_is_known() -> None:
     own = ROOT / "runtime/compat/environment.py"
-    files = [file for top in ("runtime", "python", "kernels") for file in (ROOT / top).rglob("*.py")]
+    files = [
+        file for top in ("runtime", "python", "kernels") for file in (ROOT / top).rglob("*.py")
+    ]
     found = {name for file in files if file != own for name in IN_SOURCE.findall(file.read_text())}
     assert found == set(VARIABLES) - {"INTERLACE_WITHOUT_NVSHMEM"}  # which tests read
 
