@@ -68,12 +68,7 @@ def all_gather_matmul(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
     if _requires_gradients(input, weight, bias):
-        if (
-            not modes_active()
-            and isinstance(input, torch.Tensor)
-            and input.dim() > 1
-            and recorded.equal_shards(group, input, gather_dim)
-        ):
+        if _matrices(input) and recorded.equal_shards(group, input, gather_dim):
             several = not isinstance(weight, torch.Tensor)
             count = len(weight) if several else 1
             with resolve(group).accepting(gather.OP):
@@ -194,15 +189,10 @@ def _matmul_reduce(
     """Either op that reduces; recorded for backward if autograd can and is to know of it."""
     input, weight, bias = tensors
     if _requires_gradients(*tensors):
-        matrices = (
-            not modes_active()
-            and isinstance(input, torch.Tensor)
-            and isinstance(weight, torch.Tensor)
-            and input.dim() > 1
-            and weight.dim() == 2
-        )
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
-        if matrices and all(recorded.equal_parts(group, input, weight, dim) for dim in dims):
+        if _matrices(input, weight) and all(
+            recorded.equal_parts(group, input, weight, dim) for dim in dims
+        ):
             with resolve(group).accepting(op):
                 name = checks.activation("activation", options.activation)
             operands = (input, weight, options.reduce_op, *dims)
@@ -211,6 +201,13 @@ def _matmul_reduce(
         checks.warn_without_gradients(op, stacklevel=4)
     communicator, tensors = resolve(group).on(input), (*tensors, None)
     return communicator.call(op, prepared, tensors, (options,), async_op=async_op, fills=False)
+
+
+def _matrices(*tensors: Any) -> bool:
+    """Whether a call with these is one that autograd can know of."""
+    return not modes_active() and all(
+        isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
+    )
 
 
 def _requires_gradients(*tensors: Any) -> bool:

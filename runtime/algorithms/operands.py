@@ -45,6 +45,18 @@ def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
+def factors(
+    input: torch.Tensor, weight: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Two matrices whose product has ``dim`` of ``input @ weight`` for its rows; what a bias is along.
+
+    The last dimension makes the transposed product: (input @ weight).T = weight.T @ input.T.
+    """
+    if dim == input.dim() - 1:
+        return weight.T, input.flatten(0, -2).T, "m"
+    return rows_of(input, dim), weight, "n"
+
+
 def unrows(matrix: torch.Tensor, lengths: Sequence[int], dim: int) -> torch.Tensor:
     """The inverse of :func:`rows_of` for other columns; ``lengths`` are the leading ones, dim first."""
     return matrix.view(*lengths, matrix.shape[-1]).movedim(0, dim)

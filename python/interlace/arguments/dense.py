@@ -25,12 +25,7 @@ def filled(
     run: Callable[[list[torch.Tensor]], Event | None],
 ) -> Event | None:
     """Run with dense stand-ins for the ``outputs`` that are not dense; the result goes back to these."""
-    dense = [
-        each
-        if each.is_contiguous()
-        else torch.empty(each.shape, dtype=each.dtype, device=each.device)
-        for each in outputs
-    ]
+    dense = [each if each.is_contiguous() else each.new_empty(each.shape) for each in outputs]
     return copied_back(communicator, outputs, dense, run(dense))
 
 

@@ -143,13 +143,9 @@ def sizes(
                 f"{of} has {total} rows, which world size {world_size} does not divide; give {name}"
             )
         return (total // world_size,) * world_size
-    lengths = tuple(whole_numbers(name, value))
-    if len(lengths) != world_size:
-        raise ValueError(f"{name} must have one size per rank, {world_size}, got {list(lengths)}")
-    if min(lengths) < 0 or sum(lengths) != total:
-        raise ValueError(
-            f"{name} must not be negative and add up to the {total} rows of {of}, got {list(lengths)}"
-        )
+    lengths = one_length_per_rank(name, value, world_size)
+    if sum(lengths) != total:
+        raise ValueError(f"{name} must add up to the {total} rows of {of}, got {list(lengths)}")
     return lengths
 
 

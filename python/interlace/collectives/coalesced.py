@@ -6,11 +6,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import dense
-from interlace.collectives.rootless import (
-    checked_all_gather,
-    checked_all_reduce,
-    checked_reduce_scatter,
-)
+from interlace.collectives import rootless
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -62,15 +58,17 @@ def _of_lists(
     return internal_form(name, check)
 
 
-_all_reduce_coalesced = _of_lists("all_reduce_coalesced", ["tensors"], checked_all_reduce)
+_all_reduce_coalesced = _of_lists("all_reduce_coalesced", ["tensors"], rootless.checked_all_reduce)
 _all_gather_coalesced = _of_lists(
-    "all_gather_coalesced", ["output_tensor_lists", "input_tensor_list"], checked_all_gather
+    "all_gather_coalesced",
+    ["output_tensor_lists", "input_tensor_list"],
+    rootless.checked_all_gather,
 )
 _all_gather_into_tensor_coalesced = _of_lists(
-    "all_gather_into_tensor_coalesced", ["outputs", "inputs"], checked_all_gather
+    "all_gather_into_tensor_coalesced", ["outputs", "inputs"], rootless.checked_all_gather
 )
 _reduce_scatter_tensor_coalesced = _of_lists(
-    "reduce_scatter_tensor_coalesced", ["outputs", "inputs"], checked_reduce_scatter
+    "reduce_scatter_tensor_coalesced", ["outputs", "inputs"], rootless.checked_reduce_scatter
 )
 
 

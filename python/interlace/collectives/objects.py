@@ -8,10 +8,11 @@ these among ranks that trust each other.
 import pickle
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlace.arguments import checks
-from interlace.collectives import point_to_point
+from interlace.collectives import point_to_point, rooted
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
@@ -33,9 +34,7 @@ def _pickled(op: str, value: Any) -> bytes:
 
 
 def _tensor(communicator: Communicator, data: bytes) -> torch.Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device=communicator.place.device)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    flat = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
     return flat.to(communicator.place.device)
 
 
@@ -128,13 +127,9 @@ def gather_object(
     communicator = resolve(group)
     with communicator.accepting("gather_object"):
         root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
+        rooted.only_on_root("object_gather_list", object_gather_list, root, communicator.rank)
         if communicator.rank == root:
             _check_list("object_gather_list", object_gather_list, communicator)
-        elif object_gather_list:
-            raise ValueError(
-                f"object_gather_list must be given on the root only, group rank {root}, got "
-                f"{object_gather_list!r}"
-            )
     gathered = _gathered(communicator, "gather_object", obj, root)
     if object_gather_list:
         object_gather_list[:] = gathered

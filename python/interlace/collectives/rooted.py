@@ -148,7 +148,7 @@ def reduce(
     return _reduce(resolve(group).on(tensor), (tensor,), (dst, group_dst, op), async_op)
 
 
-def _only_on_root(name: str, value: Any, root: int, rank: int) -> None:
+def only_on_root(name: str, value: Any, root: int, rank: int) -> None:
     """torch's rule: the list is given on the root, and on no other rank."""
     if rank == root and value is None:
         raise ValueError(f"{name} must be given on the root, group rank {root}, got None")
@@ -166,7 +166,7 @@ def _agreed(
     """The own tensor, on the root those of the list that was ``given``, and the call."""
     rank, name, gathers = communicator.rank, f"{op}_list", op == "gather"
     data = (checks.source if gathers else checks.target)("tensor", tensor, communicator)
-    _only_on_root(name, given, root, rank)
+    only_on_root(name, given, root, rank)
     tensors: list[torch.Tensor] | None = None
     if rank == root:
         tensors = one_per_rank(name, given, "tensor", data.dtype, communicator, written=gathers)

@@ -71,7 +71,16 @@ def prepared(
                 )
         others = [length for i, length in enumerate(input.shape[:-1]) if i != dim]
         rows = math.prod(others) * (1 if along_k else sum(lengths))
-        linears = _linears(operands, rows, outputs)
+        made = outputs or [
+            input.new_empty(rows, each.shape[1], dtype=operands.dtype) for each in operands.weights
+        ]
+        each_weight = zip(
+            operands.weights, operands.biases, made, operands.activations, strict=True
+        )
+        linears = [
+            Linear(weight, bias, output, activation=name)
+            for weight, bias, output, name in each_weight
+        ]
         if along_k:
             shard = input.movedim(-1, 0).contiguous().view(input.shape[-1], rows)
             columns_first = input.new_empty(inner, rows) if gathered is None else gathered
@@ -152,17 +161,3 @@ def _rows(
     if algorithm == "fused":
         run = algorithms.all_gather_matmul_fused
     return run(communicator, shard, linears, rows, gathered, choice.configuration)
-
-
-def _linears(operands: checks.Operands, rows: int, outputs: Sequence[torch.Tensor]) -> list[Linear]:
-    """Each weight with its bias and a matrix for its output."""
-    made = outputs or [
-        operands.input.new_empty(rows, weight.shape[1], dtype=operands.dtype)
-        for weight in operands.weights
-    ]
-    return [
-        Linear(weight, bias, output, activation=name)
-        for weight, bias, name, output in zip(
-            operands.weights, operands.biases, operands.activations, made, strict=True
-        )
-    ]

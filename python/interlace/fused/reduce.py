@@ -15,7 +15,7 @@ from interlace.arguments import checks, dense
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import matmul_reduce as algorithms
 from interlace.runtime.algorithms import plain
-from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
+from interlace.runtime.algorithms.operands import Linear, factors, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event, Outcome
@@ -57,16 +57,12 @@ def matmul_reduce_scatter(
     def start() -> Outcome:
         request.agree(dim)
         columns = weight.shape[1]
-        along_n = dim == input.dim() - 1
+        left, right, along = factors(input, weight, dim)
+        left = left if left.stride(1) == 1 else left.contiguous()
         others = [extent for i, extent in enumerate(input.shape[:-1]) if i != dim]
-        if along_n:
-            # rows of the transposed product: (input @ weight).T = weight.T @ input.T
-            left, right = weight.T, input.flatten(0, -2).T
-            left = left if left.stride(1) == 1 else left.contiguous()
+        length, per_index = input.shape[dim], math.prod(others)
+        if along == "m":
             length, per_index = columns, 1
-        else:
-            left, right = rows_of(input, dim), weight
-            length, per_index = input.shape[dim], math.prod(others)
         parts = split_rows(length, world_size)
         segments = [(first * per_index, count * per_index) for first, count in parts]
         first, count = parts[rank]
@@ -80,14 +76,14 @@ def matmul_reduce_scatter(
                 f"not divide {length}"
             )
         own_bias = request.bias
-        if along_n and own_bias is not None:
+        if along == "m" and own_bias is not None:
             own_bias = own_bias[first : first + count]
-        along, activation = "m" if along_n else "n", request.activation
-        linear = Linear(right, own_bias, output, along, activation, average=request.average)
+        linear = Linear(right, own_bias, output, along, request.activation)
+        linear.average = request.average
         event = request.reduce_scatter(left, linear, segments)
         if buffer is not None:
             return Outcome(None, event)
-        if along_n:
+        if along == "m":
             return Outcome(output.T.view(*input.shape[:-1], count), event)
         return Outcome(unrows(output, [count, *others], dim), event)
 

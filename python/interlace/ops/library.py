@@ -51,7 +51,7 @@ def _scaled_gather_products(*rest: Any) -> list[Tensor]:
 def _scaled_scattered(*rest: Any) -> Tensor:
     *given, size = rest
     operands, options = ScaledOperands(*given[:5]), ReduceOptions(*given[5:])
-    return scaled.scattered(operands, options, size)
+    return shapes.like(scaled.scattered(operands, options, size).view)
 
 
 def _plain(name: str, arguments: str, setup: Callable[..., Any]) -> Op:

@@ -50,7 +50,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [2, 2]), ValueError,
      r"output_split_sizes\[.\] is . on rank ., input_split_sizes\[.\] is 2 on rank ."),
     (lambda: interlace.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], None), ValueError,
-     r"output_split_sizes must .* add up to the 4 rows of output, got \[1, 1\]"),
+     r"output_split_sizes must add up to the 4 rows of output, got \[1, 1\]"),
     (lambda: interlace.all_to_all_single(torch.ones(4, 1), torch.ones(4)), ValueError,
      r"equal in shape off dim 0, got \(4, 1\) and \(4,\)"),
     (lambda: interlace.all_gather([ONE.clone(), torch.ones(mine(2, 3))], torch.ones(mine(2, 3))),

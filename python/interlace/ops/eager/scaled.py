@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.arguments import checks
+from interlace.arguments import checks, dense
 from interlace.ops.eager import plain, scaled_kernels, shapes
 from interlace.ops.eager.pending import Started
 from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
@@ -245,12 +245,11 @@ def _gather(communicator: Communicator, part: torch.Tensor, whole: torch.Tensor)
 OP = "scaled_matmul_reduce_scatter"
 
 
-def scattered(found: ScaledOperands, options: ReduceOptions, size: int) -> Tensor:
-    """``[.., n / size, .., columns]``, dense."""
+def scattered(found: ScaledOperands, options: ReduceOptions, size: int) -> shapes.Output:
+    """``[.., n / size, .., columns]``."""
     input, dtype = found.input, options.out_dtype or torch.bfloat16
-    lengths = (*input.shape[:-1], found.weight.shape[1])
-    whole = input.new_empty(lengths, dtype=dtype, device="meta")
-    return input.new_empty(shapes.scattered(whole, options.scatter_dim, size).shape, dtype=dtype)
+    dim = shapes.dimension("scatter_dim", options.scatter_dim, input.dim())
+    return shapes.scattered_product(input, found.weight.shape[1], dim, size, dtype)
 
 
 def product(found: ScaledOperands, options: ReduceOptions, rank: int) -> Tensor:
@@ -279,34 +278,35 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
         average = _is_average(options)
         _check(found)
         rows, inner = input.numel() // max(1, input.shape[-1]), input.shape[-1]
-        output = None
-        if _wants_kernel(communicator, options.algorithm, rows, inner, weight.shape[1]):
-            output = scattered(found, options, communicator.world_size)
-    if output is not None:
+        made = scattered(found, options, communicator.world_size)
+        columns = weight.shape[1]
+        kernel = _wants_kernel(communicator, options.algorithm, rows, inner, columns)
+    if kernel:
         terms = (
             ("the shape of input without k", tuple(input.shape[:-1])),
-            ("the columns of weight", weight.shape[1]),
+            ("the columns of weight", columns),
             ("scatter_dim", options.scatter_dim % input.dim()),
             ("reduce_op", "avg" if average else "sum"),
-            ("out_dtype", output.dtype),
+            ("out_dtype", made.view.dtype),
             ("use_fast_accum", options.use_fast_accum),
             ("algorithm", options.algorithm),
             ("whether there is a bias", found.bias is not None),
             ("configuration", configuration.OVERRIDE.get()),
         )
-        why = scaled_kernels.why_not(communicator, inner, [weight], output.dtype)
+        why = scaled_kernels.why_not(communicator, inner, [weight], made.view.dtype)
 
         def agree() -> Outcome:
             can, inners = _agreed(communicator, OP, options.algorithm, terms, inner, why)
             return Outcome(max(inners) if can else 0, None)
 
+        output = made.view if made.view.is_contiguous() else shapes.like(made.view)
         if largest := communicator.run(OP, agree, async_op=False):
 
             def start() -> Outcome:
                 event = scaled_kernels.reduce(
-                    communicator, found, output, options, average=average, inner=largest
+                    communicator, found, made.matrix, options, average=average, inner=largest
                 )
-                return Outcome(None, event)
+                return Outcome(None, dense.copied_back(communicator, [output], [made.view], event))
 
             return Started([output], communicator.run(OP, start, async_op=True))
     with communicator.accepting(OP):

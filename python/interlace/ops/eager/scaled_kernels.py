@@ -11,7 +11,7 @@ import torch
 
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce
-from interlace.runtime.algorithms.operands import DESCRIPTOR_ALIGNMENT, Linear, rows_of, unrows
+from interlace.runtime.algorithms.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import tuning
@@ -114,55 +114,31 @@ def reduce(
     average: bool,
     inner: int,
 ) -> Event:
-    """Into ``output``, this rank's part, dense. ``inner`` is the largest k of all ranks."""
-    input, weight, input_scale, weight_scale, bias = operands
-    dim, rank = options.scatter_dim % input.dim(), communicator.rank
-    kinds = input_scale.numel() != 1 or weight_scale.numel() != 1
-    row_scale, column_scale = input_scale.reshape(-1), weight_scale.reshape(-1)
-    along = dim == input.dim() - 1
-    if along:  # rows of the transposed product, and so of the weight
-        left, right = weight.T, input.flatten(0, -2).T
+    """Into ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
+    input, weight, row_scale, column_scale, bias = operands
+    dim, size = options.scatter_dim % input.dim(), communicator.world_size
+    by_row = row_scale.numel() != 1 or column_scale.numel() != 1
+    left, right, along = factors(input, weight, dim)
+    if along == "m":
         right = right if right.stride(0) == 1 else right.T.contiguous().T
         row_scale, column_scale = column_scale, row_scale
-    else:
-        left, right = rows_of(input, dim), weight
-        if input_scale.numel() != 1:
-            row_scale = rows_of(input_scale, dim).reshape(-1)
-    if kinds:
-        row_scale = _by_row(row_scale, left.shape[0])
-        column_scale = _by_row(column_scale, right.shape[1])
-    count = left.shape[0] // communicator.world_size
-    in_place = dim == 0 and not along
-    if along and bias is not None:
-        bias = bias[rank * count : rank * count + count]
+        bias = None if bias is None else bias.chunk(size)[communicator.rank]
+    elif row_scale.numel() != 1:
+        row_scale = rows_of(row_scale, dim)
     linear = Linear(
         right,
         bias,
-        output.flatten(0, -2) if in_place else output.new_empty(count, right.shape[1]),
-        "m" if along else "n",
-        scales="row" if kinds else "tensor",
-        scale=column_scale,
+        output,
+        along,
+        scales="row" if by_row else "tensor",
+        scale=_by_row(column_scale, right.shape[1]) if by_row else column_scale,
         fast_accum=options.use_fast_accum,
-        row_scale=row_scale,
+        row_scale=_by_row(row_scale, left.shape[0]) if by_row else row_scale,
         average=average,
     )
-    op, size, columns = "matmul_reduce_scatter", communicator.world_size, right.shape[1]
-    problem = tuning.Problem(op, input.dtype, count, columns, inner, size, options.use_fast_accum)
+    rows, columns = output.shape
+    op, fast = "matmul_reduce_scatter", options.use_fast_accum
+    problem = tuning.Problem(op, input.dtype, rows, columns, inner, size, fast)
     config = tuning.choose(communicator, problem, "fused").configuration
-    event = matmul_reduce.matmul_reduce_scatter_fused(
-        communicator,
-        left,
-        linear,
-        split_rows(left.shape[0], communicator.world_size),
-        config,
-    )
-    if in_place:
-        return event
-    lengths = list(output.shape)
-    if along:
-        made = linear.output.T.view(lengths)
-    else:
-        others = [n for i, n in enumerate(lengths[:-1]) if i != dim]
-        made = unrows(linear.output, [lengths[dim], *others], dim)
-    communicator.compute.copy(output, made, "output")
-    return communicator.compute.record()
+    segments = split_rows(left.shape[0], size)
+    return matmul_reduce.matmul_reduce_scatter_fused(communicator, left, linear, segments, config)
