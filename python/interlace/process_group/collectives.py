@@ -1,7 +1,7 @@
 """The collectives of a process group in Python: which way a call goes, and interlace's internal forms.
 
 Every method serves plain tensors itself. A call that torch's dispatcher has to see first goes to torch's
-own method; ``rules.py`` says which, and how that must be called.
+own method; ``dispatch.py`` says which, and how that must be called.
 Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
 """
 
@@ -18,8 +18,7 @@ from interlace.collectives import coalesced, point_to_point, rooted, rootless, s
 from interlace.collectives import monitored_barrier as monitored
 from interlace.collectives.all_to_all import _all_to_all, _all_to_all_single
 from interlace.groups.groups import OnInterlace
-from interlace.process_group import rules
-from interlace.process_group.dispatch import is_simulated, needs_backend, returning_to
+from interlace.process_group import dispatch
 from interlace.process_group.short_forms import all_flat, flat, long_form
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.compat.torch_groups import c10d
@@ -110,7 +109,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._unusual(tensors)
 
     def _unusual(self, tensors: Tensors) -> Tensors | None:
-        plain = rules.underlying(tensors)
+        plain = dispatch.underlying(tensors)
         if (
             plain
             and self._has_gpus
@@ -143,11 +142,11 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         self._above += 1
         try:
             with contextlib.ExitStack() as around:
-                if not is_simulated(tree_leaves(tensors)):
-                    if needs_backend():
+                if not dispatch.is_simulated(tree_leaves(tensors)):
+                    if dispatch.needs_backend():
                         self._make_dispatchable()
                     else:
-                        around.enter_context(returning_to(self, serve))
+                        around.enter_context(dispatch.returning_to(self, serve))
                 work = torch_groups.torchs_own(name)(self, *tensors, *rest)
         finally:
             self._above -= 1

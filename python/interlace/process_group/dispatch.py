@@ -1,8 +1,19 @@
-"""A collective that goes through torch's dispatcher first, and comes back to the same process group.
+"""Rules of a process group written in Python: calls that it serves, and calls that torch must see first.
 
-torch's own ``allreduce`` dispatches ``c10d::allreduce_``: dispatch modes and tensor subclasses see it,
-change its tensors, or answer it. What is left would reach torch's kernel, which asks the group for a C++
-backend. So for the time of the call there is one more mode below those of the user::
+A Python ``ProcessGroup`` is called before torch's dispatcher: dispatch modes and tensor subclasses that
+would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) never learn of it. Then the method
+has to hand the call to torch's own, which dispatches ``c10d::<op>``.
+
+=======================================  =============================================================
+dispatch mode is active                  torch: the mode decides
+subclass without ``__torch_dispatch__``  this group, with the plain tensor of the same memory
+subclass with ``__torch_dispatch__``     torch
+meta tensor                              torch
+=======================================  =============================================================
+
+Modes and subclasses see the op, change its tensors, or answer it. What is left would reach torch's kernel,
+which asks the group for a C++ backend. So for the time of the call there is one more mode below those of
+the user::
 
     Python          group.allreduce(tensors)      a mode is active, or a tensor is of a subclass
     torch's own     c10d::allreduce_
@@ -23,12 +34,32 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.process_group.rules import underlying
 from interlace.runtime.compat.torch_groups import _create_work_from_future
-from interlace.runtime.core.torch_modes import modes_active
+from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 
 _C: Any = torch._C
 _TorchDispatchMode: Any = TorchDispatchMode
+
+
+def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Plain tensors of the same memory; None where torch's dispatcher has to see the call."""
+    if modes_active():
+        return None
+    plain = [_plain(tensor) for tensor in tensors]
+    return None if any(tensor is None for tensor in plain) else plain  # type: ignore[return-value]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor  # misuse, which the op reports
+    if tensor.is_meta:
+        return None
+    if type(tensor) in PLAIN_TYPES:
+        return tensor
+    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def is_simulated(tensors: Sequence[Any]) -> bool:

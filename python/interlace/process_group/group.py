@@ -2,7 +2,7 @@
 
 A ``ProcessGroup`` in Python over one :class:`Communicator`. Every method serves plain tensors with the
 internal form of interlace's own function; a call that torch's dispatcher has to see first goes to
-``super()``, see ``rules.py``. What torch asks of such a class, and what breaks otherwise:
+``super()``, see ``dispatch.py``. What torch asks of such a class, and what breaks otherwise:
 
 - ``ProcessGroup.__init__(rank, size)``; given a store, it builds an object without overrides.
 - Name and description are kept here: torch would keep them in its C++ backends, of which there is none.
@@ -28,12 +28,7 @@ import torch.distributed as dist
 
 from interlace.process_group import functional_kernels
 from interlace.process_group.collectives import Collectives
-from interlace.runtime.compat.torch_groups import (
-    PrefixStore,
-    c10d,
-    keep_outside_compilation,
-    leave_unrecorded,
-)
+from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem
@@ -47,7 +42,7 @@ ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other gr
 
 def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
     """The process group that torch asks for, with its ``_DistributedBackendOptions``. Collective."""
-    leave_unrecorded("interlace")
+    torch_groups.leave_unrecorded("interlace")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return InterlaceProcessGroup(
         options.store,
@@ -188,8 +183,8 @@ class InterlaceProcessGroup(Collectives):
             kind = self._backend_kind
             # gloo reads what an earlier group has left under the same name in the same store
             name = self.interlace_communicator.agree("a gloo group", os.urandom(8).hex())[0]
-            store = PrefixStore(f"interlace/gloo/{name}", self._store)
-            self._gloo = c10d.ProcessGroupGloo(
+            store = torch_groups.PrefixStore(f"interlace/gloo/{name}", self._store)
+            self._gloo = torch_groups.c10d.ProcessGroupGloo(
                 store, self.rank(), self.size(), timeout=self._timeout
             )
             self._register_backend(torch.device("cpu"), kind, self._gloo)
@@ -206,9 +201,8 @@ class InterlaceProcessGroup(Collectives):
     def abort(self) -> None:
         """Make every wait of every rank end with an error; the group cannot be used any more."""
         reason = f"rank {self.rank()} aborted process group {self._group_name!r}"
-        if "device_communicator" in self.__dict__:
-            self.device_communicator.place.abort(reason)
-        self._place.abort(reason)
+        for communicator in reversed(self.interlace_communicator.on_all_devices()):
+            communicator.place.abort(reason)
         self._end("aborted")
 
     def reunited(self, ranks: Sequence[int] | None) -> Any:
@@ -242,15 +236,14 @@ class InterlaceProcessGroup(Collectives):
     def _end(self, how: str) -> None:
         if not self._ended:
             self._ended = how
-            if "device_communicator" in self.__dict__:
-                self.device_communicator.close()
-            self.interlace_communicator.close()
+            for communicator in reversed(self.interlace_communicator.on_all_devices()):
+                communicator.close()
             self._store = None
         if self._gloo is not None:
             self._gloo.shutdown()
 
 
-keep_outside_compilation(InterlaceProcessGroup)
+torch_groups.keep_outside_compilation(InterlaceProcessGroup)
 
 
 def _serve_timeouts() -> None:
