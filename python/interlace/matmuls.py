@@ -4,7 +4,7 @@ Validation, agreement between ranks and the choice of an algorithm are in the fi
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from interlace import recorded
 from interlace.arguments import checks
 from interlace.fused import gather, grouped, reduce
 from interlace.groups.groups import resolve
-from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.numerics.activations import activate
@@ -144,8 +143,7 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     options = reduce.MatmulReduceOptions(reduce_op, scatter_dim, algorithm, out_dtype, activation)
-    op, prepared = reduce.SCATTER, reduce.matmul_reduce_scatter
-    return _matmul_reduce(op, prepared, (input, weight, bias), options, group, async_op)
+    return _matmul_reduce((input, weight, bias), options, group, async_op)
 
 
 def matmul_all_reduce(
@@ -173,21 +171,16 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    options = reduce.MatmulReduceOptions(reduce_op, None, algorithm, out_dtype, activation)
-    op, prepared = reduce.ALL_REDUCE, reduce.matmul_all_reduce
-    return _matmul_reduce(op, prepared, (input, weight, bias), options, group, async_op)
+    given = (reduce_op, None, algorithm, out_dtype, activation)
+    options = reduce.MatmulReduceOptions(*given, op=reduce.ALL_REDUCE)
+    return _matmul_reduce((input, weight, bias), options, group, async_op)
 
 
 def _matmul_reduce(
-    op: str,
-    prepared: Callable[..., PreparedCall],
-    tensors: tuple[Any, ...],
-    options: reduce.MatmulReduceOptions,
-    group: Any,
-    async_op: bool,
+    tensors: tuple[Any, ...], options: reduce.MatmulReduceOptions, group: Any, async_op: bool
 ) -> Any:
     """Either op that reduces; recorded for backward if autograd can and is to know of it."""
-    input, weight, bias = tensors
+    op, (input, weight, bias) = options.op, tensors
     if _requires_gradients(*tensors):
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
         if _matrices(input, weight) and all(
@@ -200,7 +193,9 @@ def _matmul_reduce(
             return recorded.run(op, async_op, operands, then, options, bias=bias, group=group)
         checks.warn_without_gradients(op, stacklevel=4)
     communicator, tensors = resolve(group).on(input), (*tensors, None)
-    return communicator.call(op, prepared, tensors, (options,), async_op=async_op, fills=False)
+    return communicator.call(
+        op, reduce.prepared, tensors, (options,), async_op=async_op, fills=False
+    )
 
 
 def _matrices(*tensors: Any) -> bool:

@@ -6,6 +6,7 @@ rank before any data moves), brought into 2-D form, and handed to one of the alg
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ ONE_SHOT_BYTES = threshold("one_shot_bytes")
 
 
 class MatmulReduceOptions(NamedTuple):
-    """The arguments of a call that are no tensors; see :func:`interlace.matmul_reduce_scatter`.
+    """The arguments of a call that are no tensors; ``op`` says which op it is.
 
     ``scatter_dim`` is None for matmul_all_reduce.
     """
@@ -38,9 +39,10 @@ class MatmulReduceOptions(NamedTuple):
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
     activation: str | None = None
+    op: str = SCATTER
 
 
-def matmul_reduce_scatter(
+def prepared(
     communicator: Communicator,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -48,105 +50,89 @@ def matmul_reduce_scatter(
     buffer: torch.Tensor | None,
     options: MatmulReduceOptions,
 ) -> PreparedCall:
-    """The call, checked; ``buffer``: a matrix for the own part's rows, or columns transposed, if given."""
-    rank, world_size = communicator.rank, communicator.world_size
-    request = _CheckedReduce(SCATTER, communicator, input, weight, bias, options)
-    input, weight = request.input, request.weight
-    dim = checks.dimension("scatter_dim", options.scatter_dim, input.dim())
-
-    def start() -> Outcome:
-        request.agree(dim)
-        columns = weight.shape[1]
-        left, right, along = factors(input, weight, dim)
-        left = left if left.stride(1) == 1 else left.contiguous()
-        others = [extent for i, extent in enumerate(input.shape[:-1]) if i != dim]
-        length, per_index = input.shape[dim], math.prod(others)
-        if along == "m":
-            length, per_index = columns, 1
-        parts = split_rows(length, world_size)
-        segments = [(first * per_index, count * per_index) for first, count in parts]
-        first, count = parts[rank]
-        shape = (count * per_index, right.shape[1])
-        output = buffer
-        if output is None:
-            output = left.new_empty(shape, dtype=request.dtype)
-        elif output.shape != shape:
-            raise ValueError(
-                f"{SCATTER}: a traceable op scatters equal parts, the group's size {world_size} does "
-                f"not divide {length}"
-            )
-        own_bias = request.bias
-        if along == "m" and own_bias is not None:
-            own_bias = own_bias[first : first + count]
-        linear = Linear(right, own_bias, output, along, request.activation)
-        linear.average = request.average
-        event = request.reduce_scatter(left, linear, segments)
-        if buffer is not None:
-            return Outcome(None, event)
-        if along == "m":
-            return Outcome(output.T.view(*input.shape[:-1], count), event)
-        return Outcome(unrows(output, [count, *others], dim), event)
-
-    return PreparedCall(start)
-
-
-def matmul_all_reduce(
-    communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    buffer: torch.Tensor | None,
-    options: MatmulReduceOptions,
-) -> PreparedCall:
-    """The call, checked; ``buffer``: the matrix that gets all rows, if there is one."""
-    request = _CheckedReduce(ALL_REDUCE, communicator, input, weight, bias, options)
-
-    def start() -> Outcome:
-        request.agree(None)
-        left = rows_of(request.input, 0)
-        output = buffer
-        if output is None:
-            shape = (left.shape[0], request.weight.shape[1])
-            output = left.new_empty(shape, dtype=request.dtype)
-        linear = Linear(request.weight, request.bias, output, activation=request.activation)
-        linear.average = request.average
-        event = request.all_reduce(left, linear)
-        if buffer is not None:
-            return Outcome(None, event)
-        return Outcome(unrows(output, request.input.shape[:-1], 0), event)
-
-    return PreparedCall(start)
+    """Either op, checked; ``buffer``: a matrix for the result's rows, or columns transposed, if given."""
+    request = _CheckedReduce(communicator, input, weight, bias, options)
+    start = request.summed if options.op == ALL_REDUCE else request.scattered
+    return PreparedCall(functools.partial(start, buffer))
 
 
 class _CheckedReduce:
-    """The checked arguments that both ops share."""
+    """The checked arguments of either op."""
 
     def __init__(
         self,
-        op: str,
         communicator: Communicator,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         options: MatmulReduceOptions,
     ) -> None:
-        self.op, self.communicator, self.options = op, communicator, options
+        self.op, self.communicator = options.op, communicator
         operands = checks.operands(communicator, input, weight, bias, options)
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
+        self.dim = None
         reduce_op = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
+        if options.op == SCATTER:
+            self.dim = checks.dimension("scatter_dim", options.scatter_dim, self.input.dim())
         self.largest_inner = self.input.shape[-1]
 
-    def agree(self, dim: int | None) -> None:
+    def scattered(self, buffer: torch.Tensor | None) -> Outcome:
+        """Start matmul_reduce_scatter."""
+        self.agree()
+        input, dim, world_size = self.input, self.dim, self.communicator.world_size
+        assert dim is not None
+        left, right, along = factors(input, self.weight, dim)
+        left = left if left.stride(1) == 1 else left.contiguous()
+        others = [extent for i, extent in enumerate(input.shape[:-1]) if i != dim]
+        length, per_index = input.shape[dim], math.prod(others)
+        if along == "m":
+            length, per_index = self.weight.shape[1], 1
+        parts = split_rows(length, world_size)
+        segments = [(first * per_index, count * per_index) for first, count in parts]
+        first, count = parts[self.communicator.rank]
+        shape = (count * per_index, right.shape[1])
+        output = buffer
+        if output is None:
+            output = left.new_empty(shape, dtype=self.dtype)
+        elif output.shape != shape:
+            raise ValueError(
+                f"{SCATTER}: a traceable op scatters equal parts, the group's size {world_size} does "
+                f"not divide {length}"
+            )
+        bias = self.bias
+        if along == "m" and bias is not None:
+            bias = bias[first : first + count]
+        linear = Linear(right, bias, output, along, self.activation, average=self.average)
+        event = self.reduce_scatter(left, linear, segments)
+        if buffer is not None:
+            return Outcome(None, event)
+        if along == "m":
+            return Outcome(output.T.view(*input.shape[:-1], count), event)
+        return Outcome(unrows(output, [count, *others], dim), event)
+
+    def summed(self, buffer: torch.Tensor | None) -> Outcome:
+        """Start matmul_all_reduce."""
+        self.agree()
+        left, weight, output = rows_of(self.input, 0), self.weight, buffer
+        if output is None:
+            output = left.new_empty((left.shape[0], weight.shape[1]), dtype=self.dtype)
+        linear = Linear(weight, self.bias, output, "n", self.activation, average=self.average)
+        event = self.all_reduce(left, linear)
+        if buffer is not None:
+            return Outcome(None, event)
+        return Outcome(unrows(output, self.input.shape[:-1], 0), event)
+
+    def agree(self) -> None:
         """Exchange with all ranks and raise on any mismatch; learns the largest ``k``."""
         *lengths, inner = self.input.shape
         terms = (
             ("dtype of input", self.input.dtype),
             ("the shape of input without k", tuple(lengths)),
             ("the columns of weight", self.weight.shape[1]),
-            ("scatter_dim", dim),
+            ("scatter_dim", self.dim),
             ("reduce_op", "avg" if self.average else "sum"),
             ("algorithm", self.algorithm),
             ("out_dtype", self.dtype),

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
 from interlace.fused.gather import GatherMatmulOptions
-from interlace.fused.reduce import ALL_REDUCE, SCATTER, MatmulReduceOptions
+from interlace.fused.reduce import MatmulReduceOptions
 from interlace.ops.eager import fused, scaled, scaled_kernels, shapes
 from interlace.runtime.algorithms.operands import multiply, rows_of
 from interlace.runtime.numerics import reductions
@@ -84,14 +84,13 @@ def reduce_scatter(inputs: Tensors, reduce_op: str, scatter_dim: int, size: int)
 
 
 def _slices(tensor: torch.Tensor, dim: int, size: int) -> Outputs:
-    parts = tensor.chunk(size, dim) if tensor.shape[dim] else [tensor] * size
-    return [[shapes.like(part).copy_(part)] for part in parts]
+    return [[shapes.like(part).copy_(part)] for part in tensor.tensor_split(size, dim)]
 
 
 def _gathered(op: str, inputs: Tensors, dim: int, size: int) -> torch.Tensor:
     alike(op, "input", inputs)
     whole = shapes.gathered(inputs[0], dim, size)
-    for part, input in zip(whole.chunk(size, dim), inputs, strict=False):  # fewer if it is empty
+    for part, input in zip(whole.tensor_split(size, dim), inputs, strict=True):
         part.copy_(input)
     return whole
 
@@ -206,7 +205,6 @@ def all_gather_matmul(
 
 
 def _matmul_reduced(
-    op: str,
     options_of: Callable[..., MatmulReduceOptions],
     inputs: Tensors,
     weights: Tensors,
@@ -215,6 +213,7 @@ def _matmul_reduced(
 ) -> Outputs:
     *given, size = rest
     options = options_of(*given)
+    op = options.op
     products = [
         fused.reduce_product(input, weight, options, size).view
         for input, weight in zip(inputs, weights, strict=True)
@@ -234,14 +233,14 @@ def _matmul_reduced(
     for rank, (product, vector) in enumerate(zip(products, biases, strict=True)):
         bias = _vector(vector, total.shape[-1], inputs[rank])
         whole = total if bias is None else total + bias
-        if options.scatter_dim is not None and total.numel():
-            whole = whole.chunk(size, options.scatter_dim)[rank]
+        if options.scatter_dim is not None:
+            whole = whole.tensor_split(size, options.scatter_dim)[rank]
         product.copy_(whole)  # rounded once
     return [[product] for product in products]
 
 
-matmul_reduce_scatter = functools.partial(_matmul_reduced, SCATTER, MatmulReduceOptions)
-matmul_all_reduce = functools.partial(_matmul_reduced, ALL_REDUCE, fused.all_reduce_options)
+matmul_reduce_scatter = functools.partial(_matmul_reduced, MatmulReduceOptions)
+matmul_all_reduce = functools.partial(_matmul_reduced, fused.all_reduce_options)
 
 
 def all_gather_scaled_matmul(

@@ -12,7 +12,6 @@ import torch
 from interlace.fused import gather, reduce
 from interlace.ops.eager import shapes
 from interlace.ops.eager.pending import Started
-from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -75,14 +74,12 @@ def reduce_product(
     return shapes.scattered_product(input, weight.shape[1], dim, size, dtype)
 
 
-def all_reduce_options(reduce_op: str, *given: Any) -> reduce.MatmulReduceOptions:
+def all_reduce_options(reduce_op: str, algorithm: str, dtype: Any) -> reduce.MatmulReduceOptions:
     """The options of matmul_all_reduce, which has no ``scatter_dim``."""
-    return reduce.MatmulReduceOptions(reduce_op, None, *given)
+    return reduce.MatmulReduceOptions(reduce_op, None, algorithm, dtype, op=reduce.ALL_REDUCE)
 
 
 def _reduced(
-    op: str,
-    check: Callable[..., PreparedCall],
     options_of: Callable[..., reduce.MatmulReduceOptions],
     communicator: Communicator,
     input: Tensor,
@@ -91,16 +88,14 @@ def _reduced(
     *given: Any,
 ) -> Started:
     options = options_of(*given)
-    with communicator.accepting(op):
+    with communicator.accepting(options.op):
         product = reduce_product(input, weight, options, communicator.world_size)
     tensors = (input, weight, bias, product.matrix)
-    work = communicator.call(op, check, tensors, (options,), async_op=True, fills=False)
+    work = communicator.call(
+        options.op, reduce.prepared, tensors, (options,), async_op=True, fills=False
+    )
     return Started([product.view], work)
 
 
-matmul_reduce_scatter = functools.partial(
-    _reduced, reduce.SCATTER, reduce.matmul_reduce_scatter, reduce.MatmulReduceOptions
-)
-matmul_all_reduce = functools.partial(
-    _reduced, reduce.ALL_REDUCE, reduce.matmul_all_reduce, all_reduce_options
-)
+matmul_reduce_scatter = functools.partial(_reduced, reduce.MatmulReduceOptions)
+matmul_all_reduce = functools.partial(_reduced, all_reduce_options)

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.arguments import checks, dense
-from interlace.ops.eager import plain, scaled_kernels, shapes
+from interlace.fused.gather import GatherMatmulOptions
+from interlace.fused.reduce import MatmulReduceOptions
+from interlace.ops.eager import fused, plain, scaled_kernels, shapes
 from interlace.ops.eager.pending import Started
 from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.runtime.algorithms import plain as collective_algorithms
@@ -162,16 +164,14 @@ def gathered_products(
 ) -> list[shapes.Output]:
     """A product per weight, then the gathered input, which is always made."""
     input = found[0].input
-    dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())
-    if dim == input.dim() - 1:
+    if options.gather_dim in (-1, input.dim() - 1):
         raise ValueError(
             f"gather_dim={options.gather_dim} is the contracted dimension, along which scales cannot be "
             "gathered"
         )
-    dtype = options.out_dtype or torch.bfloat16
-    columns = [each.weight.shape[1] for each in found]
-    products = [shapes.gathered_rows(input, dim, size, each, dtype) for each in columns]
-    return [*products, shapes.gathered_input(input, dim, size)]
+    dtype, weights = options.out_dtype or torch.bfloat16, [each.weight for each in found]
+    unscaled = GatherMatmulOptions(options.gather_dim, return_gathered=True, out_dtype=dtype)
+    return fused.gather_products(input, weights, unscaled, size)
 
 
 def all_gather_scaled_matmul(communicator: Communicator, *given: Any) -> Started:
@@ -247,9 +247,9 @@ OP = "scaled_matmul_reduce_scatter"
 
 def scattered(found: ScaledOperands, options: ReduceOptions, size: int) -> shapes.Output:
     """``[.., n / size, .., columns]``."""
-    input, dtype = found.input, options.out_dtype or torch.bfloat16
-    dim = shapes.dimension("scatter_dim", options.scatter_dim, input.dim())
-    return shapes.scattered_product(input, found.weight.shape[1], dim, size, dtype)
+    dtype = options.out_dtype or torch.bfloat16
+    unscaled = MatmulReduceOptions(scatter_dim=options.scatter_dim, out_dtype=dtype)
+    return fused.reduce_product(found.input, found.weight, unscaled, size)
 
 
 def product(found: ScaledOperands, options: ReduceOptions, rank: int) -> Tensor:
