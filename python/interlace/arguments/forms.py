@@ -55,9 +55,7 @@ def _cut(
     if given == (world_size, *shape):
         return list(tensor.unbind(0))
     if shape and given == (world_size * shape[0], *shape[1:]):
-        if shape[0]:
-            return list(tensor.chunk(world_size))
-        return [tensor.narrow(0, r * shape[0], shape[0]) for r in range(world_size)]
+        return list(tensor.tensor_split(world_size))
     forms = [str((world_size, *shape))]
     if shape:
         forms.insert(0, str((world_size * shape[0], *shape[1:])))

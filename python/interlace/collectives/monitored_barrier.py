@@ -79,14 +79,13 @@ def _collect(
         point_to_point._irecv(communicator, tokens[peer], peer, tag)
         for peer in range(1, communicator.world_size)
     ]
+    if works and seconds <= 0:
+        raise CollectiveTimeoutError(
+            f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {milliseconds} ms", (1,)
+        )
     for peer, work in enumerate(works, 1):
-        left = deadline - time.monotonic()
-        if seconds <= 0:
-            raise CollectiveTimeoutError(
-                f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {milliseconds} ms", (peer,)
-            )
         try:
-            work.wait(max(left, 1e-3))
+            work.wait(max(deadline - time.monotonic(), 1e-3))
         except InterlaceError as error:
             late.append(peer)
             if not wait_all_ranks:

@@ -16,11 +16,6 @@ NAME = "all_reduce"
 
 
 def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") -> PreparedCall:
-    """Reduce a sparse COO ``tensor`` over ranks, in place; it is coalesced afterwards.
-
-    ``op``: sum or avg. Ranks may hold entries at different indices. Raises ValueError or TypeError on
-    every rank if shapes, numbers of sparse dims, dtypes or ops differ.
-    """
     engine, place = communicator.engine, communicator.place
     if tensor.layout is not torch.sparse_coo:
         raise TypeError(f"tensor must be dense or sparse COO, got {tensor.layout}")

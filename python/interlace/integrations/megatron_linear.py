@@ -113,7 +113,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
         lengths = [size * input.shape[0], *input.shape[1:-1]]
         deferred = _OutputGradients(grad_output_buffer, wgrad_deferral_limit or 0, lengths)
     if communicator is None:
-        layer = _alone(gradient_accumulation_fusion, deferred, output_dtype)
+        fusion = bool(gradient_accumulation_fusion)
+        layer = Layer(None, 0, False, fusion, False, deferred, output_dtype)  # does not communicate
         return Column.apply(layer, 1, input, weight, bias)[0]  # type: ignore[no-any-return,no-untyped-call]
     (output,) = column_parallel_linear(
         input,
@@ -164,11 +165,6 @@ def drain_embedding_wgrad_compute(
         rows, columns = (each.detach().flatten(0, -2) for each in (input, grad))
         deferred.add([weight], [columns], rows, communicator=over, fused=True)
     deferred.run()
-
-
-def _alone(fusion: bool, deferred: Any, dtype: torch.dtype | None) -> Layer:
-    """A layer that does not communicate."""
-    return Layer(None, 0, False, bool(fusion), False, deferred, dtype)
 
 
 def _communicator(tp_group: Any, input: Tensor) -> Communicator | None:

@@ -63,13 +63,8 @@ def all_gather(
     dim = gather_dim % max(input.dim(), 1)
     whole: Any = output
     if dim or not output.is_contiguous():
-        whole = _parts(output, dim, communicator.world_size)
+        whole = list(output.tensor_split(communicator.world_size, dim))
     return rootless._all_gather(communicator, (whole, input), (), True)
-
-
-def _parts(tensor: Tensor, dim: int, size: int) -> list[Tensor]:
-    length = tensor.shape[dim] // size
-    return [tensor.narrow(dim, rank * length, length) for rank in range(size)]
 
 
 @_into(shapes.scattered)
@@ -79,7 +74,7 @@ def reduce_scatter(
     dim = scatter_dim % input.dim()
     whole: Any = input
     if dim or not input.is_contiguous():
-        whole = _parts(input, dim, communicator.world_size)
+        whole = list(input.tensor_split(communicator.world_size, dim))
     return rootless._reduce_scatter(communicator, (output, whole), (reduce_op,), True)
 
 
@@ -129,9 +124,9 @@ def gather(
     """Along ``gather_dim`` on ``dst``, zeros of the same shape elsewhere."""
     parts = None
     if communicator.rank == dst:
-        parts = _parts(output, gather_dim % max(input.dim(), 1), communicator.world_size)
+        parts = list(output.tensor_split(communicator.world_size, gather_dim))
         if not input.dim():
-            parts = [part.view(()) for part in parts]
+            parts = list(output.unbind())
     else:
         output.zero_()
     return rooted._gather(communicator, (input, parts), (None, dst), True)
@@ -144,7 +139,7 @@ def scatter(
     """The own slice of the input of ``src`` along ``scatter_dim``; other ranks' inputs are not read."""
     parts = None
     if communicator.rank == src:
-        parts = _parts(input, scatter_dim % input.dim(), communicator.world_size)
+        parts = list(input.tensor_split(communicator.world_size, scatter_dim))
     return rooted._scatter(communicator, (output, parts), (None, src), True)
 
 

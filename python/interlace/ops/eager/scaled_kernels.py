@@ -122,7 +122,7 @@ def reduce(
     if along == "m":
         right = right if right.stride(0) == 1 else right.T.contiguous().T
         row_scale, column_scale = column_scale, row_scale
-        bias = None if bias is None else bias.chunk(size)[communicator.rank]
+        bias = None if bias is None else bias.tensor_split(size)[communicator.rank]
     elif row_scale.numel() != 1:
         row_scale = rows_of(row_scale, dim)
     linear = Linear(
