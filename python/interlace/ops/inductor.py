@@ -33,7 +33,7 @@ def register_lowerings() -> None:
         _register(lowering, op, _out_of_place(op))
     for name in ("all_reduce", "broadcast"):
         in_place = getattr(ops, f"{name}_").default
-        _register(lowering, getattr(ops, name).default, _cloned(lowering, in_place))
+        _register(lowering, getattr(ops, name).default, _cloned(lowering, _in_place(in_place)))
         _register(lowering, in_place, _in_place(in_place))
 
 
@@ -71,14 +71,11 @@ def _in_place(op: Any) -> Any:
 
 def _cloned(lowering: Any, in_place: Any) -> Any:
     """On a copy, which Inductor leaves out where the input is not needed any more."""
-    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     def lower(input: Any, *args: Any) -> Any:
         _wait_late(V.graph.current_node)
-        copy = ir.ExternKernel.require_contiguous(lowering.clone(input))
-        ir._CollectiveKernel.create_inplace(in_place, copy, *args)
-        return copy
+        return in_place(lowering.clone(input), *args)
 
     return lower
 
