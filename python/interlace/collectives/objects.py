@@ -14,14 +14,12 @@ import torch
 from interlace.arguments import checks
 from interlace.collectives import point_to_point, rooted
 from interlace.groups.groups import resolve
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 
 SMALL = 16384  # bytes that go along with a rank's message
 TAG = 1 << 30  # of messages with objects, so that they are not taken for tensors
-
-Packed = bytes | int
 
 
 def _pickled(op: str, value: Any) -> bytes:
@@ -46,23 +44,16 @@ def _loaded(data: bytes | torch.Tensor) -> Any:
     return pickle.loads(data if isinstance(data, bytes) else bytes(data.cpu().numpy()))
 
 
-def _said(data: bytes) -> Packed:
-    """A rank's message about its bytes: these themselves if they are few, else their number."""
-    return data if len(data) <= SMALL else len(data)
-
-
 def _gathered(
-    communicator: Communicator, name: str, obj: Any, root: int | None = None
-) -> list[Any]:
-    """Every rank's ``obj``, by rank; if ``root`` is given, there alone."""
+    communicator: Communicator, name: str, terms: Terms, data: bytes, root: int | None = None
+) -> list[bytes | torch.Tensor]:
+    """Every rank's ``data``, by rank; if ``root`` is given, there alone."""
     here = root in (None, communicator.rank)
-    with communicator.accepting(name):
-        data = _pickled(name, obj)
-    call = Call(name, () if root is None else (("root", root),), part=_said(data))
+    call = Call(name, terms, part=data if len(data) <= SMALL else len(data))
     found: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
-        said: list[Packed] = communicator.engine.parts(call)
+        said: list[bytes | int] = communicator.engine.parts(call)
         lengths = [each if isinstance(each, int) else 0 for each in said]
         outputs = [_room(communicator, length) for length in lengths if here]
         for each, output in zip(said, outputs, strict=False):
@@ -76,7 +67,7 @@ def _gathered(
         return communicator.engine.gather(rest, outputs if here else None, own, root)
 
     communicator.run(name, start, async_op=False)
-    return [_loaded(each) for each in found]
+    return found
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
@@ -91,10 +82,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     >>> interlace.run(on_rank, 2)[0]
     [{'rank': 0}, {'rank': 1}]
     """
-    communicator = resolve(group)
-    with communicator.accepting("all_gather_object"):
+    communicator, name = resolve(group), "all_gather_object"
+    with communicator.accepting(name):
         _check_list("object_list", object_list, communicator)
-    object_list[:] = _gathered(communicator, "all_gather_object", obj)
+        data = _pickled(name, obj)
+    object_list[:] = map(_loaded, _gathered(communicator, name, (), data))
 
 
 def _check_list(name: str, value: Any, communicator: Communicator) -> None:
@@ -124,15 +116,16 @@ def gather_object(
     >>> interlace.run(on_rank, 2)
     [None, [0, 10]]
     """
-    communicator = resolve(group)
-    with communicator.accepting("gather_object"):
+    communicator, name = resolve(group), "gather_object"
+    with communicator.accepting(name):
         root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
         rooted.only_on_root("object_gather_list", object_gather_list, root, communicator.rank)
         if communicator.rank == root:
             _check_list("object_gather_list", object_gather_list, communicator)
-    gathered = _gathered(communicator, "gather_object", obj, root)
+        data = _pickled(name, obj)
+    gathered = _gathered(communicator, name, (("root", root),), data, root)
     if object_gather_list:
-        object_gather_list[:] = gathered
+        object_gather_list[:] = map(_loaded, gathered)
 
 
 def broadcast_object_list(
@@ -162,21 +155,9 @@ def broadcast_object_list(
             raise TypeError(f"object_list must be a list, got {type(object_list).__name__}")
         data = _pickled(name, object_list) if is_root else b""
     terms = (("number of objects", len(object_list)), ("root", root))
-    call = Call(name, terms, part=_said(data))
-    received: list[bytes | torch.Tensor] = []
-
-    def start() -> Event | None:
-        said = communicator.engine.parts(call)[root]
-        if isinstance(said, bytes):
-            received.append(said)
-            return None
-        moved = _tensor(communicator, data) if is_root else _room(communicator, said)
-        received.append(moved)
-        return communicator.engine.broadcast(Call(name, (("length", said),)), moved, root)
-
-    communicator.run(name, start, async_op=False)
+    everyones = _gathered(communicator, name, terms, data)  # that of the others is empty
     if not is_root:
-        object_list[:] = _loaded(*received)
+        object_list[:] = _loaded(everyones[root])
 
 
 def scatter_object_list(
