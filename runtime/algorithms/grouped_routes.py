@@ -6,14 +6,11 @@ they are exchanged. A *segment* is the rows of one expert from one source. A ran
 order (expert, source, row of the source), and so is its workspace.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from interlace.kernels.launch_formulas import Line, ceil_div
 from interlace.kernels.tiling import chunks_of, prefix_sums
-
-Counts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,6 @@ _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
-_SUB_BYTE = tuple(
-    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)
-)  # one byte per element in torch, and no operators yet
-
 
 # -- ways to fold ------------------------------------------------------------------------------
 
@@ -240,24 +236,6 @@ _fill()
 DTYPES = tuple(dict.fromkeys(dtype for _, dtype in _FOLDS))
 """Every dtype that can be reduced by some op."""
 
-MOVABLE_DTYPES = (
-    *DTYPES,
-    torch.float4_e2m1fn_x2,
-    torch.bits8,
-    torch.bits16,
-    torch.bits1x8,
-    torch.bits2x4,
-    torch.bits4x2,
-    *_SUB_BYTE,
-    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # since torch 2.15
-)
-"""Every dtype whose elements are bytes that mean the same on all ranks: all but the quantized ones."""
-
-
-def defined(op: str, dtype: torch.dtype) -> bool:
-    """Whether ``op``, one of ``REDUCE_OPS``, is defined for ``dtype``."""
-    return (op, dtype) in _FOLDS
-
 
 def check(op: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless ``op`` is defined for ``dtype``, ValueError if there is no such op."""
@@ -283,20 +261,16 @@ def fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         if binary is not None:
             binary(parts[0], parts[1], out=output)
             return
-    _fold(op, parts, output)
+    fold_unrounded(op, parts, output)
 
 
-def _fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """:func:`fold`; of sum or avg also into the accumulation dtype, before the one rounding."""
     if len(parts) == 1:
         if parts[0].data_ptr() != output.data_ptr():
             output.copy_(parts[0])
     else:
         _FOLDS[op, parts[0].dtype](parts, output)
-
-
-def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """:func:`fold` of sum or avg into the accumulation dtype, before the one rounding; nothing aliases."""
-    _fold(op, parts, output)
 
 
 def divide(total: torch.Tensor, count: int) -> None:

@@ -48,12 +48,11 @@ class Strategy(Protocol):
 
 
 class Random:
-    def __init__(self, seed: int, *, memory_switch: float = MEMORY_SWITCH) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._memory_switch = memory_switch
 
     def interrupts(self) -> bool:
-        return self._random.random() < self._memory_switch
+        return self._random.random() < MEMORY_SWITCH
 
     def passes(self) -> None: ...
 

@@ -236,10 +236,7 @@ default_pool = ProcessPool(MAX_WORLD_SIZE)
 
 
 def _pickled_call(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    setup: Setup | None,
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], setup: Setup | None
 ) -> bytes:
     """By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver."""
     for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):

@@ -41,14 +41,10 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import cache, calibration, configuration, cost_model
 from interlace.runtime.tuning import table as tuning_table
+from interlace.runtime.tuning import valid_configurations as valid
 from interlace.runtime.tuning.chips import chip_of
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.cost_model import Problem as Problem
-from interlace.runtime.tuning.valid_configurations import (
-    sending_candidates,
-    why_not,
-    without_effect,
-)
 
 NEAR = 2
 MOST_CHOICES = 1024
@@ -174,7 +170,7 @@ def decide(
         row, steps = cached
         values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
         made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
-        if capability is None or not why_not(made, capability, problem.dtype.itemsize):
+        if capability is None or not valid.why_not(made, capability, problem.dtype.itemsize):
             source = f"{_how(steps)} row of the cache, measured {row.date}".rstrip()
             near.append((_how(steps), Choice(made, row.algorithm, source)))
     if table is not None:
@@ -220,7 +216,7 @@ def _alternatives(
     for made in _tiles(capability, problem, base):
         yield made
         if problem.op == "all_gather_matmul":
-            yield from sending_candidates(made)
+            yield from valid.sending_candidates(made)
 
 
 @functools.lru_cache(maxsize=MOST_CHOICES)
@@ -322,7 +318,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
             made = replace(choice.configuration, **dict(explicit))  # type: ignore[arg-type]
-            if agreed.capability and (why := without_effect(made, agreed.capability)):
+            if agreed.capability and (why := valid.without_effect(made, agreed.capability)):
                 raise ValueError(f"{problem.op}: {why}, on all ranks")
             choice = replace(choice, configuration=made, source="explicit")
         if len(agreed.chosen) >= MOST_CHOICES:  # on all ranks at once

@@ -72,7 +72,21 @@ OPERATIONS = (
     Operation("recv_object_list", OBJECTS, async_op=False),
 )
 
-MOVED_DTYPES = reductions.MOVABLE_DTYPES
+_SUB_BYTE = tuple(
+    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)
+)  # one byte per element in torch, and no operators yet
+MOVED_DTYPES = (
+    *reductions.DTYPES,
+    torch.float4_e2m1fn_x2,
+    torch.bits8,
+    torch.bits16,
+    torch.bits1x8,
+    torch.bits2x4,
+    torch.bits4x2,
+    *_SUB_BYTE,
+    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # since torch 2.15
+)
+"""Every dtype whose elements are bytes that mean the same on all ranks: all but the quantized ones."""
 REDUCED_DTYPES = reductions.DTYPES
 REDUCE_OPS = (*reductions.REDUCE_OPS, "premul_sum")
 
@@ -80,8 +94,8 @@ REDUCE_OPS = (*reductions.REDUCE_OPS, "premul_sum")
 def defined(op: str, dtype: torch.dtype) -> bool:
     """Whether ``op``, one of ``REDUCE_OPS``, reduces ``dtype``; premul_sum is of floats and complex."""
     if op == "premul_sum":
-        return (dtype.is_floating_point or dtype.is_complex) and reductions.defined("sum", dtype)
-    return reductions.defined(op, dtype)
+        return (dtype.is_floating_point or dtype.is_complex) and defined("sum", dtype)
+    return (op, dtype) in reductions._FOLDS
 
 
 def operation_table() -> str:

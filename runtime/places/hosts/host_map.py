@@ -102,10 +102,7 @@ def address_towards(host: str, port: int = _ANY_PORT) -> str | None:
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
         ):
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(family, kind, protocol) as connection,
-            ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as connection:
                 connection.connect(target)
                 return str(connection.getsockname()[0])
     return None

@@ -19,7 +19,7 @@ connections, which wakes its own thread out of gloo (no wait of gloo can be ende
 connection breaks without such a packet before, and without "I have left", has died. The group's timeout
 is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
 gloo awaits the rest of a message that has begun to come even from a rank that has died; so for what is
-large enough to come in parts another thread waits, as long as it likes, and the caller until the group fails.
+large enough to come in parts another thread waits, however long, and the caller until the group fails.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from interlace.runtime.core.errors import (
     InterlaceError,
     PeerDiedError,
 )
+from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
 from interlace.runtime.places.one_host.worker import OrderedWorker
 
@@ -212,7 +213,8 @@ class HostLinks:
         """Send and receive contiguous tensors, (rank, tensor), to the end. Empty ones do not travel."""
         self.check()
         bound = self._bound()
-        until, started = time.monotonic() + bound, []
+        until = time.monotonic() + bound
+        started: list[tuple[int, Any]] = []
         peer = self.rank
 
         def finish() -> None:
@@ -230,7 +232,7 @@ class HostLinks:
             for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
                 for peer, tensor in parts:
                     if tensor.numel():
-                        started.append((peer, begin([as_bytes(tensor)], peer, OP_TAG)))
+                        started.append((peer, begin([bytes_of(tensor)], peer, OP_TAG)))
             if all(tensor.nbytes <= _WHOLE for _, tensor in (*sends, *receives)):
                 finish()
             else:
@@ -248,7 +250,7 @@ class HostLinks:
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
         try:
-            return self._gloo.send([as_bytes(tensor)], peer, PAYLOAD + slot)
+            return self._gloo.send([bytes_of(tensor)], peer, PAYLOAD + slot)
         except RuntimeError as error:
             raise self._broken(peer, error, "send") from None
 
@@ -256,7 +258,7 @@ class HostLinks:
         """Receive what ``peer`` has begun to send, for as long as a slow network may take for the bytes."""
         bound = timedelta(seconds=self._bound() + _LATE + tensor.nbytes / _SLOWEST)
         try:
-            self._gloo.recv([as_bytes(tensor)], peer, PAYLOAD + slot).wait(bound)
+            self._gloo.recv([bytes_of(tensor)], peer, PAYLOAD + slot).wait(bound)
         except RuntimeError as error:
             raise self._broken(peer, error, "recv") from None
 
@@ -411,9 +413,3 @@ def aborted_by(rank: int, reason: str) -> str:
     """A text: who aborted, and why; a reason that goes from rank to rank keeps the first one's name."""
     said = " aborted the group: "
     return reason if said in reason else f"rank {rank}{said}{reason}"
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 ``[bytes]``."""
-    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -28,14 +28,8 @@ from interlace.runtime.core.call import Call, mismatch, take_first
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.hosts.links import (
-    ANNOUNCED,
-    LONGEST_REASON,
-    RECEIVED,
-    REFUSED,
-    HostLinks,
-    Packet,
-)
+from interlace.runtime.places.hosts import links as packets
+from interlace.runtime.places.hosts.links import HostLinks, Packet
 from interlace.runtime.places.one_host.worker import OrderedWorker
 
 _SLOTS = 1 << 20  # payloads under way between two ranks that may be told apart
@@ -77,10 +71,7 @@ class HostTransfers:
     """The point-to-point messages of one rank. ``local_ranks`` are those of its host, by local rank."""
 
     def __init__(
-        self,
-        links: HostLinks,
-        local_ranks: tuple[int, ...],
-        local_engine: Callable[[], Engine],
+        self, links: HostLinks, local_ranks: tuple[int, ...], local_engine: Callable[[], Engine]
     ) -> None:
         self._links, self._rank = links, links.rank
         self._local = {rank: index for index, rank in enumerate(local_ranks)}
@@ -106,7 +97,7 @@ class HostTransfers:
             elif tensor.numel() and peer != self._rank:
                 work = self._local_engine().send(self._within, tensor, self._local[peer], number)
             sending = self._sending[peer, number] = _SendingToHost(tensor, work, tag)
-            packet = Packet(ANNOUNCED, tag, number, content)
+            packet = Packet(packets.ANNOUNCED, tag, number, content)
             self._submit(lambda: self._post(peer, packet))
         self._fail_late()
         return sending.future
@@ -152,16 +143,16 @@ class HostTransfers:
 
     def on_packet(self, source: int, packet: Packet) -> None:
         """Take what ``source`` announces or acknowledges. Called in any thread; never waits."""
-        if packet.kind in (RECEIVED, REFUSED):
+        if packet.kind in (packets.RECEIVED, packets.REFUSED):
             with self._lock:
                 sent = self._sending.pop((source, packet.number), None)
             if sent is not None:
                 end: Outcome | Exception = Outcome(None, None)
-                if packet.kind == REFUSED:
+                if packet.kind == packets.REFUSED:
                     kind = TypeError if packet.tag else ValueError
                     end = kind(packet.content.decode(errors="replace"))
                 _settle(sent.future, end)
-        elif packet.kind == ANNOUNCED:
+        elif packet.kind == packets.ANNOUNCED:
             announced = _Announced(source, packet.tag, packet.number, *packet.content)
             with self._lock:
                 posted = take_first(self._posted, lambda each: each.fits(announced))
@@ -185,10 +176,10 @@ class HostTransfers:
             raise
         _settle(posted.future, error or Outcome(None, None, lambda: source))
         if error is None:
-            self._post(source, Packet(RECEIVED, number=number))
+            self._post(source, Packet(packets.RECEIVED, number=number))
         else:
-            text = str(error).encode()[:LONGEST_REASON]
-            self._post(source, Packet(REFUSED, isinstance(error, TypeError), number, text))
+            text = str(error).encode()[: packets.LONGEST_REASON]
+            self._post(source, Packet(packets.REFUSED, isinstance(error, TypeError), number, text))
 
     def _receive(self, target: torch.Tensor, source: int, number: int) -> None:
         if source == self._rank:

@@ -107,11 +107,7 @@ class Control:
         return self._bytes[-1][_WRITES:_AREAS]
 
     def write(
-        self,
-        sequence: int,
-        payload: bytes,
-        extent: int = 0,
-        where: tuple[int, int] = (0, 0),
+        self, sequence: int, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
     ) -> None:
         """Write message ``sequence``, with numbers of the sender's, where the peers will find it.
 

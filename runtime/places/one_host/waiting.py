@@ -18,10 +18,10 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, Bell
+from interlace.runtime.places.one_host.blame import Blame
 
 CHECK_SECONDS = 1e-3
 YIELD_SECONDS = 1e-3
@@ -47,16 +47,6 @@ def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
     return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & select.POLLIN]
 
 
-class Judge(Protocol):
-    """The group of a wait."""
-
-    def culprits(self, waited_for: Sequence[int]) -> Sequence[int]: ...
-
-    def whereabouts(self, ranks: Sequence[int]) -> str: ...
-
-    def ended(self, error: InterlaceError) -> None: ...
-
-
 class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it.
 
@@ -71,7 +61,7 @@ class Patience:
         *,
         spins: int = SPINS,
         bell: Bell | None = None,
-        judge: Judge | None = None,
+        judge: Blame | None = None,
     ) -> None:
         self._bell, self._judge = bell, judge
         self._rank = rank
@@ -87,10 +77,7 @@ class Patience:
         return error
 
     def step(
-        self,
-        doing: str,
-        waited_for: Sequence[int],
-        ready: Callable[[], bool] | None = None,
+        self, doing: str, waited_for: Sequence[int], ready: Callable[[], bool] | None = None
     ) -> None:
         """Spend a little time after a poll for ``waited_for`` failed; raise if it is hopeless.
 

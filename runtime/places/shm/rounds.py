@@ -30,17 +30,9 @@ import torch
 
 from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
-from interlace.runtime.places.shm.message_steps import (
-    INPUT,
-    MEDIUM_DATA,
-    MEDIUM_PLACES,
-    OUTPUT,
-    Doing,
-    HostSteps,
-    Key,
-    at,
-)
+from interlace.runtime.places.shm.message_steps import Doing, HostSteps, Key, at
 from interlace.runtime.places.shm.ring_writes import RingWrites
 
 if TYPE_CHECKING:
@@ -76,7 +68,7 @@ class Rounds:
 
     def open(self) -> None:
         if not self.opened:
-            nbytes = SLOTS * SLOT_BYTES + MEDIUM_PLACES * MEDIUM_DATA
+            nbytes = SLOTS * SLOT_BYTES + message_steps.MEDIUM_PLACES * message_steps.MEDIUM_DATA
             mappings = self._group.allocate(nbytes, self._steps.call.op)
             self._rings = [mapping.array() for mapping in mappings]
             self._bases = [mapping.data_address for mapping in mappings]
@@ -167,7 +159,8 @@ class Rounds:
         def reduce(steps: Doing, write: Copy, c: int) -> None:
             start = c * self.section
             if (size := min(self.section, total - start)) > 0:
-                self._reduce(steps, op, dtype, (start, OUTPUT), at(own, start), c, size)
+                target = start, message_steps.OUTPUT
+                self._reduce(steps, op, dtype, target, at(own, start), c, size)
 
         stage = functools.partial(self._stage, parts, self._around, self.section)
         count = -(-max(nbytes for _, nbytes in parts) // self.section)
@@ -181,7 +174,7 @@ class Rounds:
         rank, section, dtype = self._rank, self.section, tensor.dtype
         edges = [n * dtype.itemsize for n in cuts(tensor.numel(), self._world_size)]
         parts: list[RingPart] = [
-            ((first, INPUT), end - first) for first, end in itertools.pairwise(edges)
+            ((first, message_steps.INPUT), end - first) for first, end in itertools.pairwise(edges)
         ]
         own, total = parts[rank]
         here = root is None or root == rank

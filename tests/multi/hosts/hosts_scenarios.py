@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from cases import support_table
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
-from interlace.runtime.places.hosts.links import as_bytes
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
 
@@ -67,7 +68,7 @@ def poisoned(like: torch.Tensor) -> torch.Tensor:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(as_bytes(found), as_bytes(expected))
+    return torch.equal(bytes_of(found), bytes_of(expected))
 
 
 def run(group: Communicator, op: str, *arguments: Any, **terms: Any) -> None:
@@ -157,7 +158,7 @@ def reducing(group: Communicator) -> list[str]:
     everyone = range(world_size)
     for dtype in reductions.DTYPES:
         for op in reductions.REDUCE_OPS:
-            if not reductions.defined(op, dtype):
+            if not support_table.defined(op, dtype):
                 continue
             long = (op, dtype) in LONG
             for n in SIZES if long else (257,):

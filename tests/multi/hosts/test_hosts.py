@@ -21,6 +21,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import interlace
+from cases import support_table
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import CollectiveTimeoutError, PlaceUnavailableError
 from interlace.runtime.numerics import reductions
@@ -300,7 +301,7 @@ def test_two_steps_give_what_one_gives() -> None:
     """For every op and dtype, of numbers that need no rounding."""
     for dtype in reductions.DTYPES:
         for op in reductions.REDUCE_OPS:
-            if reductions.defined(op, dtype):
+            if support_table.defined(op, dtype):
                 parts = [
                     [scenarios.payload(3 * h + r, op, 40, dtype) for r in (0, 1, 2)] for h in (0, 1)
                 ]

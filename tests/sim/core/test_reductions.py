@@ -12,13 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.support_table import MOVED_DTYPES, defined
 from interlace.runtime.numerics import reductions
 from interlace.runtime.numerics.reductions import (
     DTYPES,
-    MOVABLE_DTYPES,
     REDUCE_OPS,
     check,
-    defined,
     fold,
 )
 
@@ -296,8 +295,8 @@ def test_what_is_not_defined_says_so() -> None:
 def test_every_dtype_of_torch_is_listed() -> None:
     of_torch = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-    assert set(MOVABLE_DTYPES) == of_torch - quantized
-    assert len(set(MOVABLE_DTYPES)) == len(MOVABLE_DTYPES)
-    for dtype in MOVABLE_DTYPES:
+    assert set(MOVED_DTYPES) == of_torch - quantized
+    assert len(set(MOVED_DTYPES)) == len(MOVED_DTYPES)
+    for dtype in MOVED_DTYPES:
         assert torch.empty(3, dtype=dtype).view(torch.uint8).numel() == 3 * dtype.itemsize
     assert {dtype for dtype in DTYPES if defined("sum", dtype)} == set(DTYPES)
