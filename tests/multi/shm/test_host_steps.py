@@ -15,6 +15,7 @@ import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm.machine_code import steps
 from multi.shm import steps_ranks
@@ -51,11 +52,11 @@ AS_INT = {4: torch.int32, 2: torch.int16}
 @pytest.fixture(scope="module")
 def one_with_machine_code() -> Iterator[list[Engine]]:
     """Two ranks, which are threads; one sums with machine code, one without."""
-    store = HashStore()
+    meeting = StoreMeeting(HashStore())
     with ThreadPoolExecutor(2) as threads:
 
         def joined(rank: int) -> HostGroup:
-            return HostGroup(store, rank, 2, timeout=600, prefix="interlace/nan/0")
+            return HostGroup(meeting, rank, 2, timeout=600, prefix="interlace/nan/0")
 
         groups, engines = list(threads.map(joined, range(2))), []
         with pytest.MonkeyPatch.context() as patch:
