@@ -14,12 +14,17 @@ class Flow:
     def __init__(self, successors: Sequence[Sequence[int]]) -> None:
         self._next = successors
         back, order = _depth_first(successors)
+        self.order = order[::-1]  # each before what follows, but for what comes by a back edge
         self._later = [0] * len(successors)  # bit sets of instructions
         for index in order:
             for after in successors[index]:
                 if (index, after) not in back:
                     self._later[index] |= self._later[after] | 1 << after
         self.loops = self._natural_loops(back)  # by the first instruction, inner loops included
+
+    def following(self, index: int) -> Sequence[int]:
+        """What may run directly after ``index``."""
+        return self._next[index]
 
     def before(self, first: int, second: int) -> bool:
         """Whether ``second`` may run after ``first`` in the same round of every loop."""

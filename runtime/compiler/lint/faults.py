@@ -43,6 +43,7 @@ RULES = {
     ),
     "weakened by ptxas": (
         "A system-scope acquire or release of the PTX left no instruction of that strength in SASS."
+        " From Triton 3.8 on also an acquire whose value nothing uses, which is still there in PTX."
     ),
     "spills": (
         "Registers do not suffice: values live on the stack. Judged on sm_90 and sm_100, which have"

@@ -1,27 +1,18 @@
 """PTX as a list of instructions with source lines and control flow.
 
 Takes what Triton emits and what kernels write as inline assembly: several statements in a line, scopes
-with labels of their own, predicates on anything. Line information is in ``.loc`` directives. The chain of
-inlined calls is a comment behind them, up to Triton 3.7; later they name the call, which has a ``.loc`` of
-its own before, and count the lines of a text of inline assembly as if they were the kernel's::
-
-    .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/fused/all_gather_matmul.py:105:12 ]
-    ]
-    .loc  2 73 29, function_name $L__info_string0, inlined_at 3 108 71    // signal.py:73:29
+with labels of their own, predicates on anything.
 """
 
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from interlace.runtime.compiler.lint.control_flow import Flow
-from interlace.runtime.compiler.lint.lines import Frame, FrameChain
+from interlace.runtime.compiler.lint.lines import FrameChain
+from interlace.runtime.compiler.lint.ptx_lines import Places
 
-_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^/]*(?://(.*))?")
-_CALL = re.compile(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)")
 _INLINE = "// begin inline asm", "// end inline asm"
 _LABEL = re.compile(r"([$%\w]+):(?!:)\s*")
 _PREDICATE = re.compile(r"@(!?[%$\w]+)\s+")
@@ -83,15 +74,12 @@ class PtxModule:
     """All functions of a PTX module."""
 
     def __init__(self, ptx: str) -> None:
-        self._paths = {int(number): path for number, path in _FILE.findall(ptx)}
-        self._by_name: dict[str, str] = {}
-        for path in self._paths.values():
-            self._by_name.setdefault(os.path.basename(path), path)
+        places = Places(ptx)
         self.instructions: list[PtxInstruction] = []
         self._labels: dict[str, list[int]] = {}
         self._tables: dict[str, list[str]] = {}
         self._starts: set[int] = set()
-        self._read(ptx)
+        self._read(ptx, places)
         after = [self._successors(i) for i in range(len(self.instructions))]
         dispatches = list(self._dispatches())
         heads = {head for head, _ in dispatches}
@@ -99,6 +87,10 @@ class PtxModule:
         self.flow = Flow([[i for i in each if i not in heads] for each in after])
         for part in [first for _, jump in dispatches for first in after[jump]]:
             self._count_warps({part, *self.flow.reach([part], lambda i: False)})
+        chains = places.along(self.flow)
+        self.instructions = [
+            replace(one, chain=chain) for one, chain in zip(self.instructions, chains, strict=True)
+        ]
 
     def _dispatches(self) -> Iterator[tuple[int, int]]:
         """Where ``warp_specialize`` has the warps that it adds meet, and jump to a part of their own."""
@@ -121,9 +113,7 @@ class PtxModule:
     def read_registers(self) -> frozenset[str]:
         return frozenset(name for one in self.instructions for name in one.inputs)
 
-    def _read(self, ptx: str) -> None:
-        chain: FrameChain = ()
-        chains: dict[Frame, FrameChain] = {}  # the last of a call
+    def _read(self, ptx: str, places: Places) -> None:
         label, pending, inline = "", "", False
         for number, raw in enumerate(ptx.splitlines(), 1):
             text = raw.strip()
@@ -131,7 +121,7 @@ class PtxModule:
                 inline = text == _INLINE[0]
             if text.startswith(".loc"):
                 if not inline:
-                    chain = self._chain(text, chains)
+                    places.read(text)
                 continue
             text = text.split("//")[0].strip()
             if re.match(r"(\.\w+\s+)*\.(entry|func)\b", text):
@@ -148,28 +138,8 @@ class PtxModule:
                 elif targets := _TARGETS.match(statement):
                     self._tables[label] = _NAME.findall(targets.group(1))
                 elif re.match(r"[a-z@]", statement):
-                    self.instructions.append(_instruction(statement[:-1].strip(), chain, number))
-
-    def _frame(self, number: str, line: str, column: str) -> Frame:
-        return Frame(self._paths.get(int(number), ""), int(line), int(column))
-
-    def _chain(self, directive: str, chains: dict[Frame, FrameChain]) -> FrameChain:
-        found = _LOC.match(directive)
-        if not found:
-            return ()
-        *place, comment = found.groups()
-        innermost = self._frame(*place)
-        if call := _CALL.search(directive):
-            caller = self._frame(*call.groups())
-            chains[innermost] = (innermost, *chains.get(caller, (caller,)))
-            return chains[innermost]
-        frames = [innermost]
-        for called_at in (comment or "").replace("]", "").split("@[")[1:]:
-            name, _, rest = called_at.strip().partition(":")
-            numbers = [int(word) for word in rest.split(":") if word.strip().isdigit()]
-            frames.append(Frame(self._by_name.get(name, name), *numbers[:2]))
-        chains[innermost] = tuple(frames)
-        return chains[innermost]
+                    self.instructions.append(_instruction(statement[:-1].strip(), number))
+                    places.add_instruction()
 
     def _successors(self, index: int) -> list[int]:
         one = self.instructions[index]
@@ -207,9 +177,9 @@ def _open(statement: str) -> str:
     return statement.strip().lstrip("{} \t").strip()
 
 
-def _instruction(statement: str, chain: FrameChain, line: int) -> PtxInstruction:
+def _instruction(statement: str, line: int) -> PtxInstruction:
     predicate = ""
     if found := _PREDICATE.match(statement):
         predicate, statement = found.group(1), statement[found.end() :]
     operation, *operands = statement.split(None, 1)
-    return PtxInstruction(operation, "".join(operands), predicate, chain, line)
+    return PtxInstruction(operation, "".join(operands), predicate, (), line)

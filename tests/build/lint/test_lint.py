@@ -82,7 +82,7 @@ CASES: dict[str, tuple[LintRequest, set[str]]] = {
     ),
     "unused": (
         request("unused_kernel", {"slot_ptr": "*i32", "data_ptr": "*i32"}),
-        {"dropped wait"} if TRITON < (3, 9) else {"weakened by ptxas"},  # it is there in PTX
+        {"dropped wait"} if TRITON < (3, 8) else {"weakened by ptxas"},  # it is there in PTX
     ),
     "gpu scope": (
         request("narrow_kernel", STORE, constexprs={"BLOCK": 1024}, arch=100),
@@ -178,7 +178,7 @@ def test_every_rule_has_a_kernel_that_breaks_it() -> None:
     fired |= {rule for rule in RULES if mended(rule)}
     elsewhere = {
         "published descriptor store",  # test_build.py
-        "weakened by ptxas",  # no kernel was found that is compiled so badly; test_rules.py has text
+        "weakened by ptxas",  # by kernels from Triton 3.8 on; test_rules.py has text
         "no tensor cores",
     }
     assert set(RULES) - fired == {rule for rule in elsewhere if not mended(rule)} - fired

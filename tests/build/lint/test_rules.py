@@ -197,6 +197,55 @@ def test_a_call_is_found_where_its_own_line_was() -> None:
     assert fault.where == "k.py:7, called at k.py:30"
 
 
+def inlined(line: int, caller: int, code: str = "") -> str:
+    """``code`` at a line of k.py that was inlined, as Triton 3.9 writes it."""
+    return f".loc 1 {line} 5, function_name $L__info_string0, inlined_at 1 {caller} 5 // k\n{code}"
+
+
+# Line 100 and line 200 call a function, whose line 30 calls another, which loads at line 7. Between them
+# is a wait, line 150. The block of the first load comes after the second call.
+FIRST = ".loc 1 100 5\n" + inlined(30, 100, "setp.lt.s64 %p3, %rd5, %rd6;\n@%p3 bra COLD;\n")
+BACK = "BACK:\n.loc 1 150 5\n" + ACQUIRE
+SECOND = ".loc 1 200 5\n" + inlined(30, 200, "add.s64 %rd8, %rd9, 8;\n") + inlined(7, 30, LOAD)
+COLD = "COLD:\n", inlined(7, 30, LOAD), "bra BACK;\n"
+NO_LINE = ".loc 1 0 5\nmov.u64 %rd1, 0x0;\n"
+ROTATED = "bra ENTER;\nHEAD:\n" + inlined(8, 30, "add.s64 %rd1, %rd1, 1;\n") + "ENTER:\n"
+
+
+@pytest.mark.parametrize("before", ["", NO_LINE, ROTATED])
+def test_a_call_is_told_by_what_ran_before(before: str) -> None:
+    """Which of two calls a block belongs to is not in its own lines, nor in those above it in the text."""
+    label, load, back = COLD
+    cold = label + before + load + "@%p3 bra HEAD;\n" * (before == ROTATED) + back
+    program = PtxModule('.file 1 "/src/k.py"\n' + FIRST + BACK + SECOND + "ret;\n" + cold)
+    loads = [one for one in program.instructions if str(one) == LOAD.strip(";\n")]
+    assert [[frame.line for frame in one.chain] for one in loads] == [[7, 30, 200], [7, 30, 100]]
+    assert [one.chain[-1].line for one in program.instructions if one.chain[0].line == 8] in (
+        [],
+        [100],
+    )
+    assert ptx_rules.early_load(program) == []
+
+
+def test_an_early_load_of_a_call_is_found() -> None:
+    """The load of the second call, moved in front of the wait, whose own call is there as well."""
+    ptx = '.file 1 "/src/k.py"\n' + FIRST + SECOND + BACK + SECOND + "ret;\n" + "".join(COLD)
+    (fault,) = ptx_rules.early_load(PtxModule(ptx))
+    assert fault.where == "k.py:7, called at k.py:200" and fault.message.endswith("k.py:150")
+
+
+def test_a_call_that_is_unrolled_has_its_line_once() -> None:
+    """Two calls in a loop of two rounds: the second round has no lines of the calls themselves."""
+    rounds = "".join(
+        inlined(30, caller, "add.s64 %rd8, %rd9, 8;\n") + inlined(9, caller, STORE) + at_call
+        for caller, at_call in [(100, inlined(7, 30, LOAD)), (200, inlined(7, 30, LOAD))]
+    )
+    again = "".join(inlined(9, caller, STORE) + inlined(7, 30, LOAD) for caller in (100, 200))
+    program = PtxModule('.file 1 "/src/k.py"\n' + rounds + again)
+    loads = [one.chain[-1].line for one in program.instructions if one.kind == "ld"]
+    assert loads == [100, 200] * 2
+
+
 def test_branch_tables_are_followed() -> None:
     table = "$L_brx_0: .branchtargets $L__BB0_1, $L__BB0_2;\n"
     ptx = STORE + table + "brx.idx %r1, $L_brx_0;\n$L__BB0_1:\nret;\n$L__BB0_2:\n" + RELEASE
