@@ -20,7 +20,8 @@ FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a
 ELSEWHERE_SECONDS, WARNING_SECONDS = 0.2, 1.0
 
 _log = logging.getLogger("interlace")
-_everywhere: weakref.WeakSet[Blame] = weakref.WeakSet()
+_everywhere: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The groups of this process; a judge may outlive its group, in an error's traceback."""
 
 
 class Blame:
@@ -31,7 +32,7 @@ class Blame:
         self._wait: tuple[str, int] | None = None
         self._since = self._next = 0.0
         self._warned = False
-        _everywhere.add(self)
+        _everywhere.add(group)
 
     def look(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         """``HostGroup.interruption`` for a wait under way, of which the peers can read."""
@@ -52,8 +53,7 @@ class Blame:
         """Say in the other groups of this process where it waits, and here if a peer waits elsewhere."""
         group = self._group
         text = f"{doing} of group {group.prefix!r}, for ranks {list(waited_for)} of it"
-        for blame in list(_everywhere):
-            other = blame._group
+        for other in list(_everywhere):
             if other.control is not None and other.prefix != group.prefix:
                 other.control.say_elsewhere(text, now)
         lasted = now - self._since > WARNING_SECONDS and not self._warned

@@ -83,6 +83,7 @@ class HostGroup:
         self._parent = parent
         self.sequence = 0
         self._unusable = ""
+        self.control: Control | None = None  # while joining, and after leaving
         self.blame = Blame(self)
         self.options: Any = None  # torch's, of an op that the caller waits for
         self._joining = False
@@ -93,7 +94,6 @@ class HostGroup:
         self.pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_values, self.pidfds).atexit = False
         self.pids: dict[int, int] = {rank: os.getpid()}
-        self.control: Control | None = None  # while joining, and after leaving
         self.shared_ranges = SharedRanges(rank)
         self._rendezvous = meetings.connect(self, self._meeting)
         self.nonce = self._rendezvous.nonce

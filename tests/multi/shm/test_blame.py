@@ -101,6 +101,16 @@ def test_async_op_returns_before_the_others_have_called(place: dict[str, Any]) -
     close(groups)
 
 
+def test_a_judge_may_outlive_its_group() -> None:
+    """As it does in the traceback of an error; then a wait of another group says nothing there."""
+    group = HostGroup(None, 0, 1, timeout=LONG, prefix="here")
+    judge = HostGroup(None, 0, 1, timeout=LONG, prefix="gone").blame
+    with pytest.raises(ReferenceError):
+        judge.whereabouts([0])
+    group.blame._lasts("all_reduce", [0], time.monotonic())
+    group.close()
+
+
 def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any]) -> None:
     groups = members("late", 3, 0.5 * busy(), **place)
     others = threading.Barrier(3)
