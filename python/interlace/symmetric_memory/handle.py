@@ -13,6 +13,7 @@ both numbers; ``CollectiveTimeoutError`` and ``PeerDiedError`` naming whom the r
 """
 
 import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,17 @@ from interlace.runtime.core.stream import Outcome
 
 FLAG_BYTES = 4
 _LARGEST = (1 << 32) - 1
+
+
+def _table(addresses: Sequence[int]) -> torch.Tensor:
+    """An int64 table in a mapping of its own, which is high in the address space.
+
+    Triton types an argument by its value, and small memory of a Python that is not position-independent,
+    such as Debian's, may lie below 2**31: its address would be an int32, of which no pointer can be made.
+    """
+    memory = mmap.mmap(-1, 8 * len(addresses))
+    table = torch.frombuffer(memory, dtype=torch.int64)
+    return table.copy_(torch.tensor(addresses, dtype=torch.int64))
 
 
 class SymmetricMemory:
@@ -84,8 +96,7 @@ class SymmetricMemory:
         self.signal_pad_ptrs = [pad.ctypes.data for pad in pads]
         self._communicator = communicator
         self._buffers, self._pads = buffers, pads
-        self._buffer_table = torch.tensor(self.buffer_ptrs, dtype=torch.int64)
-        self._pad_table = torch.tensor(self.signal_pad_ptrs, dtype=torch.int64)
+        self._buffer_table, self._pad_table = map(_table, (self.buffer_ptrs, self.signal_pad_ptrs))
         self._status: dict[int, torch.Tensor] = {}
 
     @property
