@@ -203,7 +203,7 @@ MENDED = {"published descriptor store": (3, 8), "release without barrier": (3, 9
 """By rule of lint, the Triton whose compiler mends kernels that break it; older ones need the rule."""
 
 
-TRITON = releases.release(releases.installed("Triton"))
+TRITON, TORCH = (releases.release(releases.installed(name)) for name in ("Triton", "torch"))
 
 
 def mended(rule: str) -> bool:

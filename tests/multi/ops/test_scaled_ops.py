@@ -1,12 +1,11 @@
 """The fused ops on fp8 operands with scales, against float64."""
 
 import pytest
-import torch
 
 import interlace
 from multi.ops import scaled_ranks
+from support import TORCH
 
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = pytest.mark.skipif(
     TORCH < (2, 13), reason="before torch 2.13 a CPU multiplies no rows with scales"
 )

@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import interlace
 from multi.process_group.backend_ranks import world
-from support import compiled_anew
+from support import TORCH, compiled_anew
 
 Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 FP8 = torch.float8_e4m3fn
@@ -302,12 +302,18 @@ def pipelined(path: str) -> tuple[list[str], list[bool]]:
 
 
 def contextlib_all(calls: list[str], kernels: Any) -> Any:
-    """Inductor's pass as on a machine with NCCL, and a list of the kernels that are called."""
+    """Inductor's pass as on a machine with NCCL, and a list of the kernels that are called.
+
+    As of torch 2.15 a group needs no enabling, and the pass asks for an accelerator instead.
+    """
     import contextlib
 
     stack = contextlib.ExitStack()
     stack.enter_context(compiled_anew(_micro_pipeline_tp=True, compile_threads=1))
     stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
+    if TORCH >= (2, 15):
+        asked = "is_symm_mem_enabled_for_group"
+        stack.enter_context(mock.patch.object(torch_symm_mem, asked, return_value=True))
     for name in REFERENCES:
         kernel = counted(calls, name, getattr(kernels, name))
         stack.enter_context(mock.patch.object(kernels, name, kernel))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import interlace
 from multi.symmetric_memory import symm_mem_ranks
+from support import TORCH
 from tiers import thorough
 
 
@@ -28,8 +28,7 @@ def test_as_torch(tmp_path: Path, backend: str, world_size: int) -> None:
 
 
 @pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="before torch 2.13 a CPU multiplies no rows with scales",
+    TORCH < (2, 13), reason="before torch 2.13 a CPU multiplies no rows with scales"
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_scaled_as_torch(tmp_path: Path, world_size: int) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace import functional as F
 from interlace.ops import local_tensor
+from support import TORCH
 
 RANKS = 4
 PAIRS = [[0, 2], [1, 3]]
@@ -107,7 +108,7 @@ def by_row(x: torch.Tensor) -> torch.Tensor:
     return x.detach()[:, :1].abs()
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+if TORCH >= (2, 13):
     FUSED |= SCALED  # before, a CPU multiplies no rows with scales
 
 
