@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import pickle
 import queue
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import IO
 
-from interlace.runtime.compiler.request import Compilation, Measurement, decode_measurement, encode
+from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.compiler.worker import COMPILING, ReenteredError
 
 _PROGRAM = pathlib.Path(__file__).with_name("start.py")
@@ -46,7 +47,7 @@ def compile_all(
     count = min(len(requests), workers or os.cpu_count() or 1)
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     with contextlib.ExitStack() as leaving:
-        started = [leaving.enter_context(_Worker()) for _ in range(count)]
+        started = [leaving.enter_context(contextlib.closing(_Worker())) for _ in range(count)]
         threads = leaving.enter_context(ThreadPoolExecutor(count, "compile"))
         for worker in started:
             leaving.callback(worker.kill)
@@ -88,7 +89,6 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
             env={**os.environ, **settings},
         )
         if self._killed:
@@ -98,18 +98,17 @@ class _Worker:
         """The result; an error if the process has ended instead."""
         assert self._process.stdin and self._process.stdout
         said_before = os.fstat(self._errors.fileno()).st_size
-        line = ""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(encode(request) + "\n")
+        measurement: Measurement | None = None
+        with contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):
+            pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        if not line:
+            measurement = pickle.load(self._process.stdout)
+        if measurement is None:
             code = self._finish()
             last_words = " ".join(self._said(0).strip().splitlines()[-3:])
             self._errors.close()
             self._start()
             return Measurement(error=f"the compiler ended with code {code}: {last_words}")
-        measurement = decode_measurement(line)
         if measurement.error is None:
             return measurement
         said = [measurement.error, *_diagnostics(self._said(said_before))]
@@ -120,10 +119,7 @@ class _Worker:
         self._killed = True
         self._process.kill()
 
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._finish()
         self._errors.close()
 

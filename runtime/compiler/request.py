@@ -6,11 +6,10 @@ anything is compiled.
 """
 
 import inspect
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import Fault
@@ -73,10 +72,6 @@ class Entry(Compilation):
         """``constants`` by the names that they have outside: ``BLOCK_M``."""
         return outside(self.constants)
 
-    @property
-    def multiplies(self) -> bool:
-        return "K" in self.types
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -96,36 +91,6 @@ class Measurement:
     where: str = ""
     seconds: float = 0.0
     loops: tuple[Loop, ...] = ()
-
-
-def encode(message: Compilation | Measurement) -> str:
-    return json.dumps(asdict(message), default=_encode_constant)
-
-
-def _encode_constant(value: object) -> object:
-    import triton.language as tl
-
-    assert isinstance(value, tl.dtype), value
-    return {"dtype": value.name}
-
-
-def decode_request(line: str) -> Compilation:
-    found = json.loads(line, object_hook=_decode_constant)
-    found |= {name: tuple(found[name]) for name in ("divisible", "ignore")}
-    return Compilation(**{each.name: found[each.name] for each in fields(Compilation)})
-
-
-def _decode_constant(value: dict[str, Any]) -> Any:
-    import triton.language as tl
-
-    return tl.dtype(value["dtype"]) if list(value) == ["dtype"] else value
-
-
-def decode_measurement(line: str) -> Measurement:
-    found = json.loads(line)
-    for name, kind in (("faults", Fault), ("loops", Loop)):
-        found[name] = tuple(kind(**one) for one in found[name])
-    return Measurement(**found)
 
 
 def jitted_function(kernel: Any) -> Any:

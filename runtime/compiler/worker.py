@@ -1,8 +1,8 @@
 """Compile one kernel for a GPU that need not be here, and measure what came out.
 
 This is what the processes of ``pool.py`` do: they run without ``TRITON_INTERPRET``, whatever
-the parent does, and answer a :class:`Compilation` per line of JSON with a :class:`Measurement`. Triton's
-cache, which keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
+the parent does, and answer each pickled :class:`Compilation` with a :class:`Measurement`. Triton's cache,
+which keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
 """
 
 import gzip
@@ -12,12 +12,14 @@ import importlib.machinery
 import importlib.util
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
+from io import BufferedReader
 from types import ModuleType
 from typing import IO, Any
 
@@ -28,7 +30,7 @@ from interlace.runtime.compiler.lint.faults import selected
 from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.loops import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
-from interlace.runtime.compiler.request import Compilation, Measurement, decode_request, encode
+from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.core.kernel_arguments import joined, leaves
 
 # Set in compiling processes. A script that compiles at its top level would otherwise start another.
@@ -196,17 +198,17 @@ def _refused(request: Compilation, error: BaseException) -> str:
     return describe((Frame(kernel.fn.__code__.co_filename, first + line - 1),))
 
 
-def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests with measurements, line by line, until there are no more."""
-    for line in requests:
+def serve(requests: BufferedReader, answers: IO[bytes]) -> None:
+    """Answer requests with measurements, one by one, until there are no more."""
+    while requests.peek(1):
         begin = time.monotonic()
-        request = decode_request(line)
+        request: Compilation = pickle.load(requests)
         try:
             measurement = measure(request)
         except (Exception, ReenteredError) as error:
             measurement = Measurement(error=_describe(error), where=_refused(request, error))
         measurement = replace(measurement, seconds=time.monotonic() - begin)
-        answers.write(encode(measurement) + "\n")
+        pickle.dump(measurement, answers)
         answers.flush()
 
 
@@ -216,5 +218,5 @@ def main() -> None:
     knobs.runtime.interpret = False
     answers_fd = os.dup(1)
     os.dup2(2, 1)
-    with os.fdopen(answers_fd, "w") as out:
-        serve(sys.stdin, out)
+    with os.fdopen(answers_fd, "wb") as out, os.fdopen(0, "rb", closefd=False) as requests:
+        serve(requests, out)

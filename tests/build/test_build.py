@@ -105,7 +105,7 @@ def test_kernel(entry: Entry, reports: dict[tuple[str, int], BuildReport]) -> No
     assert (report.stack, report.spills) == (0, 0)
     assert 0 < report.registers <= 255
     assert report.loops[0].depth == 0 < report.loops[0].instructions
-    if entry.multiplies:
+    if "K" in entry.types:
         assert report.tensor_cores
     else:
         assert report.tensor_cores is None

@@ -63,7 +63,6 @@ def build_bundles(
     *,
     built_with: str,
     files: Mapping[str, str],
-    workers: int | None = None,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
     """Compile ``targets`` together and write their bundles; a report per kernel.
@@ -82,7 +81,6 @@ def build_bundles(
         reports = build(
             [entry for kernels in entries for entry in kernels],
             artifacts=stems,
-            workers=workers,
             on_report=on_report,
         )
         if not any(report.problems() for report in reports):

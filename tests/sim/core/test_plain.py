@@ -225,5 +225,6 @@ def test_who_unpickles() -> None:
     root = pathlib.Path(__file__).parents[3]
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
     loads = {str(f.relative_to(root)) for f in files if "import pickle" in f.read_text()}
-    allowed = {"runtime/start/pool.py", "runtime/start/child.py"}
-    assert loads == {*allowed, "python/interlace/collectives/objects.py"}
+    pools = {f"runtime/{name}.py" for name in ("start/pool", "start/child")}
+    pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "worker")}
+    assert loads == {*pools, "python/interlace/collectives/objects.py"}
