@@ -18,14 +18,12 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
-from interlace.runtime.algorithms import operands
+from interlace.runtime.algorithms import operands, plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning import configuration as configurations
 from interlace.runtime.tuning.configuration import Configuration
-
-SUMMED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GatherMoves:
@@ -100,7 +98,7 @@ def matmul_reduce_scatter(
     """``linear.output`` = own rows of the sum over ranks of products; ``segments``: (first row, rows)."""
     columns, output = linear.weight.shape[1], linear.output
     product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
-    if output.dtype not in SUMMED_DTYPES or not product.numel():
+    if output.dtype not in plain.KERNEL_DTYPES or not product.numel():
         operands.multiply(product, input, linear.weight, None)
         return operands.scatter_product(communicator, product, linear, segments)
     exact = linear.bias is None and not linear.activation

@@ -83,10 +83,9 @@ def matmul_reduce_scatter(
     key = (tuple(segments), block_m, tiles_n)
     table = communicator.table
     far = algorithms.Partners(communicator)
+    sums_table = table(("node tile sums", key), lambda: known.sums)
     shared = {
-        "node": algorithms.node_argument(
-            communicator, table(("node tile sums", key), lambda: known.sums)
-        ),
+        "node": algorithms.node_argument(communicator, sums_table),
         "slots": NodeSlots(each, landing_slot, landed_slot),
         "own_rows": rows[rank],
         "N": columns,
@@ -98,7 +97,7 @@ def matmul_reduce_scatter(
     limit = communicator.place.program_limit
     summing = max(1, min(max(1, configuration.copiers), moved, limit // 4))
     resident = max(1, resident_programs(communicator, configuration, summing) - summing)
-    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    grid = formulas.persistent_grid(0, formulas.tiles_of(rows, block_m, tiles_n), resident)
 
     def body(workspace: Workspace) -> None:
         begin = workspace.data_offset
@@ -114,13 +113,10 @@ def matmul_reduce_scatter(
             "BLOCK": configuration.block_elements,
         }
         # Left alone, ptxas takes so few registers that a load waits for the one before it.
-        options = {**nodes.options, "maxnreg": 128}
-        warps = configuration.num_warps
-        communicator.copying.launch(
-            workspace.kernel_launch(
-                kernels.node_sums_kernel, summing, sums, num_warps=warps, options=options
-            )
-        )
+        more = {**nodes.options, "maxnreg": 128}
+        how = {"num_warps": configuration.num_warps, "options": more}
+        kernel = kernels.node_sums_kernel
+        communicator.copying.launch(workspace.kernel_launch(kernel, summing, sums, **how))
         products = {
             **both,
             **operands,
@@ -128,14 +124,8 @@ def matmul_reduce_scatter(
             "segments_ptr": segments_table,
             "AVERAGE": linear.average,
         }
-        communicator.compute.launch(
-            workspace.kernel_launch(
-                kernels.matmul_node_reduce_scatter_kernel,
-                formulas.persistent_grid(0, tiles, resident),
-                products,
-                **launch_options(configuration),
-            )
-        )
+        kernel, options = kernels.matmul_node_reduce_scatter_kernel, launch_options(configuration)
+        communicator.compute.launch(workspace.kernel_launch(kernel, grid, products, **options))
         far.quiet(communicator.copying, workspace, quiet_slot)
         far.put_credits(workspace)
 

@@ -72,44 +72,40 @@ class Partners:
         stream, flat = self._communicator.copying, input.dim() == 1
         columns = configuration.block_elements if flat else configuration.copy_columns
         if moves.count:
-            arguments = {
-                "input": Rows(input, input.stride(0)),
-                "moves": Table(moves.table, moves.count),
-                "columns": 1 if flat else input.shape[1],
-                "BLOCK_ROWS": 0 if flat else configuration.copy_rows,
-                "BLOCK_COLUMNS": columns,
-            }
-            grid, warps = max(1, min(programs, moves.count)), configuration.num_warps
-            self._launch(stream, move_kernels.move_kernel, workspace, arguments, grid, warps)
+            self._launch(
+                stream,
+                workspace,
+                move_kernels.move_kernel,
+                max(1, min(programs, moves.count)),
+                configuration.num_warps,
+                input=Rows(input, input.stride(0)),
+                moves=Table(moves.table, moves.count),
+                columns=1 if flat else input.shape[1],
+                BLOCK_ROWS=0 if flat else configuration.copy_rows,
+                BLOCK_COLUMNS=columns,
+            )
         self.quiet(stream, workspace, moves.slots)
 
     def quiet(self, stream: Stream, workspace: Workspace, slot: int) -> None:
         """Hold ``stream`` until what was put is out; ``slot`` is the first of a slot per rank."""
         if self._table.count:
-            arguments = {"slot": slot, "partners": self._table}
-            self._launch(stream, move_kernels.quiet_kernel, workspace, arguments)
+            known = {"slot": slot, "partners": self._table}
+            self._launch(stream, workspace, move_kernels.quiet_kernel, 1, 1, **known)
 
     def put_credits(self, workspace: Workspace) -> None:
         """The last item of an op's body: ranks of other nodes may use this rank's workspace again."""
         compute = self._communicator.compute
         compute.wait_event(self._communicator.copying.record())
         if self._table.count:
-            arguments = {"partners": self._table}
-            self._launch(compute, move_kernels.put_credits_kernel, workspace, arguments)
+            kernel = move_kernels.put_credits_kernel
+            self._launch(compute, workspace, kernel, 1, 1, partners=self._table)
 
     def _launch(
-        self,
-        stream: Stream,
-        kernel: Any,
-        workspace: Workspace,
-        arguments: dict[str, Any],
-        grid: int = 1,
-        num_warps: int = 1,
+        self, stream: Stream, workspace: Workspace, kernel: Any, grid: int, warps: int, **named: Any
     ) -> None:
-        known, options = {**arguments, "PUT": self._nodes.put}, self._nodes.options
-        stream.launch(
-            workspace.kernel_launch(kernel, grid, known, num_warps=num_warps, options=options)
-        )
+        known = {**named, "PUT": self._nodes.put}
+        options = {"num_warps": warps, "options": self._nodes.options}
+        stream.launch(workspace.kernel_launch(kernel, grid, known, **options))
 
 
 def shared_programs(

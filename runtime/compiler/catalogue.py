@@ -31,9 +31,9 @@ from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce, plain
 from interlace.runtime.algorithms import low_latency as small
-from interlace.runtime.algorithms import multimem as switch
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
+from interlace.runtime.algorithms.multimem import BySwitch
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.catalogue_nodes import NODE_RANKS, between_nodes
@@ -118,9 +118,10 @@ def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterat
     part = whole[:ELEMENTS]
 
     def run(group: Any) -> None:
-        switch.all_gather(group, part, whole, lengths, configuration)
-        switch.reduce_scatter(group, whole, part, lengths, configuration)
-        switch.all_reduce(group, part, part, configuration)
+        by = BySwitch(group, configuration)
+        by.all_gather(part, whole, lengths)
+        by.reduce_scatter(whole, part, lengths)
+        by.all_reduce(part, part)
 
     for launch in launched(run, group=AbsentGroup(multicast=True)):
         yield entry(launch, dtype, arch)

@@ -40,9 +40,6 @@ def on_streams(communicator: Communicator) -> Engine:
 class HierarchicalEngine(StreamEngine):
     """The collectives of ``communicator``, whose place has nodes."""
 
-    def _configuration(self, dtype: torch.dtype, longest: int) -> configuration.Configuration:
-        return configuration.choose(self._communicator.place, dtype, longest, 1, 1)
-
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
         parts = [bytes_of(output) for output in outputs]
@@ -55,11 +52,7 @@ class HierarchicalEngine(StreamEngine):
         return algorithms.gather_parts(self._communicator, outputs, outputs[self.rank])
 
     def _exchange(
-        self,
-        call: Call,
-        outputs: Tensors,
-        inputs: Tensors,
-        sizes: Sequence[Sequence[int]],
+        self, call: Call, outputs: Tensors, inputs: Tensors, sizes: Sequence[Sequence[int]]
     ) -> Event | None:
         """Part r of ``inputs`` to rank r, all as flat uint8; ``sizes[source][destination]``."""
         compute = self._communicator.compute
@@ -71,7 +64,8 @@ class HierarchicalEngine(StreamEngine):
         event: Event | None = None
         if any(map(sum, sizes)):
             longest = max(map(max, sizes))
-            config = self._configuration(torch.uint8, longest)
+            place = self._communicator.place
+            config = configuration.choose(place, torch.uint8, longest, 1, 1)
             event = algorithms.exchange(self._communicator, call.op, whole, outputs, sizes, config)
         own = outputs[self.rank]
         if own.numel() and own.data_ptr() != mine.data_ptr():
@@ -125,7 +119,7 @@ class HierarchicalEngine(StreamEngine):
         communicator = self._communicator
         chosen = self._chosen(call, output.dtype, sum(lengths), reduction=op)
         if chosen == "kernel":
-            config = self._configuration(output.dtype, max(lengths))
+            config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)
             return algorithms.reduce_scatter(
                 communicator, whole, output, lengths, config, average=op == "avg", op=call.op
             )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.runtime.algorithms import low_latency, multimem
+from interlace.runtime.algorithms import low_latency
 from interlace.runtime.algorithms import plain as algorithms
+from interlace.runtime.algorithms.multimem import BySwitch
 from interlace.runtime.algorithms.node_moves import gather_into
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import neighbours, overlap
@@ -40,8 +41,9 @@ def all_gather(
         if algorithm == "low_latency":
             return low_latency.all_gather(communicator, flat, target)
         config = configuration.choose(communicator.place, input.dtype, max(lengths), 1, 1)
-        by = multimem.all_gather if algorithm == "multimem" else algorithms.all_gather_kernel
-        return by(communicator, flat, target, lengths, config)
+        if algorithm == "multimem":
+            return BySwitch(communicator, config).all_gather(flat, target, lengths)
+        return algorithms.all_gather_kernel(communicator, flat, target, lengths, config)
 
     return gather_into(communicator, outputs, input.view(-1), gather)
 
@@ -64,7 +66,7 @@ def reduce_scatter(
         whole = torch.cat([part.view(-1) for part in inputs])
     config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)
     if algorithm == "multimem":
-        return multimem.reduce_scatter(communicator, whole, output.view(-1), lengths, config)
+        return BySwitch(communicator, config).reduce_scatter(whole, output.view(-1), lengths)
     return algorithms.reduce_scatter_kernel(
         communicator, whole, output.view(-1), lengths, config, average=op == "avg"
     )
@@ -86,5 +88,5 @@ def all_reduce(
         return low_latency.all_reduce(communicator, flat, average=op == "avg")
     config = configuration.choose(communicator.place, tensor.dtype, flat.numel(), 1, 1)
     if algorithm == "multimem":
-        return multimem.all_reduce(communicator, flat, flat, config)
+        return BySwitch(communicator, config).all_reduce(flat, flat)
     return algorithms.all_reduce_kernel(communicator, flat, flat, config, average=op == "avg")

@@ -24,7 +24,7 @@ SITES = {
         f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
         f"{ALGORITHMS}/grouped_matmul.py::GroupedMatmul.fused.body",
         f"{ALGORITHMS}/low_latency.py::_run",
-        f"{ALGORITHMS}/multimem.py::_run.body",
+        f"{ALGORITHMS}/multimem.py::BySwitch._run.body",
         f"{ALGORITHMS}/node_matmul_reduce.py::matmul_reduce_scatter.body",
         f"{ALGORITHMS}/node_moves.py::Partners._launch",
         f"{ALGORITHMS}/node_moves.py::all_gather.body",
