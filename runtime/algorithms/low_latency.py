@@ -105,7 +105,7 @@ def _run(
     with place.launching():
         communicator.compute.wait_event(place.record_current())
         if place.recorder is not None:
-            place.recorder.begins_words(held.buffer, programs)
+            place.recorder.begins(None, words=(held.buffer, programs))
         communicator.compute.launch(launch)
         communicator.compute.counted(held.buffer, programs)
         return communicator.compute.record()

@@ -23,17 +23,6 @@ Start = Callable[[], Outcome | Event | None]
 """The launch side of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A rank's message in place of its terms: why it cannot take part in the op. A TypeError or not."""
-
-    kind: type[TypeError | ValueError]
-    text: str
-
-    def message(self, op: str) -> bytes:
-        return plain.dumps((op, self.kind is TypeError, self.text))
-
-
 @dataclass(eq=False, slots=True)
 class Call:
     """A rank's request: what must be equal on all ranks, and what every rank adds of its own.

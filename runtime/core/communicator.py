@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.core.call import Call, PreparedCall, Refusal, Start
+from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call, PreparedCall, Start
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError
 from interlace.runtime.core.memory import Arena, Layout, Tables, Workspace
@@ -146,9 +147,9 @@ class Communicator:
         text = str(error)
         if not isinstance(error, (TypeError, ValueError)):
             text = f"{type(error).__name__}: {text}"
-        refusal = Refusal(kind, text[:MESSAGE_LENGTH])
-        message = refusal.message(op)
-        doing = f"{op}, which this rank refused ({kind.__name__}: {refusal.text})"
+        text = text[:MESSAGE_LENGTH]
+        message = plain.dumps((op, kind is TypeError, text))  # in place of the terms
+        doing = f"{op}, which this rank refused ({kind.__name__}: {text})"
         with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see
             self.place.submit(
                 lambda: self.place.exchange(message, doing), asynchronous=False
@@ -245,19 +246,15 @@ class Communicator:
         try:
             made = start()
         except BaseException as error:
-            self._failed(op, error)
+            self.place.recorder = None
+            if isinstance(error, (TypeError, ValueError, InterlaceError)):
+                self._number(error, own=False)
+            elif self.world_size > 1:  # no agreed error: the other ranks would wait for this one
+                self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
             raise
         if made is None:
             return NOTHING
         return made if isinstance(made, Outcome) else Outcome(None, made)
-
-    def _failed(self, op: str, error: BaseException) -> None:
-        """An op failed. What is no agreed error would leave the other ranks waiting for this one."""
-        self.place.recorder = None
-        if isinstance(error, (TypeError, ValueError, InterlaceError)):
-            self._number(error, own=False)
-        elif self.world_size > 1:
-            self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
 
     def transfer(
         self, call: Call, start: Callable[[Engine], Future[Outcome]], tensor: torch.Tensor
@@ -301,7 +298,7 @@ class Communicator:
                 # be reading what the receiver had staged for it.
                 self.compute.wait_credits(workspace)
             if place.recorder is not None:
-                place.recorder.begins(workspace, layout)
+                place.recorder.begins(workspace, pulled=layout.pulled)
             body(workspace)
             self.compute.wait_event(self.copying.record())
             self.compute.finish(workspace)

@@ -186,12 +186,6 @@ class Workspace:
         return self.buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
 
 
-def _doubled(size: int, needed: int) -> int:
-    while size < needed:
-        size *= 2
-    return size
-
-
 @dataclass
 class _Channel:
     buffer: SymmetricBuffer
@@ -245,8 +239,9 @@ class Arena:
         return all(buffer.multicast for buffer in self.buffers())
 
     def _grown(self, old: _Channel | None, layout: Layout) -> _Channel:
-        slots = _doubled(old.slots if old else SMALLEST_SLOTS, layout.slots)
-        nbytes = _doubled(old.nbytes if old else SMALLEST_DATA, layout.nbytes)
+        slots, nbytes = (old.slots, old.nbytes) if old else (SMALLEST_SLOTS, SMALLEST_DATA)
+        slots = max(slots, 1 << (layout.slots - 1).bit_length())
+        nbytes = max(nbytes, 1 << (layout.nbytes - 1).bit_length())
         buffer = self._allocate((HEADER_WORDS + slots) * WORD + nbytes)
         header = buffer.view(buffer.rank, 0, (HEADER_WORDS,), torch.int64)
         header[SPIN_LIMIT_WORD] = self._spin_limit

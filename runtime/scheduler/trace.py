@@ -31,16 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
 from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.scheduler import recording as recordings
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.recording import (
-    MICROSECONDS,
-    STEPS,
-    TICKS,
-    RecordedSpan,
-    Recording,
-    Signal,
-    Slot,
-)
+from interlace.runtime.scheduler.recording import RecordedSpan, Recording, Signal, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +75,14 @@ class Recorder(Observer):
 
     def recording(self) -> Recording:
         """A recording of everything so far, for :func:`merge`."""
-        unit = MICROSECONDS if self._steps is None else STEPS
+        unit = recordings.MICROSECONDS if self._steps is None else recordings.STEPS
         return Recording(unit, list(self._spans), list(self._signals))
 
     def now(self) -> int:
         """The time. Strictly increasing in ``sim``, where much can happen within one step."""
         if self._steps is None:
             return time.monotonic_ns()
-        self._last = max(self._last + 1, self._steps() * TICKS)
+        self._last = max(self._last + 1, self._steps() * recordings.TICKS)
         return self._last
 
     def attach(self, steps: Callable[[], int]) -> None:

@@ -10,7 +10,7 @@ import triton
 
 from interlace.runtime.core.kernel_arguments import leaves, outside
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.cuda import device_place, driver, virtual_place
+from interlace.runtime.places.cuda import driver, virtual_place
 from interlace.runtime.places.cuda import stream as cuda_stream
 from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
 from interlace.runtime.places.cuda.plans import Plans
@@ -87,8 +87,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
     monkeypatch.setattr(driver, "capture_of", capture_number)
     monkeypatch.setattr(driver, "leave_captures_alone", lambda: None)
     monkeypatch.setattr(driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
-    for module in (cuda_stream, device_place):
-        monkeypatch.setattr(module, "run_on", gpu.torch_code)
+    monkeypatch.setattr(cuda_stream, "run_on", gpu.torch_code)
     cuda_stream._external.cache_clear()
     monkeypatch.setattr(virtual_place, "current_device", lambda: CPU)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

@@ -33,16 +33,10 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
 from interlace.runtime.engines.nodes import on_streams
 from interlace.runtime.places.cuda import driver
+from interlace.runtime.places.cuda import stream as streams
 from interlace.runtime.places.cuda.launch import LaunchCache
 from interlace.runtime.places.cuda.residency import Residency, residency
-from interlace.runtime.places.cuda.stream import (
-    DeviceEvent,
-    DeviceStream,
-    Point,
-    StreamTarget,
-    run_on,
-    stream_of,
-)
+from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point, StreamTarget
 from interlace.runtime.places.cuda.watchdog import signal_report
 
 T = TypeVar("T")
@@ -229,8 +223,11 @@ class DevicePlace(Place):
         target = self.caller()
         for point in event.points:
             if point.target[0] != target[0] and point.target[1] == target[1]:
-                stream_of(target[0]).wait_event(point.record())
-        self._release(event)
+                streams.stream_of(target[0]).wait_event(point.record())
+        for index, (end, _) in enumerate(self._in_flight):
+            if end is event:
+                del self._in_flight[index]
+                return
 
     def arrive(self) -> None:
         if not self.capturing:
@@ -263,12 +260,6 @@ class DevicePlace(Place):
         """
         if self._kept is not None:
             self._kept.extend(used)
-
-    def _release(self, event: Event) -> None:
-        for index, (end, _) in enumerate(self._in_flight):
-            if end is event:
-                del self._in_flight[index]
-                return
 
     def _prune(self) -> None:
         """Drop the memory of ops that have ended without being waited for."""
@@ -342,7 +333,7 @@ class DevicePlace(Place):
                         word = self.header(buffer, rank)[ABORT_WORD : ABORT_WORD + 1]
                         word.copy_(one, non_blocking=True)
 
-        run_on(self.alarm_stream(), tell)
+        streams.run_on(self.alarm_stream(), tell)
 
     def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor:
         return buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)

@@ -12,7 +12,7 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import Layout, SymmetricBuffer, Workspace, bytes_of
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace, bytes_of
 from interlace.runtime.places.cuda.launch import PreparedLaunch
 from interlace.runtime.places.cuda.stream import DeviceStream, programs_of
 
@@ -95,32 +95,24 @@ class PlanRecorder:
     def agreed(self, call: Call, answers: list[bytes]) -> None:
         self._agreed.append((call, answers))
 
-    def begins(self, workspace: Workspace, layout: Layout) -> None:
-        """An ``enqueue`` is about to put its items on the streams."""
-        self._begins(PlanStep(workspace, layout.pulled))
-
-    def begins_words(self, buffer: SymmetricBuffer, programs: int) -> None:
-        """An ``enqueue`` of a kernel that leases no workspace is about to put it on the stream."""
-        self._begins(PlanStep(None, False, words=(buffer, programs)))
-
-    def _begins(self, step: PlanStep) -> None:
-        self._steps.append(step)
+    def begins(
+        self,
+        workspace: Workspace | None,
+        *,
+        pulled: bool = False,
+        words: tuple[SymmetricBuffer, int] | None = None,
+    ) -> None:
+        """An ``enqueue`` is about to put its items on the streams: the fields of its step."""
+        self._steps.append(PlanStep(workspace, pulled, words=words))
         self._items.append([])
         self._open = True
 
-    def launched(
-        self, stream: DeviceStream, launch: KernelLaunch, prepared: PreparedLaunch
-    ) -> None:
-        self._note(stream, (launch, prepared))
-
-    def copied(self, stream: DeviceStream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self._note(stream, (destination, source))
-
     def signalled(self, stream: DeviceStream, method: str, *arguments: int) -> None:
         if self._open:  # else it is the wait before the op for the credits of the one before
-            self._note(stream, Signalled(method, arguments))
+            self.note(stream, Signalled(method, arguments))
 
-    def _note(self, stream: DeviceStream, item: Any) -> None:
+    def note(self, stream: DeviceStream, item: Any) -> None:
+        """``item``: a launch and what was prepared of it, destination and source of a copy, a signal."""
         if not self._open or not stream.follows:
             self._spoilt = True
         else:
@@ -140,21 +132,18 @@ class PlanRecorder:
         where = _Where(self._arguments, lasting, apart=self._apart)
         try:
             tree = where.tree(result)
-            steps = [
-                replace(step, items=[where.item(each) for each in seen], programs=_programs(seen))
-                for step, seen in zip(self._steps, self._items, strict=True)
-            ]
+            steps = []
+            for step, seen in zip(self._steps, self._items, strict=True):
+                launches = [each[0] for each in seen if isinstance(each, tuple)]
+                programs = sum(programs_of(x) for x in launches if isinstance(x, KernelLaunch))
+                items = [where.item(each) for each in seen]
+                steps.append(replace(step, items=items, programs=programs))
         except LookupError:
             return None
         agreed = self._agreed[0] if self._agreed else None
         if where.is_whole(result):
             return Plan(agreed, steps, [(result.dtype, result.shape)], WHOLE)
         return Plan(agreed, steps, where.results, tree)
-
-
-def _programs(items: Sequence[Any]) -> int:
-    launches = [item[0] for item in items if isinstance(item, tuple)]
-    return sum(programs_of(each) for each in launches if isinstance(each, KernelLaunch))
 
 
 class _Where:

@@ -188,7 +188,7 @@ class DeviceStream(Stream):
     def launch(self, launch: KernelLaunch) -> None:
         prepared = self._launch(launch)
         if self._place.recorder is not None:
-            self._place.recorder.launched(self, launch, prepared)
+            self._place.recorder.note(self, (launch, prepared))
 
     def _launch(self, launch: KernelLaunch) -> PreparedLaunch:
         prepared: PreparedLaunch = self._place.launches.prepare(launch, *self.target())
@@ -216,7 +216,7 @@ class DeviceStream(Stream):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         if self._place.recorder is not None:
-            self._place.recorder.copied(self, destination, source)
+            self._place.recorder.note(self, (destination, source))
         self._place.keep(destination, source)
         self._place.submit_item(
             lambda: self._do(lambda: destination.copy_(source, non_blocking=True))

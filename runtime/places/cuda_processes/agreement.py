@@ -67,10 +67,6 @@ _FIELDS = 3  # of a note
 _word = struct.Struct("=q").pack
 
 
-def board_bytes(world_size: int) -> int:
-    return (_ROWS + NOTES * _FIELDS * world_size) * WORD
-
-
 @dataclass(frozen=True, slots=True)
 class _AgreedCall:
     """Peers' answers to a call. ``row``: digests, as noted. ``settled``: else it would be a misuse."""
@@ -90,7 +86,7 @@ class Agreement:
         self._peers = [rank for rank in range(self._world_size) if rank != self._rank]
         self._boards: list[Words] = []
         if self._peers and processes.direct_access:
-            buffer = processes.allocate(board_bytes(self._world_size))
+            buffer = processes.allocate((_ROWS + NOTES * _FIELDS * self._world_size) * WORD)
             self._memory = [part.numpy() for part in buffer.peer_bytes]
             self._bytes = [part.data.cast("B") for part in self._memory]
             self._boards = list(map(Words, buffer.addresses, self._bytes))

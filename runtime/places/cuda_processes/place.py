@@ -23,24 +23,21 @@ class CudaPlace(DeviceProcessPlace):
 
     def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
         super().__init__(processes, device, timeout=timeout)
-        self._memory: TorchMemory | IpcMemory | None = None
         self._overlapping = False
 
     @property
     def memory_kind(self) -> str:
         """The kind of the group's symmetric memory, by what makes it; "" before there is any."""
-        return "" if self._memory is None else self._memory.kind
+        return "" if self._memory is None else str(self._memory.kind)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         if self.world_size == 1:
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            return SymmetricBuffer.over(0, [memory])
+            own = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            return SymmetricBuffer.over(0, [own])
         if self._memory is not None:
-            return self._memory.allocate(nbytes, overlapping=self._overlapping)
-        return self._first(nbytes)
-
-    def _first(self, nbytes: int) -> SymmetricBuffer:
-        """The group's first memory decides its kind: the first that all ranks can have."""
+            again: SymmetricBuffer = self._memory.allocate(nbytes, overlapping=self._overlapping)
+            return again
+        # the group's first memory decides its kind: the first that all ranks can have
         properties = torch.cuda.get_device_properties(self.device)
         name = str(getattr(properties, "uuid", self.device))
         names = self.exchange(name.encode(), "an allocation of symmetric memory")
@@ -63,14 +60,5 @@ class CudaPlace(DeviceProcessPlace):
         )
 
     def _by_torch(self) -> TorchMemory | IpcMemory:
-        return TorchMemory(
-            self.rank, self.world_size, self.device, self.exchange, seconds=self.timeout
-        )
-
-    def close(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._stop_watching()
-            self._buffers.clear()
-            memory.close()
-        super().close()
+        known = self.rank, self.world_size, self.device, self.exchange
+        return TorchMemory(*known, seconds=self.timeout)

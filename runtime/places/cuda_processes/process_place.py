@@ -47,6 +47,7 @@ class DeviceProcessPlace(DevicePlace):
         self.timeout = timeout
         self._agreement = Agreement(processes)
         self._watchdog: Watchdog | None = None
+        self._memory: Any = None
         self._closed = False
         _places.add(self)
 
@@ -159,6 +160,9 @@ class DeviceProcessPlace(DevicePlace):
             return
         self._closed = True
         self._stop_watching()
+        if self._memory is not None:
+            self._buffers.clear()
+            self._memory.close()
         super().close()
         self.processes.linger = self.linger
         self.processes.close()

@@ -7,7 +7,7 @@ before its first symmetric tensor; and the group of all processes is registered 
 ``torch.distributed`` or here. A rank's number in it is its number for NVSHMEM.
 
 A kernel that was linked with NVSHMEM's device library has a copy of its state in constant memory of its
-own module, which has to be filled in once per loaded module: :class:`Modules`.
+own module, which has to be filled in once per loaded module: ``NvshmemPlace._loaded``.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.nodes.nvshmem import LIBRARY
 from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.places.cuda_processes.memory import Exchange, TorchMemory, together
@@ -92,19 +91,3 @@ def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
                     "nodes within which all is mapped"
                 )
     return nodes
-
-
-class Modules:
-    """Gives modules that were linked with NVSHMEM their state."""
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-
-    def loaded(self, compiled: Any) -> bool:
-        """To be told of every loaded kernel, Triton's ``CompiledKernel``; whether it needed it."""
-        libraries = dict(getattr(compiled.metadata, "extern_libs", None) or ())
-        if LIBRARY not in libraries or compiled.module in self._known:
-            return False
-        symmetric.c10d._nvshmemx_cumodule_init(compiled.module)
-        self._known.add(compiled.module)
-        return True

@@ -8,9 +8,12 @@ nothing is put.
 Streams signal by kernels only: stream memory operations need the peer's address too.
 """
 
+from typing import Any
+
 import torch
 
 from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
@@ -33,11 +36,12 @@ class NvshmemPlace(DeviceProcessPlace):
 
     def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
         super().__init__(processes, device, timeout=timeout)
-        self._modules = nvshmem.Modules()
+        self._modules: set[int] = set()  # that have their state
         library = self._agree_that_all_can()
-        self._memory = nvshmem.NvshmemMemory(self.rank, self.world_size, device, self.exchange)
+        known = self.rank, self.world_size, device, self.exchange
+        memory = self._memory = nvshmem.NvshmemMemory(*known)
         try:
-            _, probe = self._memory.made(PROBE_BYTES)
+            _, probe = memory.made(PROBE_BYTES)
         except MemoryRefused as error:
             raise PlaceUnavailableError(f"rank {self.rank}: NVSHMEM: {error}") from error
         mine = bytes(bool(address) for address in probe.buffer_ptrs)
@@ -88,9 +92,11 @@ class NvshmemPlace(DeviceProcessPlace):
             owner=handle,
         )
 
-    def _loaded(self, compiled: object) -> None:
-        super()._loaded(compiled)
-        self._modules.loaded(compiled)
+    def _loaded(self, compiled: Any) -> None:
+        libraries = dict(getattr(compiled.metadata, "extern_libs", None) or ())
+        if LIBRARY in libraries and compiled.module not in self._modules:
+            symmetric.c10d._nvshmemx_cumodule_init(compiled.module)
+            self._modules.add(compiled.module)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         if len(ranks) != self.world_size:
@@ -102,10 +108,3 @@ class NvshmemPlace(DeviceProcessPlace):
 
     def _stream_words(self) -> driver.Driver | None:
         return None
-
-    def close(self) -> None:
-        if not self._closed:
-            self._stop_watching()
-            self._buffers.clear()
-            self._memory.close()
-        super().close()

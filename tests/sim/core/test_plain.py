@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from interlace.runtime.core import plain
-from interlace.runtime.core.call import Call, Refusal, compare
+from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts import place as hosts_place
@@ -135,7 +135,7 @@ VALID = [
     plain.dumps({"a": (1, 2.5, None), "b": [torch.int64, 1 << 70]}),
     plain.dumps(Link(0, 2, "all_gather", (LinkProtocol(0, 1.0, 2.0),))),
     Call("all_reduce", (("dtype of tensor", torch.float32), ("lengths", [3, 4]))).message,
-    Refusal(ValueError, "no").message("all_reduce"),
+    plain.dumps(("all_reduce", False, "no")),
     links.Packet(links.ANNOUNCED, 1, 2, (torch.float32, 5)).pack().numpy().tobytes(),
     links.Packet(links.ABORT, content=b"because").pack().numpy().tobytes(),
     Identity(bytes(16), 0, 2, 4096).pack(),

@@ -18,7 +18,7 @@ from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.cuda.turns import Turns, run_threads
 from interlace.runtime.places.cuda_processes.memory import agreed, value
 from interlace.runtime.places.nvshmem import place as place_nvshmem
-from interlace.runtime.places.nvshmem.memory import Modules, NvshmemMemory, nodes_of
+from interlace.runtime.places.nvshmem.memory import NvshmemMemory, nodes_of
 from interlace.runtime.places.nvshmem.place import NvshmemPlace
 from interlace.runtime.tuning.configuration import Configuration
 from stand_ins.fake_host import ThreadHost
@@ -309,12 +309,15 @@ def compiled(module: int, *libraries: str) -> Any:
 
 
 def test_a_linked_module_gets_its_state_once(fake: FakeTorch) -> None:
-    modules = Modules()
-    assert modules.loaded(compiled(5, "libdevice", "libnvshmem_device"))
-    assert not modules.loaded(compiled(5, "libdevice", "libnvshmem_device"))
-    assert not modules.loaded(compiled(6, "libdevice"))
-    assert not modules.loaded(SimpleNamespace(module=7, metadata=SimpleNamespace()))
-    assert modules.loaded(compiled(8, "libnvshmem_device"))
+    place: Any = SimpleNamespace(_modules=set())
+    for loaded in (
+        compiled(5, "libdevice", "libnvshmem_device"),
+        compiled(5, "libdevice", "libnvshmem_device"),
+        compiled(6, "libdevice"),
+        SimpleNamespace(module=7, metadata=SimpleNamespace()),
+        compiled(8, "libnvshmem_device"),
+    ):
+        NvshmemPlace._loaded(place, loaded)
     assert fake.initialised == [5, 8]
 
 
