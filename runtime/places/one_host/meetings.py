@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
 SURE_SECONDS = 10.0  # for the end of a process to be seen that has hung up
-Card = tuple[int, bytes]  # a process and the address of its socket
+SocketCard = tuple[int, bytes]  # a process and the address of its socket
 _KEY_BYTES, _PID_BYTES = 7, 8
 
 
 class MeetingPoint(Protocol):
     """What the ranks of a group that is being made need until all are connected."""
 
-    def cards(self, group: Any, own: bytes) -> tuple[list[Card], bytes]:
+    def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
         """The card of every rank of ``group``, by rank, and a nonce of theirs alone. Collective."""
 
     def forget(self) -> None:
@@ -57,7 +57,7 @@ class StoreMeeting:
         self._store = store
         self._rank, self._key, self._nonce = 0, "", ""
 
-    def cards(self, group: Any, own: bytes) -> tuple[list[Card], bytes]:
+    def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
         self._rank, self._key = group.rank, f"{group.prefix}/nonce"
         found, self._nonce = rendezvous.meet(
             self._store,
@@ -96,11 +96,11 @@ class MemoryMeeting:
         self._patience = Patience(whole.rank, whole.timeout, hopeless)
         self._key = 0
 
-    def cards(self, group: Any, own: bytes) -> tuple[list[Card], bytes]:
+    def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
         digest = hashlib.blake2b(f"{self._ranks} {group.prefix}".encode(), digest_size=_KEY_BYTES)
         self._key = 1 + int.from_bytes(digest.digest(), "little")
         self._control.post(self._key, own)
-        found: dict[int, Card] = {}
+        found: dict[int, SocketCard] = {}
         while missing := [rank for rank in self._ranks if rank not in found]:
             for rank in missing:
                 if (card := self._control.posted(rank, self._key)) is not None:
@@ -142,7 +142,7 @@ def connect(group: Any, meeting: MeetingPoint | None) -> rendezvous.Rendezvous:
     return ends
 
 
-def _card(raw: bytes) -> Card:
+def _card(raw: bytes) -> SocketCard:
     """The process and the address that a rank has put into the store."""
     pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
     if not address.startswith(b"\0"):
