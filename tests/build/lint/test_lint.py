@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -22,12 +23,7 @@ import triton.language as tl
 from interlace.kernels import signal
 from interlace.kernels.arguments import Peers
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
-from interlace.runtime.compiler.request import (
-    Compilation,
-    decode_request,
-    encode,
-    jitted_function,
-)
+from interlace.runtime.compiler.request import Compilation, jitted_function
 from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
 from support import TRITON, mended
 from tiers import thorough
@@ -301,7 +297,7 @@ def test_misuse_is_named_before_anything_compiles(
 def test_constants_travel() -> None:
     constants = {"i": 3, "f": float("inf"), "s": "x", "b": True, "n": None, "t": tl.float8e4nv}
     sent = Compilation("m", "k", "k.py", 90, {}, constants, ("x",), ignore=("spills",))
-    assert decode_request(encode(sent)) == sent
+    assert pickle.loads(pickle.dumps(sent)) == sent
 
 
 # -- processes ---------------------------------------------------------------------------------
