@@ -67,9 +67,7 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
     try:
         manifest = json.loads(_contents(folder / "manifest.json"))
     except FileNotFoundError:
-        raise BundleError(
-            f"{folder} has no manifest.json: it is no bundle, or unfinished"
-        ) from None
+        raise BundleError(f"{folder} has no manifest.json: it is no bundle or unfinished") from None
     except OSError as error:
         raise BundleError(f"{folder} is no bundle: {error}") from None
     except BundleError:
@@ -370,9 +368,7 @@ def _check_ranks(values: Mapping[str, Any]) -> None:
         raise ValueError(f"rank is {values['rank']!r}, not within 0..{world_size - 1}")
     rows = _whole("rows", values.get("rows", [0] * world_size))
     if not isinstance(rows, list) or len(rows) != world_size or min(rows) < 0:
-        raise ValueError(
-            f"rows is {values['rows']!r}, not a list of {world_size} lengths, one per rank"
-        )
+        raise ValueError(f"rows is {values['rows']!r}, not a list of {world_size} lengths by rank")
 
 
 def _checked(tree: Any) -> Any:
@@ -426,9 +422,7 @@ def _address(name: str, element: str, value: Any) -> int:
     elif hasattr(value, "__cuda_array_interface__"):
         address = int(value.__cuda_array_interface__["data"][0])
     else:
-        raise TypeError(
-            f"{name} is a {type(value).__name__}, not an array on the GPU or an address"
-        )
+        raise TypeError(f"{name} is a {type(value).__name__}, not an array on the GPU or address")
     kind = str(value.dtype).removeprefix("torch.")
     if kind not in _ELEMENTS[element]:
         raise TypeError(f"{name} has dtype {kind}; the kernel takes {_ELEMENTS[element][0]}")

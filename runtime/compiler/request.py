@@ -102,9 +102,7 @@ def jitted_function(kernel: Any) -> Any:
         raise TypeError(f"kernel is {kernel!r}, not a function under @triton.jit")
     name, path = function.__qualname__, function.__code__.co_filename
     if name != function.__name__:
-        raise ValueError(
-            f"kernel {name} is not at the top level of a file, where it could be found"
-        )
+        raise ValueError(f"kernel {name} is not at the top level of a file, where it can be found")
     if not os.path.exists(path):
         raise ValueError(f"kernel {name} comes from {path}, which is no file; put it into one")
     return function

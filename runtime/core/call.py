@@ -123,9 +123,7 @@ def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:
             and all(isinstance(name, str) for name, _ in terms)
         ):
             return found
-    raise plain.UnreadableError(
-        f"rank {rank} sent a message of {len(message)} bytes that is no call"
-    )
+    raise plain.UnreadableError(f"rank {rank} sent {len(message)} bytes that are no call")
 
 
 def compare(messages: Sequence[bytes]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Validation of arguments. Every message names the argument, both values and the rank."""
+"""Validation of arguments. Messages name the argument and both values; the communicator adds the rank."""
 
 import contextlib
 import math
@@ -61,10 +61,9 @@ def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
         value = imported(name, value)
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.device.type != communicator.place.device.type:
-        raise ValueError(
-            f"{name} is on {value.device}, the group's memory on {communicator.place.device}"
-        )
+    own = communicator.place.device
+    if value.device.type != own.type:
+        raise ValueError(f"{name} is on {value.device}, the group's memory on {own}")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
     if value.is_conj() or value.is_neg():
@@ -215,9 +214,7 @@ def group_rank(
     """The rank within the group; ``name`` and ``default`` are ranks of the default group."""
     if group_value is not None:
         if value is not None:
-            raise ValueError(
-                f"give {name} or group_{name}, not both: got {value} and {group_value}"
-            )
+            raise ValueError(f"give {name} or group_{name}, not both: got {value}, {group_value}")
         chosen = integer(f"group_{name}", group_value)
         check_member(f"group_{name}", chosen, communicator)
         return chosen
@@ -234,12 +231,10 @@ def group_rank(
         ) from None
 
 
-def check_member(name: str, group_value: int, communicator: Communicator) -> None:
-    """Raise ValueError unless ``group_value`` is a rank of the group."""
-    if not 0 <= group_value < communicator.world_size:
-        raise ValueError(
-            f"{name} must be within 0..{communicator.world_size - 1}, got {group_value}"
-        )
+def check_member(name: str, value: int, communicator: Communicator) -> None:
+    """Raise ValueError unless ``value`` is a rank of the group."""
+    if not 0 <= value < communicator.world_size:
+        raise ValueError(f"{name} must be within 0..{communicator.world_size - 1}, got {value}")
 
 
 def dimension(name: str, value: Any, ndim: int) -> int:

@@ -57,8 +57,5 @@ def remember(communicator: Communicator, key: Any, call: Call) -> Call:
     """Keep ``call`` for the next time the same is asked for. TypeError if its tensors are quantized."""
     for term, value in call.terms:
         if isinstance(value, torch.dtype) and value in QUANTIZED:
-            raise TypeError(
-                f"{call.op}: {term} is {value}; quantized tensors are not "
-                f"taken, give their int_repr()"
-            )
+            raise TypeError(f"{call.op}: {term} is {value}; give a quantized tensor's int_repr()")
     return communicator.remember(key, call)

@@ -30,9 +30,7 @@ def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype) -> None:
             f"{name}: {argument} of dtype {dtype} cannot be reduced with op {op!r}: {error}"
         ) from error
     if op == PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(
-            f"{name}: op premul_sum needs a floating or complex {argument}, got {dtype}"
-        )
+        raise TypeError(f"{name}: op premul_sum needs floating or complex {argument}, got {dtype}")
 
 
 def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:

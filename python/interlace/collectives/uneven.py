@@ -32,11 +32,9 @@ def split(
     communicator: Communicator,
 ) -> list[torch.Tensor]:
     """The parts of ``whole``; raises unless ``lengths`` cut it into one part per rank."""
+    if not isinstance(whole, (torch.Tensor, list, tuple)):
+        raise TypeError(f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}")
     if not isinstance(whole, torch.Tensor):
-        if not isinstance(whole, (list, tuple)):
-            raise TypeError(
-                f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}"
-            )
         tensors = list(whole)
         if lengths is not None:
             expected = whole_numbers(sizes_name, lengths)

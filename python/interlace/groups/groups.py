@@ -265,9 +265,7 @@ def _from_mesh(mesh: DeviceMesh, dim: int | str | None) -> Communicator:
         index = rank_lists.mesh_dim(mesh, dim)
     row = next((row for row in rank_lists.rows(mesh, index) if whole.rank in row), None)
     if row is None:
-        raise ValueError(
-            f"group: rank {whole.rank} is not a member of the mesh {mesh.mesh.tolist()}"
-        )
+        raise ValueError(f"group: rank {whole.rank} is not in the mesh {mesh.mesh.tolist()}")
     group = None
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # a mesh that was made without process groups

@@ -32,9 +32,7 @@ def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
             raise TypeError(f"ranks must be ints, got {members}")
     bad = [rank for rank in members if not 0 <= rank < whole.world_size]
     if bad or len(set(members)) != len(members) or not members:
-        raise ValueError(
-            f"ranks must be distinct and within 0..{whole.world_size - 1}, got {members}"
-        )
+        raise ValueError(f"ranks must be distinct, within 0..{whole.world_size - 1}, got {members}")
     return tuple(members)
 
 
@@ -88,9 +86,7 @@ def mesh_dim(mesh: DeviceMesh, dim: int | str | None) -> int:
     names = mesh.mesh_dim_names or ()
     if dim is None:
         if mesh.ndim != 1:
-            raise ValueError(
-                f"group: a DeviceMesh of {mesh.ndim} dimensions needs one, (mesh, dim)"
-            )
+            raise ValueError(f"group: a mesh of {mesh.ndim} dimensions needs one, (mesh, dim)")
         return 0
     if isinstance(dim, str):
         if dim not in names:

@@ -65,9 +65,7 @@ class GroupSpec:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"GroupSpec: name must be a non-empty string, got {self.name!r}")
         if self.name.startswith(RANKS):
-            raise ValueError(
-                f"GroupSpec: names with {RANKS!r} are those of rank lists: {self.name!r}"
-            )
+            raise ValueError(f"GroupSpec: names with {RANKS!r} are of rank lists: {self.name!r}")
         if self.size is None:
             return
         if isinstance(self.size, bool) or not isinstance(self.size, (int, torch.SymInt)):

@@ -98,9 +98,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
             "are not served"
         )
     if sequence_parallel and allreduce_dgrad:
-        raise ValueError(
-            "allreduce_dgrad and sequence_parallel are both True; one excludes the other"
-        )
+        raise ValueError("allreduce_dgrad and sequence_parallel are True; one excludes the other")
     if grad_output_buffer is not None and not gradient_accumulation_fusion:
         raise ValueError(
             "grad_output_buffer needs gradient_accumulation_fusion, which is False: the gradient is added "

@@ -31,9 +31,7 @@ def long_form(kind: type, short: Sequence[Any], args: Sequence[Any]) -> tuple[An
         elif isinstance(value, int):
             options.rootRank = value
         elif value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"expected {kind.__name__}, a root, a ReduceOp or a timeout, got {value!r}"
-            )
+            raise TypeError(f"expected {kind.__name__}, a root, ReduceOp or timeout, got {value!r}")
     return (*lists, options)
 
 

@@ -231,9 +231,7 @@ def build_conversion(instruction: Instruction) -> Action:
     ):
         wanted = "one of .rni, .rzi, .rmi, .rpi" if needs_integral else "none"
         wanted = "'.rn'" if narrows else wanted
-        raise instruction.error(
-            f"from .{source.name} to .{target.name} takes {wanted} as its rounding"
-        )
+        raise instruction.error(f"from .{source.name} to .{target.name} takes {wanted} as rounding")
     low, high = (-(1 << target.bits - 1), 1 << target.bits - 1)
     low, high = (low, high - 1) if target.letter == "s" else (0, target.mask)
     clamps = saturate or source.is_float

@@ -98,9 +98,7 @@ def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str
     sem = instruction.choose(*sems)
     scope = instruction.choose(*SCOPES)
     if (scope is not None) != (sem in ORDERS):
-        raise instruction.error(
-            "a scope belongs to .relaxed, .acquire and .release, and they need one"
-        )
+        raise instruction.error("a scope belongs to .relaxed, .acquire, .release, which need one")
     return sem, SCOPES[scope or "cta"]
 
 

@@ -105,8 +105,7 @@ class InlineAssembly(PtxSession):
                     self.hooks.pause()
             if arrived and not self._meet(list(running), arrived) and len(arrived) == len(running):
                 raise InlineAssemblyError(
-                    "inline PTX: threads of one program wait at bar.sync and bar.warp.sync for "
-                    "each other"
+                    "inline PTX: threads of a program wait for each other, at bar.sync and bar.warp.sync"
                 )
 
     def _meet(self, running: list[Thread], arrived: dict[Thread, int]) -> bool:

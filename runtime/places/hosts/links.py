@@ -109,9 +109,7 @@ class Packet:
             numbers = isinstance(found.tag, int) and isinstance(found.number, int)
             if known == types and numbers and found.number >= 0:
                 return found
-        raise plain.UnreadableError(
-            f"a packet of {length} bytes that no rank sends: {fields!r:.99}"
-        )
+        raise plain.UnreadableError(f"a packet of {length} bytes no rank sends: {fields!r:.99}")
 
 
 def _connected(

@@ -348,9 +348,7 @@ class SimPlace(Place):
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:
         if not self._scheduler.inside:
-            raise InterlaceError(
-                f"{launch.op}: this memory belongs to a simulated run that has ended"
-            )
+            raise InterlaceError(f"{launch.op}: this memory is of a simulated run that has ended")
         launch.kernel[launch.extents](**launch.arguments)
 
     def new_engine(self, communicator: Any) -> Engine:

@@ -218,7 +218,7 @@ def test_misuse_on_one_rank_is_raised_on_all() -> None:
         "scatter src": "ValueError: * src must be within 0..1, got -5",
         "gather dst": "ValueError: * dst must be within 0..1, got 9",
         "splits": "ValueError: * input_split_sizes must have one entry per rank, 2, got 1",
-        "permutation": "ValueError: * src_dst must have each of the ranks 0..1 once, got [0, 0]",
+        "permutation": "ValueError: * src_dst must have each rank of 0..1 once, got [0, 0]",
         "out shape": "ValueError: * out must be (8, 4) of torch.float32 on cpu, got (3, ",
         "out dtype": "ValueError: * out must be (4, 4) of torch.float32 on cpu, got (4, 4) of "
         "torch.float64",

@@ -104,7 +104,7 @@ def test_a_group_is_over_when_it_was_shrunk() -> None:
         assert said[0] == "(0, 1)"
         assert said[1] == f"InterlaceError: rank {rank}: all_reduce on a group that was closed"
         assert said[2] == f"InterlaceError: rank {rank}: the group is closed"
-        assert "ranks must be distinct and within 0..1, got [0, 9]" in said[3]
+        assert "ranks must be distinct, within 0..1, got [0, 9]" in said[3]
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -27,7 +27,7 @@ def _gather_over(choose: Callable[[torch.Tensor], Any]) -> None:
 
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.broadcast(ONE.clone()), ValueError, "give src or group_src: got neither"),
-    (lambda: interlace.broadcast(ONE.clone(), 0, group_src=0), ValueError, "not both: got 0 and 0"),
+    (lambda: interlace.broadcast(ONE.clone(), 0, group_src=0), ValueError, "not both: got 0, 0"),
     (lambda: interlace.broadcast(ONE.clone(), 5), ValueError, r"ranks \[0, 1\], got 5"),
     (lambda: interlace.broadcast(ONE.clone(), 0.0), TypeError, "src must be an int, got 0.0"),
     (lambda: interlace.reduce(ONE.clone(), group_dst=-1), ValueError, r"within 0\.\.1, got -1"),

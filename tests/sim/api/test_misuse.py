@@ -176,7 +176,7 @@ WRONG: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("bits of floats", lambda: interlace.reduce(torch.ones(2), 0, "bxor"),
      TypeError, "reduce: tensor of dtype torch.float32 cannot be reduced with op 'bxor'"),
     ("premul of ints", lambda: interlace.all_reduce(torch.ones(2).int(), torch_names.premul_sum(2.0)),
-     TypeError, "op premul_sum needs a floating or complex tensor, got torch.int32"),
+     TypeError, "op premul_sum needs floating or complex tensor, got torch.int32"),
     ("premul_sum alone", lambda: interlace.all_reduce(W22, "premul_sum"),
      ValueError, "premul_sum needs its factor"),
     ("ranks twice", lambda: interlace.new_group([0, 0]),

@@ -101,9 +101,7 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
         try:
             found = groups.default_group().place.name
             if options.place not in (None, found):
-                raise ValueError(
-                    f"--place {options.place}: the ranks of torchrun are in place {found}"
-                )
+                raise ValueError(f"--place {options.place}: torchrun's ranks are in place {found}")
             with Progress("bench", len(requests), shown=rank == 0) as progress:
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))

@@ -150,9 +150,7 @@ def _check_place(options: BenchOptions, request: BenchRequest) -> None:
     if place not in OWN_PLACES and not under_torchrun():
         raise ValueError(f"--place {place} is one of torchrun's: start bench with it")
     if place in GPU_PLACES and not has_gpu:
-        raise ValueError(
-            f"--place {place} needs a CUDA device, and torch sees none; use shm or sim"
-        )
+        raise ValueError(f"--place {place} needs a CUDA device, torch sees none; use shm or sim")
     for name in () if request.own else request.chosen or ():
         if under_torchrun():
             device = "cuda" if has_gpu and name != "gloo" else "cpu"

@@ -84,9 +84,7 @@ def check(options: CalibrateOptions) -> None:
             f"--repetitions must be within 3..{MOST_REPETITIONS}, got {options.repetitions}"
         )
     if options.backend is not None and not under_torchrun():
-        raise ValueError(
-            "--backend is for ranks that torchrun has started; without, it is interlace"
-        )
+        raise ValueError("--backend is for ranks that torchrun started; without, it is interlace")
 
 
 def calibrate(console: Any, options: CalibrateOptions) -> int:

@@ -72,9 +72,7 @@ def _load(options: DemoOptions) -> Workload:
     for name in ("trace", "plot"):
         path = getattr(options, name)
         if path is not None and options.place == "cuda":
-            raise ValueError(
-                f"--{name} needs --place sim or shm: compiled kernels are not recorded"
-            )
+            raise ValueError(f"--{name} needs --place sim or shm: no compiled kernel is recorded")
         if path is not None:
             refuse_unwritable(f"--{name}", path)
     if options.plot is not None:

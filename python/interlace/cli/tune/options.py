@@ -104,9 +104,7 @@ def check(options: TuneOptions) -> None:
         if op not in FUSED:
             raise ValueError(f"{op}: is none of {', '.join(FUSED)}")
     if under_torchrun():
-        raise ValueError(
-            "tune starts its ranks itself, one process per GPU: start it without torchrun"
-        )
+        raise ValueError("tune starts its ranks, one process per GPU: start it without torchrun")
     if not 0 < options.budget <= MOST_BUDGET:
         raise ValueError(
             f"--budget must be positive, got {options.budget}; the most is {MOST_BUDGET:g} s"

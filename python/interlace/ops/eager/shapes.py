@@ -123,9 +123,7 @@ def scattered_product(input: torch.Tensor, columns: Any, dim: int, size: int, dt
 def permutation(src_dst: Sequence[int], size: int) -> None:
     """Raise unless ``src_dst`` has every rank of the group once."""
     if sorted(src_dst) != list(range(size)):
-        raise ValueError(
-            f"src_dst must have each of the ranks 0..{size - 1} once, got {list(src_dst)}"
-        )
+        raise ValueError(f"src_dst must have each rank of 0..{size - 1} once, got {list(src_dst)}")
 
 
 def permuted(input: torch.Tensor, src_dst: Sequence[int], size: int) -> torch.Tensor:

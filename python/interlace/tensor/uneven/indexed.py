@@ -112,9 +112,7 @@ def _checked_indices(indices: Any, length: int, communicator: Communicator) -> l
             kind = each.dtype if isinstance(each, torch.Tensor) else type(each).__name__
             raise TypeError(f"indices[{peer}] must be a tensor of ints, got {kind}")
         if each.dim() != 1:
-            raise ValueError(
-                f"indices[{peer}] must have 1 dimension, got shape {tuple(each.shape)}"
-            )
+            raise ValueError(f"indices[{peer}] must be 1-D, got shape {tuple(each.shape)}")
         if len(each) and not 0 <= int(each.min()) <= int(each.max()) < length:
             raise ValueError(
                 f"indices[{peer}] must be within 0..{length - 1}, got {int(each.min())}.."
