@@ -237,14 +237,12 @@ def check_member(name: str, value: int, communicator: Communicator) -> None:
         raise ValueError(f"{name} must be within 0..{communicator.world_size - 1}, got {value}")
 
 
-def dimension(name: str, value: Any, ndim: int) -> int:
+def index(name: str, value: Any, length: int) -> int:
     """``value`` as an index from 0; negative counts from the end."""
     value = integer(name, value)
-    if not -ndim <= value < ndim:
-        raise ValueError(
-            f"{name} must be within {-ndim}..{ndim - 1} for {ndim} dimensions, got {value}"
-        )
-    return value % ndim  # type: ignore[no-any-return]
+    if not -length <= value < length:
+        raise ValueError(f"{name} must be within {-length}..{length - 1}, got {value}")
+    return value % length  # type: ignore[no-any-return]
 
 
 def matrix(
@@ -369,7 +367,7 @@ def operands(
     inner: int | None = input.shape[-1]
     several = False
     if gather_dim is not None:
-        if dimension("gather_dim", gather_dim, input.dim()) == input.dim() - 1:
+        if index("gather_dim", gather_dim, input.dim()) == input.dim() - 1:
             inner = None
         several = not isinstance(imported("weight", weight), torch.Tensor)
     if not several:

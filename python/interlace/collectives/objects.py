@@ -84,17 +84,16 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     """
     communicator, name = resolve(group), "all_gather_object"
     with communicator.accepting(name):
-        _check_list("object_list", object_list, communicator)
+        _check_list("object_list", object_list, communicator.world_size)
         data = _pickled(name, obj)
     object_list[:] = map(_loaded, _gathered(communicator, name, (), data))
 
 
-def _check_list(name: str, value: Any, communicator: Communicator) -> None:
-    world_size = communicator.world_size
+def _check_list(name: str, value: Any, entries: int | None = None) -> None:
     if not isinstance(value, list):
         raise TypeError(f"{name} must be a list, got {type(value).__name__}")
-    if len(value) != world_size:
-        raise ValueError(f"{name} must have one entry per rank, {world_size}, got {len(value)}")
+    if entries is not None and len(value) != entries:
+        raise ValueError(f"{name} must have one entry per rank, {entries}, got {len(value)}")
 
 
 def gather_object(
@@ -121,7 +120,7 @@ def gather_object(
         root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
         rooted.only_on_root("object_gather_list", object_gather_list, root, communicator.rank)
         if communicator.rank == root:
-            _check_list("object_gather_list", object_gather_list, communicator)
+            _check_list("object_gather_list", object_gather_list, communicator.world_size)
         data = _pickled(name, obj)
     gathered = _gathered(communicator, name, (("root", root),), data, root)
     if object_gather_list:
@@ -151,8 +150,7 @@ def broadcast_object_list(
     with communicator.accepting(name):
         root = checks.group_rank("src", src, group_src, communicator, default=0)
         is_root = communicator.rank == root
-        if not isinstance(object_list, list):
-            raise TypeError(f"object_list must be a list, got {type(object_list).__name__}")
+        _check_list("object_list", object_list)
         data = _pickled(name, object_list) if is_root else b""
     terms = (("number of objects", len(object_list)), ("root", root))
     everyones = _gathered(communicator, name, terms, data)  # that of the others is empty
@@ -188,7 +186,8 @@ def scatter_object_list(
             )
         root = checks.group_rank("src", src, group_src, communicator, default=0)
         if rank == root:
-            _check_list("scatter_object_input_list", scatter_object_input_list, communicator)
+            size = communicator.world_size
+            _check_list("scatter_object_input_list", scatter_object_input_list, size)
             for each in scatter_object_input_list or ():
                 packed.append(_pickled(name, each))
     small = sum(map(len, packed)) <= SMALL

@@ -31,9 +31,7 @@ def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
 
 
 def _check_tag(tag: Any) -> None:
-    if isinstance(tag, bool) or not isinstance(tag, int):
-        raise TypeError(f"tag must be an int, got {tag!r}")
-    if not 0 <= tag <= LARGEST_TAG:
+    if not 0 <= checks.integer("tag", tag) <= LARGEST_TAG:
         raise ValueError(f"tag must be within 0..{LARGEST_TAG}, got {tag}")
 
 

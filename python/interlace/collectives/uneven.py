@@ -41,14 +41,14 @@ def split(
             found = []
             for r, each in enumerate(tensors):
                 part = checks.source(f"{name}[{r}]", each, communicator)
-                found.append(part.shape[checks.dimension("dim", dim, part.dim())])
+                found.append(part.shape[checks.index("dim", dim, part.dim())])
             if found != expected:
                 raise ValueError(f"{sizes_name} is {expected}, {name} has {found} along dim {dim}")
         return tensors
     whole = checks.source(name, whole, communicator)
     if not whole.dim():
         raise ValueError(f"{name} must have dimensions to be split along")
-    dim = checks.dimension("dim", dim, whole.dim())
+    dim = checks.index("dim", dim, whole.dim())
     counts = sizes(sizes_name, lengths, whole.shape[dim], name, communicator)
     return list(torch.split(whole, list(counts), dim))
 

@@ -76,7 +76,7 @@ class _CheckedReduce:
         reduce_op = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
         if options.op == SCATTER:
-            self.dim = checks.dimension("scatter_dim", options.scatter_dim, self.input.dim())
+            self.dim = checks.index("scatter_dim", options.scatter_dim, self.input.dim())
         self.largest_inner = self.input.shape[-1]
 
     def scattered(self, buffer: torch.Tensor | None) -> Outcome:

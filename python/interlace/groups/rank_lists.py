@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
 
 DEFAULT_NAME = "0"  # torch's name of its default group, too
@@ -92,9 +93,7 @@ def mesh_dim(mesh: DeviceMesh, dim: int | str | None) -> int:
         if dim not in names:
             raise ValueError(f"group: dim {dim!r} is not one of {list(names)}")
         return names.index(dim)
-    if not -mesh.ndim <= dim < mesh.ndim:
-        raise ValueError(f"group: dim must be within {-mesh.ndim}..{mesh.ndim - 1}, got {dim}")
-    return dim % mesh.ndim
+    return checks.index("group: dim", dim, mesh.ndim)
 
 
 def rows(mesh: DeviceMesh, index: int) -> list[list[int]]:

@@ -212,9 +212,7 @@ def set_signal_pad_size(size: int) -> None:
     >>> interlace.run(on_rank, 2)
     [1024, 1024]
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"size must be an int, got {size!r}")
-    if size <= 0 or size % FLAG_BYTES:
+    if checks.integer("size", size) <= 0 or size % FLAG_BYTES:
         raise ValueError(f"size must be a positive multiple of {FLAG_BYTES}, got {size}")
     _signal_pad_size.set(size)
 

@@ -178,7 +178,7 @@ def test_errors_while_tracing() -> None:
     for call, message in (
         (lambda x: functional.reduce_scatter(x, group=interlace.GroupSpec("tp", 3)), "not divide"),
         (lambda x: functional.all_gather(x, 2, group=TP), "gather_dim must be within -2..1"),
-        (lambda x: functional.permute(x, [0, 0, 1, 2], group=TP), "each of the ranks 0..3 once"),
+        (lambda x: functional.permute(x, [0, 0, 1, 2], group=TP), "each rank of 0..3 once"),
         (lambda x: functional.all_to_all(x, [8], None, group=TP), "one entry per rank, 4"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -208,7 +208,7 @@ def test_shapes_that_differ() -> None:
 @pytest.mark.parametrize(
     ("dims", "text"),
     [
-        ((2, 1, 0), "gather_dim must be within -2..1 for 2 dimensions, got 2 (on rank 1)"),
+        ((2, 1, 0), "gather_dim must be within -2..1, got 2 (on rank 1)"),
         ((0, 1, 1), "group: dim must be within -1..0, got 1 (on rank 1)"),
     ],
 )

@@ -156,7 +156,7 @@ def _checked_input(
     checks.float_dtype("input", source.dtype)
     if source.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(source.shape)}")
-    dim = checks.dimension(dim_name, dim, source.dim())
+    dim = checks.index(dim_name, dim, source.dim())
     if dim == source.dim() - 1:
         raise ValueError(
             f"{dim_name} must not be the last dimension, which is contracted, got {dim} for shape "

@@ -86,7 +86,7 @@ def _pass(
         size = communicator.world_size
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
-        dim = 0 if dim is None else checks.dimension("dim", dim, tensor.dim())
+        dim = 0 if dim is None else checks.index("dim", dim, tensor.dim())
         if there in (_part, _reduced_part) and tensor.shape[dim] % size:
             raise ValueError(
                 f"{op}: the group's size {size} must divide the length {tensor.shape[dim]} of dim {dim}"

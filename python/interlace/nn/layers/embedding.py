@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from interlace.arguments import checks
 from interlace.nn.functions import regions
 from interlace.nn.layers.linear import InitMethod, eager
 from interlace.nn.parameters.sharded_module import ShardedModule
@@ -60,12 +61,7 @@ class VocabParallelEmbedding(ShardedModule):
         super().__init__(group)
         if padding_idx is not None:
             with self.group.accepting(type(self).__name__):
-                if not -num_embeddings <= padding_idx < num_embeddings:
-                    raise ValueError(
-                        f"padding_idx must be within {-num_embeddings}..{num_embeddings - 1}, got "
-                        f"{padding_idx}"
-                    )
-            padding_idx %= num_embeddings
+                padding_idx = checks.index("padding_idx", padding_idx, num_embeddings)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.init_method = padding_idx, init_method
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from interlace.arguments import checks
+
 
 def dimension(name: str, dim: int, ndim: int) -> int:
     """``dim`` counted from 0; 0-dim tensors have a dimension 0."""
-    if not -max(ndim, 1) <= dim < max(ndim, 1):
-        raise ValueError(f"{name} must be within {-ndim}..{ndim - 1}, got {dim}")
-    return dim % max(ndim, 1)
+    return checks.index(name, dim, max(ndim, 1))
 
 
 def like(input: torch.Tensor, *_: Any) -> torch.Tensor:

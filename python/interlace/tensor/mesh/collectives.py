@@ -196,8 +196,8 @@ def shard_dim_alltoall(
     with communicator.accepting("all_to_all"):
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input must be a tensor, got {type(input).__name__}")
-        gather_dim = checks.dimension("gather_dim", gather_dim, input.dim())
-        shard_dim = checks.dimension("shard_dim", shard_dim, input.dim())
+        gather_dim = checks.index("gather_dim", gather_dim, input.dim())
+        shard_dim = checks.index("shard_dim", shard_dim, input.dim())
         sizes = [count for _, count in split_rows(input.shape[shard_dim], ranks)]
     if gather_dim == shard_dim:  # the own shard is that chunk
         same = input.clone(memory_format=torch.contiguous_format)
@@ -217,8 +217,8 @@ def _functional(
 ) -> torch.Tensor:
     """By the traceable op: along dim 0, and permuted before and after."""
     ranks, index = mesh.size(mesh_dim), rank_lists.mesh_dim(mesh, mesh_dim)
-    gather_dim = checks.dimension("gather_dim", gather_dim, input.dim())
-    shard_dim = checks.dimension("shard_dim", shard_dim, input.dim())
+    gather_dim = checks.index("gather_dim", gather_dim, input.dim())
+    shard_dim = checks.index("shard_dim", shard_dim, input.dim())
     if gather_dim == shard_dim:
         return input.clone(memory_format=torch.contiguous_format)
     length = input.shape[shard_dim]

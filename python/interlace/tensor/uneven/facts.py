@@ -65,7 +65,7 @@ def checked_facts(
         return TensorFacts(dim=checks.integer("dim", dim), sizes=lengths)
     if not tensor.dim():
         raise ValueError("tensor must have dimensions to be cut along")
-    return facts_of(tensor, checks.dimension("dim", dim, tensor.dim()), lengths)
+    return facts_of(tensor, checks.index("dim", dim, tensor.dim()), lengths)
 
 
 def source_tensor(tensor: Any, root: int, communicator: Communicator) -> torch.Tensor | None:
