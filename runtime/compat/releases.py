@@ -10,17 +10,21 @@ import importlib
 import os
 import platform
 import re
+import sysconfig
 import warnings
 from collections.abc import Iterator
 
 Release = tuple[int, int]
 
 TRIED: dict[str, tuple[Release, Release]] = {
-    "Python": ((3, 10), (3, 13)),
+    "Python": ((3, 10), (3, 14)),
     "torch": ((2, 11), (2, 15)),
     "Triton": ((3, 6), (3, 9)),
 }
 """The oldest and the newest, which ``make matrix`` and docs/compatibility.md are about."""
+
+FREE_THREADED = " free-threaded"
+"""After the version of a Python that can do without its lock, with which no place was tried."""
 
 SAID = "INTERLACE_UNTRIED"
 """Set once the warning was given, which child processes need not give again."""
@@ -30,7 +34,8 @@ SAID = "INTERLACE_UNTRIED"
 def installed(name: str) -> str:
     """The release of Python, torch or Triton. Imports that one only: who compiles does without torch."""
     if name == "Python":
-        return platform.python_version()
+        free = sysconfig.get_config_var("Py_GIL_DISABLED")
+        return platform.python_version() + FREE_THREADED * bool(free)
     return str(importlib.import_module(name.lower()).__version__)
 
 
@@ -41,17 +46,18 @@ def release(version: str) -> Release:
 
 
 def untried() -> str:
-    """What is installed and newer than anything tried, in words; "" if nothing is."""
-    newer = [
+    """What is installed and newer than anything tried, or of another kind, in words; "" if nothing is."""
+    found = [
         f"{name} {installed(name)} (tried: {_words(name)})"
         for name, (_, newest) in TRIED.items()
-        if release(installed(name)) > newest
+        if release(installed(name)) > newest or installed(name).endswith(FREE_THREADED)
     ]
-    return ", ".join(newer)
+    return ", ".join(found)
 
 
 def _words(name: str) -> str:
-    return " to ".join(".".join(map(str, each)) for each in TRIED[name])
+    words = " to ".join(".".join(map(str, each)) for each in TRIED[name])
+    return f"{words}, with a GIL" if name == "Python" else words
 
 
 def warn_of_untried() -> None:

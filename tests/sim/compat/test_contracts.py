@@ -231,3 +231,18 @@ def test_nothing_is_said_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> N
     tried = {"Python": "3.10.1", "torch": "2.15.3+cpu", "Triton": "3.6.0"}
     monkeypatch.setattr(releases, "installed", tried.__getitem__)
     assert releases.untried() == ""
+
+
+def test_a_python_without_a_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free-threaded build has the version of the other, with which everything was tried."""
+    monkeypatch.delenv(releases.SAID, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(releases, "installed", releases.installed.__wrapped__)
+    monkeypatch.setattr("platform.python_version", lambda: "3.14.2")
+    for locked in (None, 0):
+        monkeypatch.setattr("sysconfig.get_config_var", {"Py_GIL_DISABLED": locked}.get)
+        assert releases.untried() == ""
+    monkeypatch.setattr("sysconfig.get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    said = r"not tried with Python 3\.14\.2 free-threaded \(tried: 3\.10 to 3\.14, with a GIL\)"
+    with pytest.warns(UserWarning, match=said):
+        releases.warn_of_untried()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.runtime.compat.releases import untried
+from interlace.runtime.compat.releases import installed, untried
 from interlace.runtime.core.errors import PlaceUnavailableError
 
 MachineFacts = dict[str, Any]
@@ -30,7 +30,7 @@ DEVICE_LIBRARY = "libnvshmem_device.bc"
 def inspect_machine() -> MachineFacts:
     """All facts, as values that JSON can hold."""
     return {
-        "python": platform.python_version(),
+        "python": installed("Python"),
         "interlace": _version("interlace"),
         "torch": _probe(_torch),
         "triton": {"version": _version("triton"), "interpreted": _interpreted()},
