@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped in the middle of a large message between hosts: waits for the rest end."""
+"""A rank killed or stopped in the middle of a large message between hosts: waits for the rest end."""
 
 import multiprocessing
 import os

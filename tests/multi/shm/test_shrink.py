@@ -1,4 +1,4 @@
-"""Going on without ranks that have died: shrink, rebuild, wherever the end comes."""
+"""Going on without ranks that have died, wherever the end comes: what docs/places.md says."""
 
 import multiprocessing
 import random
