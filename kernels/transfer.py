@@ -35,6 +35,16 @@ def data_pointer(workspace, peer, like_ptr):
 
 
 @triton.jit
+def table_line(table_ptr, number, COLUMNS: tl.constexpr):
+    """The numbers of one line of a table of int64."""
+    line = table_ptr + number * COLUMNS
+    values = ()
+    for column in tl.static_range(COLUMNS):
+        values += (tl.load(line + column),)
+    return values
+
+
+@triton.jit
 def aligned_pointer(ptr):
     """``ptr`` rounded down to 16 bytes, so that the compiler knows; an aligned ``ptr`` stays what it is.
 
@@ -90,12 +100,7 @@ def push_chunks(workspace, input, sends, columns, epoch, COPIES: tl.constexpr,
     """
     # Every n-th, not a run of its own: early chunks leave first, whoever sends them.
     for send in range(tl.program_id(0), sends.count, COPIES.COPIERS):
-        line = sends.ptr + send * _COLUMNS
-        peer = tl.load(line)
-        first_row = tl.load(line + 1)
-        rows = tl.load(line + 2)
-        gathered_row = tl.load(line + 3)
-        slot = tl.load(line + 4)
+        peer, first_row, rows, gathered_row, slot = table_line(sends.ptr, send, _COLUMNS)
         # Per send and not once for all: a peer that is ready gets its chunk while another still reads.
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row * columns
@@ -140,12 +145,9 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
         gathered_ptr = data_pointer(workspace, workspace.rank, input_ptr)
         # Collectors count from 0: copiers are not among those that share the arrivals out.
         for arrival in range(program - COPIERS, arrivals.count, tl.num_programs(0) - COPIERS):
-            line = arrivals.ptr + arrival * _COLUMNS
-            source = tl.load(line)
-            first_row = tl.load(line + 1)
-            rows = tl.load(line + 2)
-            gathered_row = tl.load(line + 3)
-            slot = tl.load(line + 4)
+            source, first_row, rows, gathered_row, slot = table_line(
+                arrivals.ptr, arrival, _COLUMNS
+            )
             from_ptr = input_ptr + first_row
             # What the wait returns is not looked at: the copy fills this rank's own output only, of an op
             # that failed. The loads cannot overtake the wait: they are in a loop behind it.

@@ -198,6 +198,7 @@ def low_latency_all_reduce_kernel(
     Example: W = 2, two bf16 numbers, 1 and 2 on rank 0, 3 and 4 on rank 1: one word each. In epoch 1
     rank 0 sends ``1 << 32 | 0x40003f80``, receives ``1 << 32 | 0x40804040`` and stores 4 and 6.
     """
+    HALF: tl.constexpr = tl.bfloat16 if DTYPE == "bf16" else tl.float16
     epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -214,21 +215,16 @@ def low_latency_all_reduce_kernel(
             missing += lost
             if DTYPE == "fp32":
                 low += payload.to(tl.float32, bitcast=True)
-            elif DTYPE == "bf16":
-                low += _half(payload, False, tl.bfloat16)
-                high += _half(payload, True, tl.bfloat16)
             else:
-                low += _half(payload, False, tl.float16)
-                high += _half(payload, True, tl.float16)
+                low += _half(payload, False, HALF)
+                high += _half(payload, True, HALF)
         if AVERAGE:
             low = low / peers.world_size
             high = high / peers.world_size
         if DTYPE == "fp32":
             total = low.to(tl.int32, bitcast=True)
-        elif DTYPE == "bf16":
-            total = _bits(low, tl.bfloat16) | (_bits(high, tl.bfloat16) << 16)
         else:
-            total = _bits(low, tl.float16) | (_bits(high, tl.float16) << 16)
+            total = _bits(low, HALF) | (_bits(high, HALF) << 16)
         # A sum without a rank is no sum: the output stays as it was.
         if missing == 0:
             _store_words(output_ptr, index, units, total, UNIT)

@@ -24,6 +24,7 @@ from interlace.kernels.transfer import (
     copy_elements,
     data_pointer,
     region_pointer,
+    table_line,
 )
 
 PART_COLUMNS = 4
@@ -130,11 +131,7 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES:
     others = max(workspace.world_size - 1, 1)
     if wait_all_credits(workspace, epoch):
         for chunk in range(tl.program_id(0), sends.count // others, COPIES.COPIERS):
-            line = sends.ptr + chunk * others * _SEND
-            first_row = tl.load(line + 1)
-            rows = tl.load(line + 2)
-            gathered_row = tl.load(line + 3)
-            slot = tl.load(line + 4)
+            _, first_row, rows, gathered_row, slot = table_line(sends.ptr, chunk * others, _SEND)
             from_address = (input.ptr + first_row * input.stride).to(tl.int64)
             to_byte = workspace.data_offset + gathered_row * columns * ITEM
             for row in range(0, rows, COPIES.COPY_ROWS):

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 from interlace.kernels.tiling import first_tile
-from interlace.kernels.transfer import aligned_pointer, copy_elements, data_pointer
+from interlace.kernels.transfer import aligned_pointer, copy_elements, data_pointer, table_line
 
 SEGMENT_COLUMNS = 4
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
@@ -111,11 +111,8 @@ def reduce_scatter_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     for line in range(workspace.world_size):
-        segment = segments_ptr + line * _SEGMENT
-        owner = tl.load(segment)
-        first_element = tl.load(segment + 1)
-        elements = tl.load(segment + 2)
-        start = tl.load(segment + 3).to(tl.int32)
+        owner, first_element, elements, start = table_line(segments_ptr, line, _SEGMENT)
+        start = start.to(tl.int32)
         blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
         first = first_tile(start, program, programs)
         # A program that has no block of this owner need not wait for its credit.

@@ -46,7 +46,7 @@ from interlace.kernels.signal import (
     wait_credit,
 )
 from interlace.kernels.tiling import first_tile, grouped_tile
-from interlace.kernels.transfer import data_pointer
+from interlace.kernels.transfer import data_pointer, table_line
 
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 
@@ -159,11 +159,8 @@ def matmul_reduce_scatter_kernel(
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
-        segment = segments_ptr + line * _SEGMENT
-        owner = tl.load(segment)
-        first_row = tl.load(segment + 1)
-        rows = tl.load(segment + 2)
-        start = tl.load(segment + 3).to(tl.int32)
+        owner, first_row, rows, start = table_line(segments_ptr, line, _SEGMENT)
+        start = start.to(tl.int32)
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)

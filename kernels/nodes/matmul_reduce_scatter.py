@@ -36,7 +36,7 @@ from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.nodes.reduction import float_region, wait_node
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 from interlace.kernels.tiling import first_tile, grouped_tile
-from interlace.kernels.transfer import data_pointer
+from interlace.kernels.transfer import data_pointer, table_line
 
 NODE_SEGMENT_COLUMNS = 5
 DUTY_COLUMNS = 4
@@ -89,13 +89,10 @@ def matmul_node_reduce_scatter_kernel(
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
-        segment = segments_ptr + line * _SEGMENT
-        taker = tl.load(segment)
-        first_row = tl.load(segment + 1)
-        rows = tl.load(segment + 2)
-        start = tl.load(segment + 3).to(tl.int32)
+        taker, first_row, rows, start, region = table_line(segments_ptr, line, _SEGMENT)
+        start = start.to(tl.int32)
         # [region of the owner][member]: no two ranks of the node share a place.
-        part = tl.load(segment + 4) * node.num_members + node.own_member
+        part = region * node.num_members + node.own_member
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)
@@ -211,11 +208,9 @@ def node_sums_kernel(
     partials_ptr = float_region(workspace, regions.partial_offset)
     # Sums for other nodes before the own tiles: they still have to travel, and wait for no other sum.
     for number in range(duties.count):
-        line = duties.ptr + number * _DUTY
-        owner = tl.load(line)
-        first_part = tl.load(line + 1) * node.num_members
-        rows = tl.load(line + 2)
-        start = tl.load(line + 3).to(tl.int32)
+        owner, region, rows, start = table_line(duties.ptr, number, _DUTY)
+        first_part = region * node.num_members
+        start = start.to(tl.int32)
         tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
         end = start + tiles_m * tiles_n
         for each in range(first_tile(start, program, programs), end, programs):

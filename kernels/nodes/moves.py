@@ -29,7 +29,7 @@ from interlace.kernels.signal import (
     wait,
     wait_credit,
 )
-from interlace.kernels.transfer import copy_elements, copy_rows, data_pointer
+from interlace.kernels.transfer import copy_elements, copy_rows, data_pointer, table_line
 
 _COLUMNS = tl.constexpr(order.MOVE_COLUMNS)
 _SEND = tl.constexpr(order.SEND)
@@ -118,18 +118,16 @@ def move_kernel(
     4 there; line 2 copies them to rank 1, slot 0 there. Line 3 waits for own slot 6, which rank 2's put
     sets, and publishes own slot 2; line 4 waits for that and copies rows 4-5 to rank 1, slot 2 there.
     """
+    FLAT: tl.constexpr = BLOCK_ROWS == 0
+    AT_ONCE: tl.constexpr = BLOCK_COLUMNS if FLAT else BLOCK_ROWS * BLOCK_COLUMNS // 2
     epoch = current_epoch(workspace)
     element_bytes = tl.cdiv(input.ptr.dtype.element_ty.primitive_bitwidth, 8)
     own_ptr = data_pointer(workspace, workspace.rank, input.ptr)
     for number in range(tl.program_id(0), moves.count, tl.num_programs(0)):
-        line = moves.ptr + number * _COLUMNS
-        kind = tl.load(line)
-        peer = tl.load(line + 1)
-        source = tl.load(line + 2)
-        from_row = tl.load(line + 3)
-        to_row = tl.load(line + 4)
-        rows = tl.load(line + 5)
-        slot_byte = workspace.slot_offset + tl.load(line + 7) * 8
+        kind, peer, source, from_row, to_row, rows, waited, slot = table_line(
+            moves.ptr, number, _COLUMNS
+        )
+        slot_byte = workspace.slot_offset + slot * 8
         elements = rows * columns
         from_byte = workspace.data_offset + from_row * columns * element_bytes
         to_byte = workspace.data_offset + to_row * columns * element_bytes
@@ -139,7 +137,6 @@ def move_kernel(
         ready = wait_credit(workspace, peer, epoch) + 1
         # What this line hands on must have come here before. What is waited for never waits for this line
         # or a later one (see order.py), so any number of programs gets through.
-        waited = tl.load(line + 6)
         if waited >= 0:
             waited_byte = workspace.slot_offset + waited * 8
             if kind == _LAND:
@@ -158,25 +155,14 @@ def move_kernel(
                 to_ptr = data_pointer(workspace, peer, input.ptr) + to_row * columns
                 if kind == _FORWARD:
                     from_ptr = own_ptr + from_row * columns
-                    if BLOCK_ROWS == 0:
-                        copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS)
-                    else:
-                        copy_elements(to_ptr, from_ptr, elements, BLOCK_ROWS * BLOCK_COLUMNS // 2)
+                    copy_elements(to_ptr, from_ptr, elements, AT_ONCE)
                 elif kind == _SEND:
                     from_ptr = input.ptr + from_row * input.stride
-                    if BLOCK_ROWS == 0:
+                    if FLAT:
                         copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS)
                     else:
-                        copy_rows(
-                            to_ptr,
-                            columns,
-                            from_ptr,
-                            input.stride,
-                            rows,
-                            columns,
-                            BLOCK_ROWS,
-                            BLOCK_COLUMNS,
-                        )
+                        copy_rows(to_ptr, columns, from_ptr, input.stride, rows, columns,
+                                  BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
                 # LAND copies nothing here: it tells this rank's own readers, who then need not know of
                 # puts.
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)

@@ -20,7 +20,7 @@ from interlace.kernels.collectives.reduction import sum_contributions
 from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 from interlace.kernels.tiling import first_tile
-from interlace.kernels.transfer import copy_elements, data_pointer
+from interlace.kernels.transfer import copy_elements, data_pointer, table_line
 
 PART_COLUMNS = 5
 _PART = tl.constexpr(PART_COLUMNS)
@@ -123,12 +123,8 @@ def node_reduce_scatter_kernel(
     region = num_members * stride
     # Other nodes' parts come first in the table, as they have the longest way.
     for number in range(parts.first, parts.first + parts.count):
-        line = parts.ptr + number * _PART
-        summing = tl.load(line)
-        place = tl.load(line + 1)
-        first_element = tl.load(line + 2)
-        elements = tl.load(line + 3)
-        start = tl.load(line + 4).to(tl.int32)
+        summing, place, first_element, elements, start = table_line(parts.ptr, number, _PART)
+        start = start.to(tl.int32)
         end = start + tl.cdiv(elements, piece).to(tl.int32)
         first = first_tile(start, program, programs)
         # A program without a piece of this part waits for no credit.
@@ -153,11 +149,8 @@ def node_reduce_scatter_kernel(
     # above by every program before it waits: no order of programs can block.
     partials_ptr = float_region(workspace, regions.partial_offset)
     for number in range(duties.count):
-        line = duties.ptr + number * _PART
-        owner = tl.load(line)
-        place = tl.load(line + 1)
-        elements = tl.load(line + 3)
-        start = tl.load(line + 4).to(tl.int32)
+        owner, place, _, elements, start = table_line(duties.ptr, number, _PART)
+        start = start.to(tl.int32)
         end = start + tl.cdiv(elements, piece).to(tl.int32)
         for each in range(first_tile(start, program, programs), end, programs):
             element = tl.cast(each - start, tl.int64) * piece
