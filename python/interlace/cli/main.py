@@ -101,10 +101,7 @@ def _terminable() -> Iterator[None]:
 
 
 def need_interpreter(wanted: bool, arguments: list[str]) -> None:
-    """Start this command again if kernels were loaded for the other way of running them.
-
-    The choice falls when triton is imported, which was before the arguments were read.
-    """
+    """Start this command again if triton was imported, before arguments were read, for the other way."""
     if bool(triton.knobs.runtime.interpret) == wanted:
         return
     environment = dict(os.environ, TRITON_INTERPRET="1" if wanted else "0")

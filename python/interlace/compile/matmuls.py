@@ -44,10 +44,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class GraphProduct:
-    """``node`` = ``left @ right + bias + added``: rows of ``k``, ``(k, n)``, ``(n,)``, any shape.
-
-    ``batch``: how many entries ``left`` and ``right`` have in a dimension before these, 0 for none.
-    """
+    """``left @ right + bias + added``, ``right`` ``(k, n)``; a ``batch`` of them in a dim before, or 0."""
 
     node: fx.Node
     left: fx.Node

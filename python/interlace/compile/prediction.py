@@ -88,10 +88,7 @@ def predict(
     extra_collectives: int = 0,
     calls: int = 1,
 ) -> tuple[float, float]:
-    """(unfused, fused), in seconds: of matmuls of ``flops``, and ``nbytes`` that a rank receives.
-
-    Fusing takes ``calls`` of the op, and beyond it copies ``extra_nbytes`` and runs ``extra_collectives``.
-    """
+    """(unfused, fused) seconds of ``flops`` and received ``nbytes``; fused in ``calls``, with extras."""
     multiplying, moving = flops / machine.flops, nbytes / machine.fused_bandwidth
     unfused = machine.latency + nbytes / machine.bandwidth + multiplying
     hidden = machine.overlap * min(moving, multiplying)

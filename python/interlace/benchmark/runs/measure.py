@@ -1,5 +1,6 @@
 """Measurement of one size on one rank: make the subject, check every candidate, take times, check again."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -46,14 +47,12 @@ def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
 def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) -> list[BenchRow]:
     candidates = subject.candidates
     total = len(candidates) * (request.repetitions + 2)
-    done = 0
+    done = itertools.count()
 
     def step() -> None:
-        nonlocal done
-        done += 1
-        tick(done, total)
+        tick(next(done), total)
 
-    tick(0, total)
+    step()
     errors: dict[str, tuple[float | None, str]] = {}
 
     def check_all(number: int) -> None:

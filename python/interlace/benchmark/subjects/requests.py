@@ -27,10 +27,7 @@ _PLAIN: tuple[type[Plain], ...] = (
     plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
     plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
 )  # fmt: skip
-_FUSED: tuple[type[Fused], ...] = (
-    fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce,
-)  # fmt: skip
-
+_FUSED = (fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce)
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
 OPS: dict[str, type[Plain | Fused]] = {**{kind.op: kind for kind in _PLAIN}, **FUSED}
 
@@ -182,13 +179,9 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
     found = kernel.made(loaded(target), target, request.arguments)
     names = _own_baselines(request, found, place)
     function = target.rpartition("::")[2]
-    sizes = {
-        "bytes": found.nbytes or request.nbytes,
-        "m": request.m,
-        "n": request.n,
-        "k": request.k,
-    }
-    shape = {name: size for name, size in sizes.items() if size}
+    sizes = {"m": request.m, "n": request.n, "k": request.k}
+    every = {"bytes": found.nbytes or request.nbytes, **sizes}
+    shape = {name: size for name, size in every.items() if size}
     subject = Subject(function, shape, found.nbytes, found.bus_factor, found.flops)
 
     def add(name: str, role: str, run: Callable[..., Any], check: Any) -> str:

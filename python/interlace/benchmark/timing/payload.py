@@ -62,10 +62,7 @@ def error_of_copy(result: torch.Tensor, first: int, rank: int, call: int) -> flo
 def error_of_sum(
     result: torch.Tensor, first: int, world_size: int, call: int, *, rounds_often: bool
 ) -> float:
-    """The largest error of a sum over ranks, as a multiple of its bound (:mod:`interlace.reference`).
-
-    ``rounds_often``: partial sums may be rounded to the dtype too, as other libraries do.
-    """
+    """The largest error of a sum over ranks, in bounds; ``rounds_often``: partial sums are rounded, too."""
     flat, worst = result.reshape(-1), 0.0
     for begin in range(0, flat.numel(), PIECE):
         piece = flat[begin : begin + PIECE]

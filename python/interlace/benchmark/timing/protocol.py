@@ -125,10 +125,7 @@ def total_bytes(value: Any) -> int:
 
 
 def copies_of(value: Any, count: int) -> list[Any]:
-    """A list of ``count`` copies of the tensors; those that share memory share it in every copy, too.
-
-    All copies of a storage lie in one allocation, ALIGNMENT apart: thousands are made in no time.
-    """
+    """A list of ``count`` copies of the tensors, each in one allocation: thousands are made in no time."""
     copies: dict[int, tuple[torch.Tensor, int]] = {}
     for address, storage in _storages(value).items():
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

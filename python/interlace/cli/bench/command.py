@@ -20,14 +20,9 @@ from interlace.benchmark.runs.results import SizeResult
 from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import BenchRequest
 from interlace.benchmark.timing.sizes import format_size
+from interlace.cli.bench import options as given
 from interlace.cli.bench import report
-from interlace.cli.bench.options import (
-    BenchOptions,
-    place_of,
-    requests_of,
-    under_torchrun,
-    world_size_of,
-)
+from interlace.cli.bench.options import BenchOptions, under_torchrun
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_format, refuse_unwritable
 from interlace.cli.output.progress import Progress
@@ -36,7 +31,7 @@ from interlace.groups import groups
 
 def bench(console: Any, options: BenchOptions) -> int:
     """Measure, print, write; 1 if any result is wrong, else 0. Wrong options raise before that."""
-    requests = requests_of(options)
+    requests = given.requests_of(options)
     if options.plot is not None:
         refuse_format(options.plot)
     for name in ("json", "plot"):
@@ -68,7 +63,7 @@ def _prints() -> bool:
 
 
 def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeResult]:
-    place, world_size = place_of(options), world_size_of(options)
+    place, world_size = given.place_of(options), given.world_size_of(options)
     results = []
     with Progress("bench", len(requests)) as progress:
         for number, request in enumerate(requests):

@@ -76,12 +76,8 @@ _OF_ONE_OP = _NAMES[_NAMES.index("op") + 1 :]
 def build(console: Any, options: BuildOptions) -> int:
     """Build the catalogue for ``arch`` (90 is 9.0), or these kernels of it, or one op; a line per variant.
 
-    Kernels that put are linked with NVSHMEM's device library too, if it is installed or in the folder
-    ``nvshmem``; stderr says so if it is not.
-
     1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
-    9.0 and 10.0, is a default that spills; else 0. ValueError naming an option, or for a kernel that the
-    catalogue does not have.
+    9.0 and 10.0, is a default that spills; else 0. ValueError naming an option that is wrong.
     """
     if options.op is not None:
         return _bundle(console, options.op, options)

@@ -60,10 +60,7 @@ def _scatter(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _visible_tiles(rows: int, weight: torch.Tensor) -> AbstractContextManager[None]:
-    """Tiles small enough that a shard has several; where kernels are compiled, the usual ones.
-
-    ``rows`` are those of all ranks: chunks are whole tiles, so ``block_m`` has to be the same everywhere.
-    """
+    """Tiles small enough that a shard has several, of all ranks' ``rows``; compiled kernels keep theirs."""
     if not groups.default_group().place.interpreted:
         return nullcontext()
     inner, columns = weight.shape

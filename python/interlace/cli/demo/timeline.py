@@ -12,6 +12,7 @@ most of it wins; work always wins over waiting. A cell holds one arrival, so a c
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -27,12 +28,12 @@ NARROWEST = 20
 DRAWN = ("tile", "sum")
 
 
+@dataclass
 class Timeline:
     """A rich renderable: the lanes of every rank of ``recording``, and a ruler."""
 
-    def __init__(self, recording: Recording, world_size: int) -> None:
-        self.recording = recording
-        self.world_size = world_size
+    recording: Recording
+    world_size: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         start, end = extent(self.recording)
@@ -50,7 +51,11 @@ class Timeline:
                 for glyph, style in cells:
                     line.append(glyph, style)
                 yield line.append(glyphs.edge, "dim")
-        last = _duration(end - start, self.recording.unit)
+        last = f"{(end - start) / TICKS:,.0f} {STEPS}"
+        if (
+            self.recording.unit != STEPS
+        ):  # interpreted kernels should not seem to say how fast they are
+            last = f"{(end - start) / TICKS / 1000:,.1f} ms in the interpreter"
         yield Text(" " * (margin - 1) + "0" + last.rjust(scale.cells - 1), "dim", no_wrap=True)
 
 
@@ -95,13 +100,6 @@ class Scale:
             begin = self.start + cell * self.per_cell
             inside = min(span.end, begin + self.per_cell) - max(span.start, begin)
             yield cell, max(inside, 0.0)
-
-
-def _duration(ticks: int, unit: str) -> str:
-    """The end of the ruler. Interpreted kernels say nothing about speed, and should not seem to."""
-    if unit == STEPS:
-        return f"{ticks / TICKS:,.0f} {unit}"
-    return f"{ticks / TICKS / 1000:,.1f} ms in the interpreter"
 
 
 ColouredCells = list[tuple[str, str]]

@@ -96,8 +96,6 @@ def from_file(
 
     ``.npy``: activations ``[m, k]``. ``.pt``: a tensor, or a dict with "activations" and perhaps
     "weight1" ``[k, n]`` and "weight2" ``[n, k]``. What is missing is drawn from the seed.
-
-    Raises OSError if the file cannot be read, ValueError or TypeError naming what is wrong with it.
     """
     where = f"--input {path}"
     found = _read(path, where)

@@ -92,10 +92,7 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def as_dtensor(local: torch.Tensor, sharding: Sharding) -> Any:
-    """``local``, this rank's part, as a DTensor over the same memory; the tensor itself if all have all.
-
-    What is a DTensor already, split over another group (as ``fully_shard`` does), is gathered over that.
-    """
+    """This rank's part as a DTensor over the same memory. One that ``fully_shard`` split is gathered."""
     from torch.distributed.tensor import DTensor
 
     if sharding.dim is None:

@@ -47,10 +47,7 @@ def _traced(tensor: Any) -> bool:
 
 
 def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
-    """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``.
-
-    With several dimensions nobody can say which row waits for this rank.
-    """
+    """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``."""
     try:
         return bound((mesh, mesh_dim))
     except (TypeError, ValueError) as error:

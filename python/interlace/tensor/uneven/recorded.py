@@ -45,10 +45,7 @@ def recorded(
     input: torch.Tensor | None,
     gradient: Gradient,
 ) -> torch.Tensor:
-    """``result`` with a node whose backward calls ``gradient`` with its gradient, on every rank.
-
-    ``gradient`` returns that of ``input``, which may be None, or need none, on ranks that only take part.
-    """
+    """``result`` with a node whose backward calls ``gradient`` on every rank, for that of ``input``."""
     own = input is not None and input.requires_grad
     anchor = input if own else torch.empty(0, requires_grad=True)
     prepare(communicator, anchor)

@@ -79,10 +79,7 @@ class Job(NamedTuple):
 
 
 def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
-    """Races and schedules of shipped ops, the largest world size first: it takes longest.
-
-    A quick plan leaves variants out where it is for several ops, not where somebody asks for one.
-    """
+    """Races and schedules of shipped ops, the longest first; a quick plan of several has fewer variants."""
     quick = plan.quick and len(names) > 1
     plan = replace(plan, ranks=tuple(sorted(plan.ranks, reverse=True)))
     return _jobs({name: TARGETS[name].checked(quick) for name in names}, plan)

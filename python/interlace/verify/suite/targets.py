@@ -63,10 +63,7 @@ Start = Callable[..., StartedOp]
 
 
 def _in_flight(group: Communicator, start: Start, calls: int, algorithm: str) -> None:
-    """``calls`` ops of ``group``, begun by ``start(rank, world_size, call, **how)``, and their results.
-
-    It returns a Work, what to take from its result, and what is right.
-    """
+    """``calls`` ops in flight: ``start`` gives a Work, what to take of its result, and what is right."""
     how = {"group": group, "algorithm": algorithm, "async_op": True}
     started = []
     for call in range(calls):
