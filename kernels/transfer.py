@@ -38,9 +38,9 @@ def data_pointer(workspace, peer, like_ptr):
 def table_line(table_ptr, number, COLUMNS: tl.constexpr):
     """The numbers of one line of a table of int64."""
     line = table_ptr + number * COLUMNS
-    values = ()
-    for column in tl.static_range(COLUMNS):
-        values += (tl.load(line + column),)
+    values = (tl.load(line),)
+    for column in tl.static_range(1, COLUMNS):
+        values += (tl.load(line + column),)  # type: ignore[assignment]
     return values
 
 

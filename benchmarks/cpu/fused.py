@@ -10,9 +10,8 @@ from functools import partial
 import torch
 from cpu.measure import Case
 
-import interlace
 from interlace.benchmark.subjects.requests import FUSED
-from interlace.benchmark.timing.subject import Setting
+from interlace.groups.groups import default_group
 
 SMALL = [(256, 512, 512), (1024, 1024, 1024)]
 SHAPES = {
@@ -24,11 +23,10 @@ SHAPES = {
 
 def cases(op: str) -> Iterator[Case]:
     """One case per shape; run on every rank."""
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    setting = Setting(rank, world_size, torch.device("cpu"), torch.float32)
+    place = default_group().place
     baseline = "gloo + torch.mm" if op == "all_gather_matmul" else "torch.mm + gloo"
     for m, n, k in SHAPES[op]:
-        subject = FUSED[op](setting, m, n, k)
+        subject = FUSED[op](place, torch.float32, m, n, k)
         inputs = subject.inputs(0)
         candidates: dict[str, Callable[[], object]] = {
             baseline: partial(subject.theirs, *inputs),

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from interlace.compile.prediction import Machine
 from interlace.compile.report import Candidate, Report
 
 
+@dataclass(repr=False)
 class Explanation:
     """The reports of all graphs of a function, forward and backward. ``str()`` of it is the whole table."""
 
-    def __init__(self, reports: list[Report]) -> None:
-        self.reports = reports
+    reports: list[Report]
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -21,7 +21,6 @@ from interlace.benchmark.runs.measure import Tick, rank_0, sets_of
 from interlace.benchmark.runs.tune_candidates import SENDING, TuneCandidate, combined
 from interlace.benchmark.subjects.requests import FUSED
 from interlace.benchmark.timing import protocol
-from interlace.benchmark.timing.subject import Setting
 from interlace.groups import groups
 from interlace.runtime.tuning import configuration
 
@@ -84,8 +83,7 @@ class _Search:
     def __init__(self, request: TuneRequest, tick: Tick) -> None:
         place = groups.default_group().place
         self._request, self._tick = request, tick
-        setting = Setting(place.rank, place.world_size, place.device, request.dtype)
-        self._op = FUSED[request.op](setting, request.m, request.n, request.k)
+        self._op = FUSED[request.op](place, request.dtype, request.m, request.n, request.k)
         self._timed = [Timed(each) for each in request.candidates]
         self._start = time.perf_counter()
         self._first = self._op.inputs(0)

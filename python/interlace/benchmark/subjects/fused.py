@@ -16,7 +16,7 @@ import interlace
 from interlace import reference
 from interlace.benchmark.subjects.plain import AllGather, AllReduce, Plain, ReduceScatter, Tensors
 from interlace.benchmark.timing import payload
-from interlace.benchmark.timing.subject import Setting
+from interlace.runtime.core.place import Place
 
 ALL_ROWS = 512
 ROW_STEP = 16
@@ -34,13 +34,14 @@ class Fused(ABC):
     sizes = ("m", "n", "k")
     without = "has a shape; it takes --m, --n and --k"  # of other sizes
 
-    def __init__(self, setting: Setting, m: int, n: int, k: int) -> None:
-        self.setting, self.rank, self.world_size = setting, setting.rank, setting.world_size
+    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+        self.device, self.dtype = place.device, dtype
+        self.rank, self.world_size = place.rank, place.world_size
         self.m, self.n, self.k = m, n, k
         self.shape = {"m": m, "n": n, "k": k}
         self.rows = m // self.world_size
-        nbytes = m * self.shape[self.communicated] * setting.dtype.itemsize
-        self.collective = self.communication(setting, nbytes)
+        nbytes = m * self.shape[self.communicated] * dtype.itemsize
+        self.collective = self.communication(place, dtype, nbytes)
         self.nbytes, self.bus_factor = nbytes, self.collective.bus_factor
         self.flops = 2 * m * n * k
         self.own = self.rank * self.rows  # the first row of this rank's part
@@ -58,8 +59,8 @@ class Fused(ABC):
             )
 
     def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
-        number, setting = 2 * call + what, self.setting
-        flat = payload.vector(0, rows * columns, rank, number, setting.dtype, setting.device)
+        number = 2 * call + what
+        flat = payload.vector(0, rows * columns, rank, number, self.dtype, self.device)
         return flat.view(rows, columns)
 
     def weight(self, rank: int, call: int) -> torch.Tensor:
@@ -101,18 +102,18 @@ class Fused(ABC):
         """Right values and bounds for these rows of the result of ``call``. Here: of a sum over ranks."""
         rows = rows + self.result_rows[0]
         inputs = [
-            payload.some_rows(rows, self.k, rank, 2 * call + INPUT, self.setting.dtype)
+            payload.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
             for rank in range(self.world_size)
         ]
         weights = [self.weight(rank, call) for rank in range(self.world_size)]
-        value, bound = reference.matmul_all_reduce(inputs, weights, self.setting.dtype)
+        value, bound = reference.matmul_all_reduce(inputs, weights, self.dtype)
         products = [a.double() @ b.double() for a, b in zip(inputs, weights, strict=True)]
-        return value, bound, bound + payload.often_rounded(products, self.setting.dtype)
+        return value, bound, bound + payload.often_rounded(products, self.dtype)
 
     def check(self, result: torch.Tensor, call: int, rounds_often: bool = False) -> float:
         count = self.result_rows[1]
         step = 1 if count <= ALL_ROWS else ROW_STEP
-        rows = torch.arange(call % step, count, step, device=self.setting.device)
+        rows = torch.arange(call % step, count, step, device=self.device)
         if call not in self._expected:
             self._expected[call] = self.expected(rows, call)
         value, bound, looser = self._expected[call]
@@ -148,11 +149,11 @@ class AllGatherMatmul(Fused):
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         owners, index = rows // self.rows, rows % self.rows
         pieces = [
-            payload.some_rows(index[owners == r], self.k, r, 2 * call + INPUT, self.setting.dtype)
+            payload.some_rows(index[owners == r], self.k, r, 2 * call + INPUT, self.dtype)
             for r in range(self.world_size)
         ]
-        weight, dtype = self.weight(self.rank, call), self.setting.dtype
-        value, bound = reference.all_gather_matmul(pieces, weight, dtype, roundings=2)
+        weight = self.weight(self.rank, call)
+        value, bound = reference.all_gather_matmul(pieces, weight, self.dtype, roundings=2)
         return value, bound, bound
 
 
@@ -178,8 +179,8 @@ class MatmulReduceScatter(_MatmulReduce):
     op = "matmul_reduce_scatter"
     communication = ReduceScatter
 
-    def __init__(self, setting: Setting, m: int, n: int, k: int) -> None:
-        super().__init__(setting, m, n, k)
+    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+        super().__init__(place, dtype, m, n, k)
         self.result_rows = (self.own, self.rows)
 
     def inputs(self, call: int) -> Tensors:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import interlace
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor
-from interlace.benchmark.timing.subject import Setting
+from interlace.runtime.core.place import Place
 
 Tensors = tuple[Any, ...]
 
@@ -34,10 +34,10 @@ class Plain(ABC):
     least_ranks = 1
     flops = 0.0
 
-    def __init__(self, setting: Setting, nbytes: int) -> None:
-        self.setting = setting
-        self.rank, self.world_size = setting.rank, setting.world_size
-        itemsize: int = setting.dtype.itemsize
+    def __init__(self, place: Place, dtype: torch.dtype, nbytes: int) -> None:
+        self.device, self.dtype = place.device, dtype
+        self.rank, self.world_size = place.rank, place.world_size
+        itemsize: int = dtype.itemsize
         self.part = max(1, nbytes // (itemsize * self.world_size))
         self.whole = self.part * self.world_size
         self.own = self.rank * self.part  # the first element of this rank's part
@@ -61,10 +61,10 @@ class Plain(ABC):
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
         """The input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
-        return payload.vector(first, count, rank, call, self.setting.dtype, self.setting.device)
+        return payload.vector(first, count, rank, call, self.dtype, self.device)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        output = torch.empty(shape, dtype=self.setting.dtype, device=self.setting.device)
+        output = torch.empty(shape, dtype=self.dtype, device=self.device)
         return payload.poison(output)
 
     def inputs(self, call: int) -> Tensors:
@@ -229,8 +229,8 @@ class Barrier(_Copying):
     sizes = ()
     without = "moves nothing, so it has no size"
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.shape = setting, {"bytes": 0}
+    def __init__(self, place: Place, dtype: torch.dtype) -> None:
+        self.dtype, self.shape = dtype, {"bytes": 0}
         self.nbytes, self.bus_factor = 0, None
 
     def pieces(self) -> list[tuple[int, int, int]]:

@@ -16,7 +16,6 @@ from interlace.benchmark.timing.subject import (
     BASELINE,
     PART,
     BenchCandidate,
-    Setting,
     Subject,
 )
 from interlace.groups.groups import default_group
@@ -88,7 +87,6 @@ def source(request: BenchRequest, place: Place) -> Source:
     """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own."""
     if request.own:
         return _own_kernel(request, place)
-    setting = Setting(place.rank, place.world_size, place.device, DTYPES[request.dtype])
     device, chosen = place.device.type, request.chosen
     if chosen is None:
         chosen = baselines.default(place.name, device, virtual=request.virtual)
@@ -97,7 +95,7 @@ def source(request: BenchRequest, place: Place) -> Source:
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
     kind: Any = OPS[request.target]
-    op = kind(setting, *(getattr(request, size) for size in kind.sizes))
+    op = kind(place, DTYPES[request.dtype], *(getattr(request, size) for size in kind.sizes))
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):
         reasons = {name: _why_not(name, op, place) for name in kind.algorithms}
@@ -115,7 +113,7 @@ def _why_not(name: str, op: Plain | Fused, place: Place) -> str:
     if name in TRITON and place.interpreted and not place.simulated:
         return "interpreted on a CPU"
     moves = name == "low_latency" and isinstance(op, Plain) and not op.reduces
-    dtype = str(op.setting.dtype).removeprefix("torch.")
+    dtype = str(op.dtype).removeprefix("torch.")
     if dtype not in NARROW and name not in WIDE and not moves:
         return f"not for {dtype}"
     if name == "low_latency" and isinstance(op, Plain) and op.message_bytes > MOST_BYTES:
@@ -161,9 +159,6 @@ def _candidates(
         else:
             found.append(baselines.symmetric_collective(op))
     return found
-
-
-# -- kernels of the user's own ---------------------------------------------------------------------------
 
 
 @functools.cache

@@ -50,13 +50,3 @@ class Subject(Facts):
     """A subject to measure, and the ways to do it."""
 
     candidates: list[BenchCandidate] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and on what a rank measures. ``device``: of its tensors, ``dtype``: their elements."""
-
-    rank: int
-    world_size: int
-    device: Any
-    dtype: Any

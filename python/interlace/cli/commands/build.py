@@ -160,9 +160,6 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
     return 1 if failed else 0
 
 
-# -- one op ahead of time --------------------------------------------------------------------------
-
-
 def _bundle(console: Any, op: str, given: BuildOptions) -> int:
     """Build one op into ``out``; 1, and nothing is written, if a kernel is not as it should be."""
     if given.out is None:

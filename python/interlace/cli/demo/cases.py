@@ -35,9 +35,6 @@ class DemoCase:
     expected: Callable[[Workload, int], tuple[torch.Tensor, torch.Tensor]]
 
 
-# -- on the ranks ----------------------------------------------------------------------------------
-
-
 def _own(whole: torch.Tensor, dim: int) -> torch.Tensor:
     """This rank's shard, on its device."""
     parts = reference.split(whole, interlace.get_world_size(), dim)
@@ -86,9 +83,6 @@ def _power_of_two(least: float, smallest: int, largest: int) -> int:
 def _mlp_on_rank(work: Workload) -> torch.Tensor:
     hidden = _gather(work.activations, _own(work.weight1, 1))
     return _scatter(torch.nn.functional.gelu(hidden), _own(work.weight2, 0))
-
-
-# -- float64 ---------------------------------------------------------------------------------------
 
 
 def _gather_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

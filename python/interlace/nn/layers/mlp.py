@@ -90,12 +90,8 @@ class SequenceParallelMLP(OnGroup):
         layers = [up] if gate is None else [gate, up]
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         outputs = linear.gathering_linear(up, input, weights, biases)
-        hidden = self._activated(outputs[0])
+        how = self.activation
+        hidden = activate(outputs[0], how) if isinstance(how, str) else how(outputs[0])
         if gate is not None:
             hidden = hidden * outputs[1]
         return self.down(hidden)  # type: ignore[no-any-return]
-
-    def _activated(self, x: Tensor) -> Tensor:
-        if isinstance(self.activation, str):
-            return activate(x, self.activation)
-        return self.activation(x)
