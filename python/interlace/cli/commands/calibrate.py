@@ -11,6 +11,10 @@ import pathlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import interlace
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun, world_size_of
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
@@ -76,9 +80,7 @@ def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
     return mesh
 
 
-def check(options: CalibrateOptions) -> None:
-    """Raise ValueError for what cannot be, before anything runs."""
-    mesh_of(options)
+def _check(options: CalibrateOptions) -> None:
     if not 3 <= options.repetitions <= MOST_REPETITIONS:
         raise ValueError(
             f"--repetitions must be within 3..{MOST_REPETITIONS}, got {options.repetitions}"
@@ -89,48 +91,32 @@ def check(options: CalibrateOptions) -> None:
 
 def calibrate(console: Any, options: CalibrateOptions) -> int:
     """Measure, write, print. Raises ValueError or OSError."""
-    from interlace.tensor.mesh.calibration import CalibrationRequest
+    from interlace.tensor.mesh import calibration as measuring  # late: it imports torch's DTensor
 
-    check(options)
-    request = CalibrationRequest(mesh_of(options), repetitions=options.repetitions)
+    mesh = mesh_of(options)
+    _check(options)
+    request = measuring.CalibrationRequest(mesh, repetitions=options.repetitions)
     if options.dry_run:
         _plan(console, options, request)
         return 0
     if under_torchrun():
-        return _as_rank(console, options, request)
+        return _as_rank(console, options, request, measuring)
     file = _file(options, "cpu")
     calibration.file_of("cpu").refuse_unwritable(file)
-    found = _in_processes(request, shown=not options.json)
+    with Progress("calibrate", 1, shown=not options.json) as progress:
+        progress.begin(0, f"mesh {'x'.join(map(str, mesh))}")
+        with progress.on_ranks(apart=True) as tick:
+            times = interlace.run(
+                measuring.on_rank, math.prod(mesh), request, tick, place="shm", timeout=TIMEOUT
+            )
+    found = measuring.measured(request, times, calibration.OWN, "shm")
     calibration.add(found, file)
     _print(console, options, found, file)
     return 0
 
 
-def _in_processes(request: Any, *, shown: bool) -> calibration.MeasuredMesh:
-    import interlace
-    from interlace.tensor.mesh import calibration as measuring
-
-    with Progress("calibrate", 1, shown=shown) as progress:
-        progress.begin(0, f"mesh {'x'.join(map(str, request.mesh))}")
-        with progress.on_ranks(apart=True) as tick:
-            times = interlace.run(
-                measuring.on_rank,
-                math.prod(request.mesh),
-                request,
-                tick,
-                place="shm",
-                timeout=TIMEOUT,
-            )
-    return measuring.measured(request, times, calibration.OWN, "shm")
-
-
-def _as_rank(console: Any, options: CalibrateOptions, request: Any) -> int:
+def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: Any) -> int:
     """One rank of a job. The first of each host writes that host's file."""
-    import torch
-    import torch.distributed as dist
-
-    from interlace.tensor.mesh import calibration as measuring
-
     backend = options.backend or calibration.OWN
     local = int(os.environ.get("LOCAL_RANK", "0"))
     kind = "cuda" if "nccl" in backend else "cpu"

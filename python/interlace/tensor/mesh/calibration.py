@@ -56,18 +56,19 @@ class CalibrationRequest:
 
 def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Times:
     """Microseconds of this rank's calls, inside ``interlace.run`` or a process group of torch."""
+    grid = torch.arange(math.prod(request.mesh)).view(*request.mesh)
     if dist.is_initialized():
         on_gpus = "nccl" in str(dist.get_backend())
         device = (
             torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
         )
         rank = dist.get_rank()
-        mesh = DeviceMesh(device.type, _grid(request.mesh))
+        mesh = DeviceMesh(device.type, grid)
         groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
         ops: Any = dist
     else:
         rank, device = interlace.get_rank(), interlace.device()
-        mesh = DeviceMesh(device.type, _grid(request.mesh), _init_backend=False, _rank=rank)
+        mesh = DeviceMesh(device.type, grid, _init_backend=False, _rank=rank)
         groups = [(mesh, dim) for dim in range(len(request.mesh))]
         ops = interlace
     found: Times = {}
@@ -78,10 +79,6 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
         if rank == 0:
             tick(number + 1, len(cases))
     return found
-
-
-def _grid(mesh: Sequence[int]) -> torch.Tensor:
-    return torch.arange(math.prod(mesh)).view(*mesh)
 
 
 def _call(

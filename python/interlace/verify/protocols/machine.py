@@ -43,10 +43,7 @@ class _Code(NamedTuple):
 
 
 def growing_words(protocol: Protocol) -> set[str]:
-    """Words that one process publishes, never a smaller value, and that are else only waited for.
-
-    A wait that may give up, or compares exactly, can be disabled by a publish: then it is none.
-    """
+    """Words that one process publishes, never a smaller value, and that others wait for without end."""
     publishers: dict[str, Process] = {}
     last: dict[str, int] = {}
     others: set[str] = set()
@@ -57,6 +54,7 @@ def growing_words(protocol: Protocol) -> set[str]:
                 if not alone or step.value < last.get(step.word, 0):
                     others.add(step.word)
                 last[step.word] = step.value
+            # a wait that may give up, or compares exactly, can be disabled by a publish
             elif not isinstance(step, Wait) or step.exact or step.giving_up is not None:
                 others.update(words_of(step))
     return set(publishers) - others

@@ -209,43 +209,31 @@ def _signals() -> None:
         signal.finish_kernel[(1,)](peers)
 
 
-def _kernels(op: str, *more: str) -> tuple[str, ...]:
-    """The plain kernel of ``op``, and those of other algorithms."""
-    return (f"{op}_kernel", *(f"{name}_{op}_kernel" for name in more))
+def _target(op: str, start: Start, names: tuple[str, ...], *more: str) -> VerifyTarget:
+    """An op with these algorithms; its plain kernel, and those of ``more`` algorithms."""
+    kernels = (f"{op}_kernel", *(f"{name}_{op}_kernel" for name in more))
+    return VerifyTarget(_algorithms(start, *names), kernels)
 
 
 _MATMULS = ("fused", "pipelined", "unfused")
 _COLLECTIVES = ("kernel", "copy", "multimem")
+_WORDS = "low_latency"
 _LATE = ("late puts",)  # finds more than those that store at once
 TARGETS = {
     "signal": VerifyTarget(
         {"kernels": _signals},
         ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
     ),
-    "all_gather_matmul": VerifyTarget(
-        _algorithms(_all_gather_matmul, *_MATMULS, "switch"), _kernels("all_gather_matmul")
-    ),
+    "all_gather_matmul": _target("all_gather_matmul", _all_gather_matmul, (*_MATMULS, "switch")),
     **{
-        op: VerifyTarget(_algorithms(_grouped(op), *_MATMULS), _kernels("grouped_matmul"))
+        op: VerifyTarget(_algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
         for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
     },
-    "matmul_reduce_scatter": VerifyTarget(
-        _algorithms(_matmul_reduce_scatter, *_MATMULS), _kernels("matmul_reduce_scatter")
-    ),
-    "matmul_all_reduce": VerifyTarget(
-        _algorithms(_matmul_all_reduce, *_MATMULS), _kernels("matmul_all_reduce")
-    ),
-    "all_gather": VerifyTarget(
-        _algorithms(_all_gather, *_COLLECTIVES, "low_latency"),
-        _kernels("all_gather", "multimem", "low_latency"),
-    ),
-    "reduce_scatter": VerifyTarget(
-        _algorithms(_reduce_scatter, *_COLLECTIVES), _kernels("reduce_scatter", "multimem")
-    ),
-    "all_reduce": VerifyTarget(
-        _algorithms(_all_reduce, *_COLLECTIVES, "low_latency"),
-        _kernels("all_reduce", "multimem", "low_latency"),
-    ),
+    "matmul_reduce_scatter": _target("matmul_reduce_scatter", _matmul_reduce_scatter, _MATMULS),
+    "matmul_all_reduce": _target("matmul_all_reduce", _matmul_all_reduce, _MATMULS),
+    "all_gather": _target("all_gather", _all_gather, (*_COLLECTIVES, _WORDS), "multimem", _WORDS),
+    "reduce_scatter": _target("reduce_scatter", _reduce_scatter, _COLLECTIVES, "multimem"),
+    "all_reduce": _target("all_reduce", _all_reduce, (*_COLLECTIVES, _WORDS), "multimem", _WORDS),
     "broadcast": VerifyTarget(
         _algorithms(_broadcast, "copy", "low_latency"), ("low_latency_broadcast_kernel",)
     ),
