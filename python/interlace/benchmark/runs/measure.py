@@ -69,8 +69,12 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
     for each in candidates:
         make = each.timed_inputs or each.inputs
         if make not in rotations:
-            rotations[make], set_bytes = _rotation(each, make, place)
-            rotated_bytes[make] = rotations[make].count * set_bytes
+            first = make(0)
+            count, set_bytes = sets_of(first, place)
+            count = min(count, each.most_sets)
+            further = protocol.copies_of(first, count) if each.copied else None
+            sets = further or [first, *map(make, range(1, count))]
+            rotations[make], rotated_bytes[make] = protocol.Rotation(sets), count * set_bytes
         functions[each.name] = rotations[make].calling(each.run)
     timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
     functions.clear()  # which have the inputs
@@ -88,18 +92,6 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
         )
         for each in candidates
     ]
-
-
-def _rotation(
-    each: BenchCandidate, make: Callable[[int], tuple[Any, ...]], place: Place
-) -> tuple[protocol.Rotation, int]:
-    """Sets of inputs to use in turn, and the bytes of one. Collective."""
-    first = make(0)
-    count, set_bytes = sets_of(first, place)
-    count = min(count, each.most_sets)
-    if each.copied:
-        return protocol.Rotation(protocol.copies_of(first, count)), set_bytes
-    return protocol.Rotation([first, *map(make, range(1, count))]), set_bytes
 
 
 def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:

@@ -71,8 +71,6 @@ class Fused(ABC):
     def inputs(self, call: int) -> Tensors:
         """Arguments of :meth:`ours`, :meth:`theirs`: input, weight, a buffer of the communicated size."""
 
-    # -- ways to do it -----------------------------------------------------------------------------------
-
     def ours(self, algorithm: str) -> Callable[..., Any]:
         op = getattr(interlace, self.op)
         return lambda input, weight, buffer: op(input, weight, algorithm=algorithm)
@@ -95,8 +93,6 @@ class Fused(ABC):
 
     def matmul_inputs(self, call: int) -> Tensors:
         return self.matrix(INPUT, self.m, self.k, self.rank, call), self.weight(self.rank, call)
-
-    # -- what is right ---------------------------------------------------------------------------------
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         """Right values and bounds for these rows of the result of ``call``. Here: of a sum over ranks."""

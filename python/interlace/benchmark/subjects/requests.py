@@ -124,22 +124,7 @@ def _why_not(name: str, op: Plain | Fused, place: Place) -> str:
 
 
 def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject:
-    subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops)
-    subject.candidates = _candidates(op, names, chosen)
-    if isinstance(op, Fused):
-        subject.matmul, subject.communication = "torch.mm alone", f"{op.collective.op} alone"
-        communicate, inputs = op.collective.ours("auto"), op.collective.timed_inputs
-        subject.candidates += [
-            BenchCandidate(subject.matmul, PART, torch.mm, op.matmul_inputs),
-            BenchCandidate(subject.communication, PART, communicate, inputs),
-        ]
-    return subject
-
-
-def _candidates(
-    op: Plain | Fused, names: list[str], chosen: tuple[str, ...]
-) -> list[BenchCandidate]:
-    """interlace's algorithms, then the baselines."""
+    """interlace's algorithms, then the baselines, then the parts of a fused op."""
     timed = op.timed_inputs if isinstance(op, Plain) else None
     check: Any = op.check if op.nbytes else None
     loose: Any = functools.partial(op.check, rounds_often=True) if op.nbytes else None
@@ -158,7 +143,13 @@ def _candidates(
             found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
         else:
             found.append(baselines.symmetric_collective(op))
-    return found
+    subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops, candidates=found)
+    if isinstance(op, Fused):
+        subject.matmul, subject.communication = "torch.mm alone", f"{op.collective.op} alone"
+        communicate, inputs = op.collective.ours("auto"), op.collective.timed_inputs
+        found.append(BenchCandidate(subject.matmul, PART, torch.mm, op.matmul_inputs))
+        found.append(BenchCandidate(subject.communication, PART, communicate, inputs))
+    return subject
 
 
 @functools.cache

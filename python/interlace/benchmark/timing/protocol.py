@@ -112,7 +112,7 @@ class Rotation:
     """Sets of inputs, one after another. Candidates share it, so none finds what another has just used."""
 
     def __init__(self, sets: Sequence[tuple[Any, ...]]) -> None:
-        self.count, self._sets = len(sets), itertools.cycle(sets)
+        self._sets = itertools.cycle(sets)
 
     def calling(self, run: Callable[..., Any]) -> Callable[[], Any]:
         """A function without arguments that calls ``run`` with the next set."""

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
             "target": options.target,
             "ranks": list(plan.ranks),
             "clean": not any(result.findings for result in results),
-            "results": [result.to_dict() for result in results],
+            "results": [{**asdict(r), "seconds": round(r.seconds, 3)} for r in results],
         }
         console.out(json.dumps(facts, indent=2))
     else:

@@ -72,12 +72,11 @@ class VocabParallelEmbedding(ShardedModule):
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
         shape = (self.num_embeddings, self.embedding_dim)
         if self.init_method is None:
-            whole = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
-            yield "weight", whole.weight
-        else:
-            weight = torch.empty(shape, device=device, dtype=dtype)
-            self.init_method(weight)
-            yield "weight", weight
+            made = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
+            return [("weight", made.weight)]
+        weight = torch.empty(shape, device=device, dtype=dtype)
+        self.init_method(weight)
+        return [("weight", weight)]
 
     @eager
     def forward(self, input: Tensor) -> Tensor:

@@ -187,12 +187,11 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
     return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
 
 
-def divisible(argument: str, value: Any, group: Communicator) -> int:
-    """``value`` over the size of ``group``; ValueError unless it is a positive multiple of that."""
+def divisible(argument: str, value: Any, group: Communicator) -> None:
+    """ValueError unless ``value`` is a positive multiple of the size of ``group``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
     if value < 1 or value % group.world_size:
         raise ValueError(
             f"{argument} must be a positive multiple of the group's size {group.world_size}, got {value}"
         )
-    return value // group.world_size

@@ -248,8 +248,6 @@ class ProtocolMachine:
                 return False
         return True
 
-    # -- reporting -----------------------------------------------------------------------------
-
     def tell(self, state: bytes | bytearray, process: int) -> str:
         """The next step of ``process``, in words."""
         step = self.protocol.processes[process].steps[state[process]]

@@ -9,7 +9,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -57,10 +57,6 @@ class JobResult:
     count: str
     findings: tuple[str, ...]
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "seconds": round(self.seconds, 3)}
 
 
 class Job(NamedTuple):
