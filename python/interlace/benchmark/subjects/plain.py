@@ -155,9 +155,6 @@ class _Sum(Plain):
         )
 
 
-# -- all ranks do the same ---------------------------------------------------------------------------------
-
-
 class AllReduce(_Sum):
     op = "all_reduce"
     algorithms = ("auto", "kernel", "copy", "multimem", "low_latency")
@@ -241,9 +238,6 @@ class Barrier(_Copying):
 
     def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
         library.barrier()
-
-
-# -- from or to rank 0, and around a ring ------------------------------------------------------------------
 
 
 class Broadcast(_Copying):

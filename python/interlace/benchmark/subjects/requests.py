@@ -73,10 +73,7 @@ class BenchRequest:
 
 @dataclass
 class Source:
-    """``make()`` gives the subject, once torch.distributed is there with ``backend`` (None: not needed).
-
-    ``left_out``: algorithms that "all" does not stand for here, and in brackets why.
-    """
+    """``make()`` gives the subject, once torch.distributed has ``backend``; ``left_out`` of "all", why."""
 
     backend: str | None
     left_out: list[str]

@@ -80,21 +80,17 @@ def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
     return mesh
 
 
-def _check(options: CalibrateOptions) -> None:
+def calibrate(console: Any, options: CalibrateOptions) -> int:
+    """Measure, write, print. Raises ValueError or OSError."""
+    from interlace.tensor.mesh import calibration as measuring  # late: it imports torch's DTensor
+
+    mesh = mesh_of(options)
     if not 3 <= options.repetitions <= MOST_REPETITIONS:
         raise ValueError(
             f"--repetitions must be within 3..{MOST_REPETITIONS}, got {options.repetitions}"
         )
     if options.backend is not None and not under_torchrun():
         raise ValueError("--backend is for ranks that torchrun started; without, it is interlace")
-
-
-def calibrate(console: Any, options: CalibrateOptions) -> int:
-    """Measure, write, print. Raises ValueError or OSError."""
-    from interlace.tensor.mesh import calibration as measuring  # late: it imports torch's DTensor
-
-    mesh = mesh_of(options)
-    _check(options)
     request = measuring.CalibrationRequest(mesh, repetitions=options.repetitions)
     if options.dry_run:
         _plan(console, options, request)

@@ -211,10 +211,7 @@ class ProtocolMachine:
     def settle(
         self, state: bytearray, processes: Iterable[int], told: list[str] | None = None
     ) -> str:
-        """Take all steps that are taken at once; what is wrong with one, or an empty text.
-
-        Only ``processes``, and whom they let go on, may have such steps. ``told`` gets their texts.
-        """
+        """Take the steps of ``processes``, and whom they let go on, that come at once; what is wrong."""
         pending = list(processes)
         while pending:
             process = pending.pop()

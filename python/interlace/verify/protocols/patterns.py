@@ -313,10 +313,7 @@ PATTERNS: Mapping[str, Callable[[int, int], Protocol]] = {
 
 
 def explored(name: str, ranks: int, rounds: int) -> Exploration:
-    """Explore the pattern ``name``; of all that are here, about 25 s for 4 ranks and 3 rounds.
-
-    A pattern with one process per rank has every step interleaved. Where a rank is several, the steps
-    that commute with all others are not (``reduced``); otherwise this would take minutes.
-    """
+    """Explore the pattern ``name``; of all that are here, about 25 s for 4 ranks and 3 rounds."""
+    # every step interleaved would take minutes where a rank is several processes
     protocol = PATTERNS[name](ranks, rounds)
     return explore(protocol, reduced=len(protocol.processes) > ranks)
