@@ -2,6 +2,7 @@
 
 import pathlib
 import types
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -200,8 +201,8 @@ def test_each_rounding_to_bfloat16_is_allowed_to_others_only() -> None:
 
 @pytest.mark.parametrize("m", [64, 2048])
 def test_every_tile_of_a_product_is_looked_at(m: int) -> None:
-    setting = types.SimpleNamespace(rank=0, world_size=1, device=CPU, dtype=torch.float32)
-    op = FUSED["all_gather_matmul"](setting, m, 8, 16)  # type: ignore[arg-type]
+    place: Any = types.SimpleNamespace(rank=0, world_size=1, device=CPU)
+    op = FUSED["all_gather_matmul"](place, torch.float32, m, 8, 16)
     for call in range(2):
         input, weight = op.matmul_inputs(call)
         product = input @ weight
