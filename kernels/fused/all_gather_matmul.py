@@ -31,7 +31,7 @@ from interlace.kernels.epilogue import emit_tile, output_operand, part_of_output
 from interlace.kernels.matmul import columns_operand, multiply_tile, part_of_rows, rows_operand
 from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
 from interlace.kernels.tiling import first_tile, grouped_tile
-from interlace.kernels.transfer import push_chunks, region_pointer, table_line
+from interlace.kernels.transfer import push_chunks, region_pointer
 
 CHUNK_COLUMNS = 6
 _CHUNK = tl.constexpr(CHUNK_COLUMNS)
@@ -111,11 +111,15 @@ def all_gather_matmul_kernel(
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     whole_c = output_operand(output_ptr, N, TILES)
     for chunk in range(first_chunk, chunks.count):
-        source, first_row, rows, output_row, slot, start = table_line(chunks.ptr, chunk, _CHUNK)
-        rows = rows.to(tl.int32)
+        line = chunks.ptr + chunk * _CHUNK
+        source = tl.load(line)
+        first_row = tl.load(line + 1)
+        rows = tl.load(line + 2).to(tl.int32)
+        output_row = tl.load(line + 3)
+        slot = tl.load(line + 4)
         # Tiles are numbered through all chunks, so programs that one chunk leaves over begin with the
         # next.
-        start = start.to(tl.int32)
+        start = tl.load(line + 5).to(tl.int32)
         # Those that take part count from 0: a tile number must not fall on a program that takes none.
         absent = tl.where(chunk < shared_chunk, COPIES.COPIERS, 0)
         programs = tl.num_programs(0) - absent

@@ -89,10 +89,13 @@ def matmul_node_reduce_scatter_kernel(
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
-        taker, first_row, rows, start, region = table_line(segments_ptr, line, _SEGMENT)
-        start = start.to(tl.int32)
+        segment = segments_ptr + line * _SEGMENT
+        taker = tl.load(segment)
+        first_row = tl.load(segment + 1)
+        rows = tl.load(segment + 2)
+        start = tl.load(segment + 3).to(tl.int32)
         # [region of the owner][member]: no two ranks of the node share a place.
-        part = region * node.num_members + node.own_member
+        part = tl.load(segment + 4) * node.num_members + node.own_member
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
         tiles = tiles_m * tiles_n
         first = first_tile(start, program, programs)

@@ -29,7 +29,7 @@ from interlace.kernels.signal import (
     wait,
     wait_credit,
 )
-from interlace.kernels.transfer import copy_elements, copy_rows, data_pointer, table_line
+from interlace.kernels.transfer import copy_elements, copy_rows, data_pointer
 
 _COLUMNS = tl.constexpr(order.MOVE_COLUMNS)
 _SEND = tl.constexpr(order.SEND)
@@ -124,10 +124,14 @@ def move_kernel(
     element_bytes = tl.cdiv(input.ptr.dtype.element_ty.primitive_bitwidth, 8)
     own_ptr = data_pointer(workspace, workspace.rank, input.ptr)
     for number in range(tl.program_id(0), moves.count, tl.num_programs(0)):
-        kind, peer, source, from_row, to_row, rows, waited, slot = table_line(
-            moves.ptr, number, _COLUMNS
-        )
-        slot_byte = workspace.slot_offset + slot * 8
+        line = moves.ptr + number * _COLUMNS
+        kind = tl.load(line)
+        peer = tl.load(line + 1)
+        source = tl.load(line + 2)
+        from_row = tl.load(line + 3)
+        to_row = tl.load(line + 4)
+        rows = tl.load(line + 5)
+        slot_byte = workspace.slot_offset + tl.load(line + 7) * 8
         elements = rows * columns
         from_byte = workspace.data_offset + from_row * columns * element_bytes
         to_byte = workspace.data_offset + to_row * columns * element_bytes
@@ -137,6 +141,7 @@ def move_kernel(
         ready = wait_credit(workspace, peer, epoch) + 1
         # What this line hands on must have come here before. What is waited for never waits for this line
         # or a later one (see order.py), so any number of programs gets through.
+        waited = tl.load(line + 6)
         if waited >= 0:
             waited_byte = workspace.slot_offset + waited * 8
             if kind == _LAND:

@@ -238,8 +238,8 @@ MUTANTS = {
         "                seen = land(",
     ),
     "one region for all members": (
-        "part = region * node.num_members + node.own_member",
-        "part = region * node.num_members + node.own_member * 0",
+        "part = tl.load(segment + 4) * node.num_members + node.own_member",
+        "part = tl.load(segment + 4) * node.num_members + node.own_member * 0",
     ),
     "one landing place for all nodes": (
         "                landing = node.own_node * slots_each + tile\n",
