@@ -158,8 +158,12 @@ def loaded(target: str) -> Callable[..., Any]:
 
 
 def _own_kernel(request: BenchRequest, place: Place) -> Source:
-    target = request.target
-    found = kernel.made(loaded(target), target, request.arguments)
+    target, maker = request.target, loaded(request.target)
+    arguments = kernel.arguments_for(maker, target, request.arguments)
+    found = maker(**arguments)
+    if not isinstance(found, kernel.Kernel):  # a callable to time, or the function itself is that
+        whole = kernel.Kernel(lambda: maker(**arguments), check=lambda result, number: None)
+        found = kernel.Kernel(found) if callable(found) else whole
     names = _own_baselines(request, found, place)
     function = target.rpartition("::")[2]
     sizes = {"m": request.m, "n": request.n, "k": request.k}

@@ -5,17 +5,14 @@ Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md and the ``GetBw`` of 
     algbw = S / t        S: bytes of the op's largest buffer on a rank, t: time of one call
     busbw = algbw * f    what each rank's link carries at least, whatever the algorithm
 
-=======================================================  ==========================  ===============
-op, of W ranks                                           S                           f
-=======================================================  ==========================  ===============
-all_reduce, matmul_all_reduce                            the tensor                  2 (W - 1) / W
-all_gather, all_gather_matmul                            the gathered tensor         (W - 1) / W
-reduce_scatter, matmul_reduce_scatter                    what is scattered           (W - 1) / W
-all_to_all                                               what a rank sends           (W - 1) / W
-gather, scatter                                          the root's whole            (W - 1) / W
-broadcast, reduce                                        the tensor                  1
-send_recv                                                what a rank sends           1
-=======================================================  ==========================  ===============
+    op, of W ranks                                           S                           f
+    all_reduce, matmul_all_reduce                            the tensor                  2 (W - 1) / W
+    all_gather, all_gather_matmul                            the gathered tensor         (W - 1) / W
+    reduce_scatter, matmul_reduce_scatter                    what is scattered           (W - 1) / W
+    all_to_all                                               what a rank sends           (W - 1) / W
+    gather, scatter                                          the root's whole            (W - 1) / W
+    broadcast, reduce                                        the tensor                  1
+    send_recv                                                what a rank sends           1
 """
 
 from __future__ import annotations

@@ -80,17 +80,6 @@ def arguments_for(
     return arguments
 
 
-def made(function: Callable[..., Any], target: str, given: dict[str, Any]) -> Kernel:
-    """The kernel that ``function`` makes at one size. ``given``: values by ``ARGUMENTS``. Collective."""
-    arguments = arguments_for(function, target, given)
-    found = function(**arguments)
-    if isinstance(found, Kernel):
-        return found
-    if callable(found):
-        return Kernel(run=found)
-    return Kernel(run=lambda: function(**arguments), check=lambda result, number: None)
-
-
 def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple[float, str]:
     """(largest error as a multiple of what is allowed, what ``check`` said if it raised or was wrong)."""
     try:

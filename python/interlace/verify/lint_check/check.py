@@ -173,6 +173,9 @@ def _checked(request: LintRequest) -> Compilation:
         raise ValueError(f"num_warps of {name} is {request.num_warps}, not a power of 2 up to 32")
     if request.num_stages < 1:
         raise ValueError(f"num_stages of {name} is {request.num_stages}, not at least 1")
+    arch, known = str(request.arch).removeprefix("sm_"), [str(each) for each in ARCHES]
+    if arch not in known:
+        raise ValueError(f"arch is {request.arch!r}; kernels are linted for {', '.join(known)}")
     types, constants = specialised_arguments(function, request.signature, request.constexprs)
     typed = [argument for argument in types if argument not in constants]
     for argument in request.divisible:
@@ -185,7 +188,7 @@ def _checked(request: LintRequest) -> Compilation:
         function.__module__,
         name,
         os.path.abspath(function.__code__.co_filename),
-        _arch(request.arch),
+        int(arch),
         types,
         constants,
         tuple(request.divisible),
@@ -193,13 +196,6 @@ def _checked(request: LintRequest) -> Compilation:
         request.num_stages,
         tuple(request.ignore),
     )
-
-
-def _arch(arch: int | str) -> int:
-    number, known = str(arch).removeprefix("sm_"), [str(each) for each in ARCHES]
-    if number not in known:
-        raise ValueError(f"arch is {arch!r}; kernels are linted for {', '.join(known)}")
-    return int(number)
 
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:

@@ -1,16 +1,14 @@
 """The signal patterns of ``kernels/signal.py`` as protocols that the explorer can visit completely.
 
-How steps correspond to code
-----------------------------
-==================================  ======================================================================
-``Publish`` of a slot               ``publish``, ``publish_kernel``: an atomic exchange
-``Wait`` for a slot                 ``wait``, ``wait_kernel``: only the poll that ends it is a step
-``Wait`` for a credit, epoch - 1    ``wait_credit``; for those of all ranks: ``wait_credits_kernel``
-``Publish`` of all credits          ``finish_kernel``, the last item of an op on its stream
-``BeginWrite`` ... ``EndRead``      stores and loads of a chunk, a tile or a staged tensor
-claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stores, ``publish`` to all
-swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
-==================================  ======================================================================
+How steps correspond to code::
+
+    ``Publish`` of a slot               ``publish``, ``publish_kernel``: an atomic exchange
+    ``Wait`` for a slot                 ``wait``, ``wait_kernel``: only the poll that ends it is a step
+    ``Wait`` for a credit, epoch - 1    ``wait_credit``; for those of all ranks: ``wait_credits_kernel``
+    ``Publish`` of all credits          ``finish_kernel``, the last item of an op on its stream
+    ``BeginWrite`` ... ``EndRead``      stores and loads of a chunk, a tile or a staged tensor
+    claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stores, ``publish`` to all
+    swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
 
 ``tests/sim/verify/test_protocol.py`` says it by pattern. Words and cells are named as reports should call
 them: ``slot 1 of rank 0`` lies in rank 0's memory and is rank 1's to publish; so ``credit 1 of rank 0``.

@@ -7,18 +7,16 @@ its current stream. Every agent has two clock components, because a program is m
     2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
 
 A release hands on what its agent knows, but of the own lanes only what came before the last barrier:
-Triton puts no ``bar.sync`` between a store and a release. What orders accesses:
+Triton puts no ``bar.sync`` between a store and a release. What orders accesses::
 
-=====================================  =============================================================
-program order                          of each component; between them, from a barrier on
-release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
-                                       between pass it on, plain stores and atomic stores end it
-fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire)
-launch, end of a kernel                between the stream and all programs
-items of a stream, events              in their order
-allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
-host messages                          nothing: work on GPUs does not wait for them
-=====================================  =============================================================
+    program order                          of each component; between them, from a barrier on
+    release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
+                                           between pass it on, plain stores and atomic stores end it
+    fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire)
+    launch, end of a kernel                between the stream and all programs
+    items of a stream, events              in their order
+    allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
+    host messages                          nothing: work on GPUs does not wait for them
 
 Two accesses of the same bytes, not both loads and not both atomic, that nothing orders are a race,
 whatever the schedule made of them. Why they are not ordered is found by asking again with one of the
