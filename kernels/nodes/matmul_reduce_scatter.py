@@ -36,7 +36,7 @@ from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.nodes.reduction import float_region, wait_node
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
 from interlace.kernels.tiling import first_tile, grouped_tile
-from interlace.kernels.transfer import data_pointer, table_line
+from interlace.kernels.transfer import data_pointer
 
 NODE_SEGMENT_COLUMNS = 5
 DUTY_COLUMNS = 4
@@ -211,9 +211,11 @@ def node_sums_kernel(
     partials_ptr = float_region(workspace, regions.partial_offset)
     # Sums for other nodes before the own tiles: they still have to travel, and wait for no other sum.
     for number in range(duties.count):
-        owner, region, rows, start = table_line(duties.ptr, number, _DUTY)
-        first_part = region * node.num_members
-        start = start.to(tl.int32)
+        line = duties.ptr + number * _DUTY
+        owner = tl.load(line)
+        first_part = tl.load(line + 1) * node.num_members
+        rows = tl.load(line + 2)
+        start = tl.load(line + 3).to(tl.int32)
         tiles_m = tl.cdiv(rows, BLOCK_M).to(tl.int32)
         end = start + tiles_m * tiles_n
         for each in range(first_tile(start, program, programs), end, programs):
