@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import interlace
+from cases.support_table import MOVED_DTYPES, defined
 from interlace.groups.groups import default_group
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.engines.streams import StreamEngine
-from interlace.runtime.numerics.reductions import DTYPES, MOVABLE_DTYPES, REDUCE_OPS, defined, fold
+from interlace.runtime.numerics.reductions import DTYPES, REDUCE_OPS, fold
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from tiers import few
@@ -217,7 +218,7 @@ def test_scatter(world: int, kind: str, in_place: bool) -> None:
 def test_any_dtype_is_moved() -> None:
     def on_rank() -> None:
         rank = interlace.get_rank()
-        for number, dtype in enumerate(MOVABLE_DTYPES):
+        for number, dtype in enumerate(MOVED_DTYPES):
             size = 3 * dtype.itemsize
 
             def bits(rank: int, dtype: torch.dtype = dtype, first: int = number) -> torch.Tensor:
