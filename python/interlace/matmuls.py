@@ -13,6 +13,7 @@ from interlace import recorded
 from interlace.arguments import checks
 from interlace.fused import gather, grouped, reduce
 from interlace.groups.groups import resolve
+from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.numerics.activations import activate
@@ -85,9 +86,7 @@ def all_gather_matmul(
         checks.warn_without_gradients(gather.OP)
     tensors = (input, weight, bias, (), None)
     communicator = resolve(group).on(input)
-    return communicator.call(
-        gather.OP, gather.prepared, tensors, (options,), async_op=async_op, fills=False
-    )
+    return gather.gather_matmul(communicator, tensors, (options,), async_op)
 
 
 def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
@@ -193,9 +192,7 @@ def _matmul_reduce(
             return recorded.run(op, async_op, operands, then, options, bias=bias, group=group)
         checks.warn_without_gradients(op, stacklevel=4)
     communicator, tensors = resolve(group).on(input), (*tensors, None)
-    return communicator.call(
-        op, reduce.prepared, tensors, (options,), async_op=async_op, fills=False
-    )
+    return reduce.FORMS[op](communicator, tensors, (options,), async_op)
 
 
 def _matrices(*tensors: Any) -> bool:
@@ -349,4 +346,5 @@ def _grouped_matmul(
                 )
         checks.warn_without_gradients(op, stacklevel=4)
     tensors = (*tensors, None, None)
-    return communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=async_op)
+    run = internal_form(op, grouped.grouped_matmul)
+    return run(communicator, tensors, (options,), async_op)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -76,15 +76,9 @@ class Call:
         return parts
 
 
-class PreparedCall(NamedTuple):
-    """A call whose arguments were checked on this rank.
-
-    ``outputs`` are the caller's tensors that it fills; ``terms`` is what ranks agree on, if that is known.
-    """
-
-    start: Start
-    outputs: Sequence[torch.Tensor] = ()
-    terms: Call | None = None
+PreparedCall = tuple[Start, Sequence[torch.Tensor], Call | None]
+"""A call whose arguments were checked on this rank, the caller's tensors that it fills, and on what the
+ranks agree, if that is known."""
 
 
 def take_first(waiting: list[T], fits: Callable[[T], bool]) -> T | None:

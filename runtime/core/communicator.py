@@ -1,6 +1,6 @@
 """A communicator: one group of ranks, with its place, arena, streams and plans.
 
-Every op of a group goes through :meth:`Communicator.call`, which is the life of an op::
+Every op of a group is an :func:`internal_form`, whose call is the life of an op::
 
     plan     on a GPU, a call whose like was made before is enqueued again; that is all
     check    the caller's arguments; what one rank refuses, all ranks refuse
@@ -180,34 +180,8 @@ class Communicator:
         self.close()
         return found
 
-    def call(
-        self,
-        op: str,
-        check: Callable[..., PreparedCall],
-        tensors: Sequence[Any],
-        options: tuple[Any, ...] = (),
-        *,
-        async_op: bool,
-        fills: bool | None = None,
-    ) -> Any:
-        """Do ``op``, from a plan where there is one; else ``check(self, *tensors, *options)`` prepares it.
-
-        ``fills``: whether the op fills the first of ``tensors``, or makes its results; of such ops a plan
-        may be made. A :class:`Work` if ``async_op``, else the result.
-        """
-        if self.plans is not None and fills is not None:
-            planned = self.plans.again(op, tensors, options, async_op=async_op, into=fills)
-            if planned is not None:
-                return planned[0]
-        try:
-            prepared = check(self, *tensors, *options)
-        except Exception as error:
-            self.refuse(op, error)
-            raise
-        return self.run(op, prepared.start, prepared.outputs, async_op=async_op)
-
     def run(
-        self, op: str, start: Start, outputs: Sequence[torch.Tensor] = (), *, async_op: bool
+        self, op: str, start: Start, outputs: Sequence[torch.Tensor] = (), async_op: bool = False
     ) -> Any:
         """Run the launch side of an op, whose arguments were checked on this rank.
 
@@ -365,17 +339,30 @@ class _Accepting:
 def internal_form(
     op: str, check: Callable[..., PreparedCall], *, fills: bool | None = None
 ) -> Callable[..., Work | None]:
-    """``op`` for callers that have a communicator; arguments as of :meth:`Communicator.call`."""
+    """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
+
+    It is done from a plan where there is one; else ``check(communicator, *tensors, *options)`` prepares it.
+    ``fills``: whether the op fills the first of ``tensors``, or makes its results; of such ops a plan may
+    be made.
+    """
 
     def run(
         communicator: Communicator,
         tensors: Sequence[Any],
         options: tuple[Any, ...] = (),
         async_op: bool = False,
-    ) -> Work | None:
-        return communicator.call(  # type: ignore[no-any-return]
-            op, check, tensors, options, async_op=async_op, fills=fills
-        )
+    ) -> Any:
+        plans = communicator.plans
+        if plans is not None and fills is not None:
+            planned = plans.again(op, tensors, options, async_op=async_op, into=fills)
+            if planned is not None:
+                return planned[0]
+        try:
+            start, outputs, _ = check(communicator, *tensors, *options)
+        except Exception as error:
+            communicator.refuse(op, error)
+            raise
+        return communicator.run(op, start, outputs, async_op)
 
     return run
 

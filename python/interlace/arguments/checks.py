@@ -212,6 +212,8 @@ def group_rank(
     default: int | None = None,
 ) -> int:
     """The rank within the group; ``name`` and ``default`` are ranks of the default group."""
+    if value is None and type(group_value) is int and 0 <= group_value < communicator.world_size:
+        return group_value
     if group_value is not None:
         if value is not None:
             raise ValueError(f"give {name} or group_{name}, not both: got {value}, {group_value}")

@@ -16,7 +16,7 @@ def all_dense(whole: Any, parts: Sequence[torch.Tensor]) -> bool:
     """Whether ``parts``, cut from ``whole`` along dim 0 if that is one tensor, are all dense."""
     if isinstance(whole, torch.Tensor):
         return whole.is_contiguous()
-    return all(part.is_contiguous() for part in parts)
+    return all([part.is_contiguous() for part in parts])  # a generator takes longer
 
 
 def filled(

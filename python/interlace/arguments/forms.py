@@ -14,6 +14,7 @@ from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
 
 NOT_GIVEN: Any = object()
+Tensors = Sequence[torch.Tensor]
 
 
 def parts(
@@ -31,7 +32,8 @@ def parts(
     ``written``: whether the op fills them.
     """
     rank = communicator.rank
-    whole = checks.imported(name, whole)
+    if type(whole) is not list:
+        whole = checks.imported(name, whole)
     if isinstance(whole, torch.Tensor):
         tensor = (checks.target if written else checks.source)(name, whole, communicator)
         if tensor.dtype is not like.dtype:
@@ -44,7 +46,7 @@ def parts(
                 f"{name}[{rank}] has shape {tuple(tensors[rank].shape)}, {like_name} has "
                 f"{tuple(like.shape)}"
             )
-    apart(name, tensors, like_name, like, rank)
+    apart(name, tensors, like_name, [like], rank, written=written)
     return tensors
 
 
@@ -76,7 +78,7 @@ def one_per_rank(
 ) -> list[torch.Tensor]:
     """The list ``whole``, if it has a tensor of ``dtype`` for every rank."""
     world_size = communicator.world_size
-    if not isinstance(whole, Sequence) or isinstance(whole, str):
+    if type(whole) is not list and (not isinstance(whole, Sequence) or isinstance(whole, str)):
         raise TypeError(f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}")
     if len(whole) != world_size:
         raise ValueError(f"{name} must have one tensor per rank, {world_size}, got {len(whole)}")
@@ -85,8 +87,6 @@ def one_per_rank(
     for r, tensor in enumerate(tensors):
         if tensor.dtype is not dtype:
             checks.same_dtype(f"{name}[{r}]", tensor.dtype, like_name, dtype)
-    if written:
-        _disjoint(name, tensors)
     return tensors
 
 
@@ -99,23 +99,21 @@ def _dense(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _disjoint(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise if two dense entries share memory: the second would overwrite the first."""
-    for (start, first, nbytes), (following, second, _) in pairwise(sorted(_dense(tensors))):
+def apart(
+    name: str, tensors: Tensors, like_name: str, likes: Tensors, rank: int, *, written: bool
+) -> None:
+    """Raise if one of ``likes`` shares memory with another entry than its own, or with a part of that.
+
+    What is written there would change what peers have still to read. And if two that are ``written``
+    share memory: the second would overwrite the first. Looks at dense tensors only.
+    """
+    spans = _dense(tensors)
+    for (start, first, nbytes), (following, second, _) in pairwise(sorted(spans) * written):
         if following < start + nbytes:
             one, other = sorted((first, second))
             raise ValueError(f"{name}[{one}] and {name}[{other}] share memory")
-
-
-def apart(
-    name: str, tensors: Sequence[torch.Tensor], like_name: str, like: torch.Tensor, rank: int
-) -> None:
-    """Raise if ``like`` shares memory with another entry than its own, or with a part of that.
-
-    What is written there would change what peers have still to read. Looks at dense tensors only.
-    """
-    for start, _, nbytes in _dense([like]):
-        for other, number, size in _dense(tensors):
+    for start, _, nbytes in _dense(likes):
+        for other, number, size in spans:
             shared = start < other + size and other < start + nbytes
             if shared and not (number == rank and other == start):
                 raise ValueError(

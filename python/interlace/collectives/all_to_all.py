@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense
-from interlace.arguments.forms import one_per_rank
+from interlace.arguments.forms import apart, one_per_rank
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -50,7 +50,7 @@ def _exchanged(
             lambda targets: communicator.engine.all_to_all(call, targets, made),
         )
 
-    return PreparedCall(start, given, call)
+    return start, given, call
 
 
 def checked_all_to_all(
@@ -69,6 +69,7 @@ def checked_all_to_all(
         "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
         written=True,
     )  # fmt: skip
+    apart("output_tensor_list", outputs, "", [], communicator.rank, written=True)
     expected = tuple(each.shape for each in outputs)
     sent = tuple(each.shape for each in inputs)
     key = ("all_to_all", dtype, *expected, *sent)
@@ -169,9 +170,7 @@ def checked_all_to_all_single(
         and out.is_contiguous()
         and not overlap(data, out)
     ):
-        return PreparedCall(
-            lambda: communicator.engine.all_to_all_single(known, out, data), (output,), known
-        )
+        return (lambda: communicator.engine.all_to_all_single(known, out, data), (output,), known)
     if out.dtype is not data.dtype:
         checks.same_dtype("output", out.dtype, "input", data.dtype)
     if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:

@@ -17,7 +17,7 @@ def _together(
     communicator: Communicator, name: str, prepared: Sequence[PreparedCall]
 ) -> PreparedCall:
     """``prepared``, one after another, when all of it was compared on all ranks."""
-    calls = [each.terms for each in prepared if each.terms is not None]
+    calls = [call for *_, call in prepared if call is not None]
     key = (name, *[call.message for call in calls])
     whole = communicator.calls.get(key)
     if whole is None:
@@ -29,11 +29,11 @@ def _together(
     def start() -> Any:
         communicator.engine.parts(whole)
         event = None
-        for each in prepared:
-            event = each.start()
+        for begin, *_ in prepared:
+            event = begin()
         return event
 
-    return PreparedCall(start, [tensor for each in prepared for tensor in each.outputs], whole)
+    return start, [tensor for _, outputs, _ in prepared for tensor in outputs], whole
 
 
 def _of_lists(

@@ -57,7 +57,7 @@ def checked_broadcast(
             communicator, [data], lambda made: engine.broadcast(call, made[0], root)
         )
 
-    return PreparedCall(start, (tensor,), call)
+    return start, (tensor,), call
 
 
 _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
@@ -118,7 +118,7 @@ def checked_reduce(
             return event
         return dense.copied_back(communicator, [data], [made], event)
 
-    return PreparedCall(start, (tensor,), call)
+    return start, (tensor,), call
 
 
 _reduce = internal_form("reduce", checked_reduce)
@@ -170,23 +170,25 @@ def _agreed(
     tensors: list[torch.Tensor] | None = None
     if rank == root:
         tensors = one_per_rank(name, given, "tensor", data.dtype, communicator, written=gathers)
-        apart(name, tensors, "tensor", data, rank)
+        apart(name, tensors, "tensor", [data], rank, written=gathers)
     key = (op, root, data.dtype, data.shape, *[each.shape for each in tensors or ()])
     call = communicator.calls.get(key)
     if call is not None:
         return data, tensors, call
 
     def match(answers: Sequence[Any]) -> None:
-        for rank, shape in enumerate(answers[root][1]):
+        for rank, shape in enumerate(answers[root][1] or [answers[root][0]] * len(answers)):
             if shape != answers[rank][0]:
                 raise ValueError(
                     f"{op}: {name}[{rank}] has shape {shape} on rank {root}, tensor has "
                     f"{answers[rank][0]} on rank {rank}"
                 )
 
-    shapes = None if tensors is None else [tuple(each.shape) for each in tensors]
+    alike = all(each.shape == data.shape for each in tensors or ())
+    shapes = None if tensors is None or alike else [tuple(each.shape) for each in tensors]
     terms, part = (("dtype of tensor", data.dtype), ("root", root)), (tuple(data.shape), shapes)
-    call = dense.remember(communicator, key, Call(op, terms, part=part, match=match))
+    call = Call(op, terms, part=part, match=match, equal_fits=True)
+    dense.remember(communicator, key, call)
     return data, tensors, call
 
 
@@ -208,7 +210,7 @@ def checked_gather(
             communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
         )
 
-    return PreparedCall(start, gather_list or (), call)
+    return start, gather_list or (), call
 
 
 _gather = internal_form("gather", checked_gather)
@@ -256,7 +258,7 @@ def checked_scatter(
             communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
         )
 
-    return PreparedCall(start, (tensor,), call)
+    return start, (tensor,), call
 
 
 _scatter = internal_form("scatter", checked_scatter)

@@ -1,8 +1,8 @@
 """Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
 
 Each has a function ``checked_...``, which checks this rank's arguments, looks up the :class:`Call` that the
-ranks have to agree on, and returns what hands dense tensors to the group's engine. ``Communicator.call``
-runs it, in the internal form, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
+ranks have to agree on, and returns what hands dense tensors to the group's engine. The internal form runs
+it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,7 @@ def checked_all_reduce(
         )
         call = dense.remember(communicator, key, Call("all_reduce", terms))
     if factor is None and algorithm == "auto" and data.is_contiguous():
-        return PreparedCall(
-            lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call
-        )
+        return (lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call)
 
     def start() -> Event | None:
         if factor is None:
@@ -55,7 +53,7 @@ def checked_all_reduce(
         event = serving.all_reduce(call, made, reducing)
         return dense.copied_back(communicator, [data], [made], event)
 
-    return PreparedCall(start, (tensor,), call)
+    return start, (tensor,), call
 
 
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
@@ -124,9 +122,7 @@ def checked_all_gather(
         key = (*key, whole.shape, whole.dtype)
         known = communicator.calls.get(key)
         if known is not None and algorithm == "auto" and _uncut(whole, data, communicator.rank):
-            return PreparedCall(
-                lambda: communicator.engine.all_gather_single(known, whole, data), given, known
-            )
+            return (lambda: communicator.engine.all_gather_single(known, whole, data), given, known)
     outputs = parts("output", output, "tensor", data, communicator, written=True)
     if whole is None:
         key = (*key, *[each.shape for each in outputs])
@@ -141,9 +137,7 @@ def checked_all_gather(
         )
         call = dense.remember(communicator, key, Call("all_gather", terms))
     if algorithm == "auto" and data.is_contiguous() and dense.all_dense(output, outputs):
-        return PreparedCall(
-            lambda: communicator.engine.all_gather(call, outputs, data), given, call
-        )
+        return (lambda: communicator.engine.all_gather(call, outputs, data), given, call)
 
     def start() -> Event | None:
         made = data.contiguous()
@@ -152,7 +146,7 @@ def checked_all_gather(
             communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
         )
 
-    return PreparedCall(start, given, call)
+    return start, given, call
 
 
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
@@ -224,7 +218,7 @@ def checked_reduce_scatter(
         key = (*key, whole.shape, whole.dtype)
         known = communicator.calls.get(key)
         if known is not None and as_it_is and _uncut(whole, out, rank):
-            return PreparedCall(
+            return (
                 lambda: communicator.engine.reduce_scatter_single(known, out, whole, name),
                 (output,),
                 known,
@@ -246,8 +240,10 @@ def checked_reduce_scatter(
         )
         call = dense.remember(communicator, key, Call("reduce_scatter", terms))
     if as_it_is and out.is_contiguous() and dense.all_dense(input, inputs):
-        return PreparedCall(
-            lambda: communicator.engine.reduce_scatter(call, out, inputs, name), (output,), call
+        return (
+            lambda: communicator.engine.reduce_scatter(call, out, inputs, name),
+            (output,),
+            call,
         )
 
     def start() -> Event | None:
@@ -262,7 +258,7 @@ def checked_reduce_scatter(
             lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
         )
 
-    return PreparedCall(start, (output,), call)
+    return start, (output,), call
 
 
 _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)

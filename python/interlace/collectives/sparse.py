@@ -53,7 +53,7 @@ def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") 
         with torch.no_grad():  # a detached sparse tensor has entries of its own
             tensor.copy_(total)
 
-    return PreparedCall(start, (tensor,), call)
+    return start, (tensor,), call
 
 
 _all_reduce = internal_form(NAME, _checked)

@@ -15,7 +15,7 @@ from interlace.arguments import checks, dense
 from interlace.runtime.algorithms import gather_matmul as algorithms
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -106,7 +106,10 @@ def prepared(
         result = results if several else results[0]
         return Outcome((kept, result) if options.return_gathered else result, event)
 
-    return PreparedCall(start)
+    return start, (), None
+
+
+gather_matmul = internal_form(OP, prepared, fills=False)
 
 
 def _agreed(

@@ -90,7 +90,7 @@ def grouped_matmul(
             return Outcome(None, event)
         return Outcome(result(rows, made, routes.splits()), event)
 
-    return PreparedCall(start)
+    return start, (), None
 
 
 def _started(

@@ -18,7 +18,7 @@ from interlace.runtime.algorithms import matmul_reduce as algorithms
 from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.operands import Linear, factors, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -53,7 +53,10 @@ def prepared(
     """Either op, checked; ``buffer``: a matrix for the result's rows, or columns transposed, if given."""
     request = _CheckedReduce(communicator, input, weight, bias, options)
     start = request.summed if options.op == ALL_REDUCE else request.scattered
-    return PreparedCall(functools.partial(start, buffer))
+    return functools.partial(start, buffer), (), None
+
+
+FORMS = {op: internal_form(op, prepared, fills=False) for op in (SCATTER, ALL_REDUCE)}
 
 
 class _CheckedReduce:

@@ -21,7 +21,7 @@ from interlace.fused.grouped import GATHER, GroupedOptions
 from interlace.ops.eager.pending import Started
 from interlace.ops.gradients import wait
 from interlace.ops.undispatched import Ops
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, internal_form
 
 _ops: Any = Ops()
 Tensor = torch.Tensor
@@ -62,7 +62,8 @@ def start(
         options = GroupedOptions(op, list(sent), sizes, *given)
         made = products(input, weight, options)
     tensors = (input, weight, bias, made[0], made[1] if options.return_received else None)
-    work = communicator.call(op, grouped.grouped_matmul, tensors, (options,), async_op=True)
+    run = internal_form(op, grouped.grouped_matmul)
+    work = run(communicator, tensors, (options,), True)
     return Started(made, work)
 
 

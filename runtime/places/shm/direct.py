@@ -34,10 +34,9 @@ class Direct:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Where ``tensor`` is in shared memory: range and offset; range 0 if it is small or not there."""
-        ranges = self._group.shared_ranges
-        if not ranges or tensor.nbytes <= SMALL_DATA:
+        if tensor.nbytes <= SMALL_DATA or not self._group.shared_ranges:
             return 0, 0
-        return ranges.find(tensor.data_ptr(), tensor.nbytes)
+        return self._group.shared_ranges.find(tensor.data_ptr(), tensor.nbytes)
 
     def find_adjacent(
         self,

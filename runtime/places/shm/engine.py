@@ -10,6 +10,7 @@ large that is, and so knows of every other where its data is and how many rounds
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -22,15 +23,17 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.shm.direct import Direct, Stretch, adjacent
+from interlace.runtime.places.shm.direct import Direct
 from interlace.runtime.places.shm.machine_code.steps import Operand, available
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.message_steps import (
     INPUT,
     MEDIUM,
     MEDIUM_DATA,
+    MOST_RANKS,
     OUTPUT,
     SMALL,
+    Addresses,
     Doing,
     HostSteps,
     Key,
@@ -40,7 +43,8 @@ from interlace.runtime.places.shm.message_steps import (
 )
 from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
 
-LaidOut = Callable[[], tuple[Sequence[RingPart], Sequence[RingTarget]]]
+PartsAndTargets = tuple[Sequence[RingPart], Sequence[RingTarget]]
+LaidOut = Callable[[], PartsAndTargets]
 
 _memmove = ctypes.memmove
 
@@ -90,99 +94,103 @@ class HostEngine(Engine):
         """Parts of ``nbytes``, one behind the other."""
         return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
 
+    def _key(self, tensors: Tensors, known: bool, *key: Any) -> Key | None:
+        """``key`` if what it ends with are the bytes of each of ``tensors``, and it is ``known`` that those
+        of other ranks have as many; equal calls alone may say that they differ.
+        """
+        known = known and self.world_size <= MOST_RANKS
+        return key if known and {each.nbytes for each in tensors} <= {key[-1]} else None
+
     # -- moving --------------------------------------------------------------------------------
 
     def _move(
-        self,
-        call: Call,
-        key: Key | None,
-        addresses: tuple[int, int],
-        extent: int,
-        laid_out: LaidOut,
-        where: tuple[int, int] | None = None,
-        most: int = 0,
-    ) -> None:
+        self, call: Call, key: Key | None, addresses: Addresses, extent: int, laid_out: LaidOut,
+        where: tuple[int, int] | None = None, most: int = 0,
+    ) -> None:  # fmt: skip
         """Rank r's part for this rank to its target, where there are both.
 
         ``laid_out`` returns own parts, of at most ``extent`` bytes, and targets. There is a part for each
-        rank; or one for all, which is at ``where`` in shared memory, and whose length on any rank is at
-        ``most`` that, if there is a key.
+        rank; or one for all, which is at ``where`` in shared memory. The length of a part on any rank is
+        at ``most`` that, if there is a key.
         """
         if self.world_size == 1:  # nobody to meet
-            (part,), (target,) = (_spans(each, addresses) for each in laid_out())
-            if target is not None:
-                _memmove(target[0], part[0], target[1])
+            if len(addresses) > 1:
+                _memmove(addresses[1], addresses[0], extent)
             return
-        rank, steps, rounds, apart = self.rank, self._steps, self._rounds, where is None
         with self._group.collective_lock:
+            apart = where is None
             if where is None:
                 where = 0, 0
                 if self._group.shared_ranges:
                     where = self._where(*laid_out(), addresses)
-            control = steps.begin(call, extent, where)
-            alike = None if where[0] else steps.again(key, addresses)
-            if alike:
-                return
-            parts, targets = laid_out()
-            own = parts[rank if apart else 0] if parts else None
-            limit = MEDIUM_DATA if rounds.opened else SMALL_DATA
+            self._steps.begin(call, extent, where)
+            alike = None if where[0] else self._steps.again(key, addresses)
+            if not alike:
+                most = most or extent
+                self._move_anew(alike, key, addresses, extent, laid_out(), where[0], most, apart)
 
-            def beside_message(peer: int, number: int, longest: int) -> Operand | None:
-                """Where part ``number`` of ``peer`` is, if its parts need no ring."""
-                if apart:
-                    stride = self._stride(longest)
-                    return self._part(peer, number, stride) if stride else None
-                return self._data(peer, longest) if longest <= limit else None
+    def _move_anew(
+        self, alike: bool | None, key: Key | None, addresses: Addresses, extent: int,
+        laid_out: PartsAndTargets, direct: int, longest: int, apart: bool,
+    ) -> None:  # fmt: skip
+        """The rest of :meth:`_move` where no steps were kept, or the messages were not ``alike``."""
+        rank, steps, rounds, (parts, targets) = self.rank, self._steps, self._rounds, laid_out
+        own = parts[rank if apart else 0] if parts else None
+        limit = MEDIUM_DATA if rounds.opened else SMALL_DATA
 
-            def stage(doing: Doing) -> None:
-                for number, (address, nbytes) in enumerate(parts):
-                    to = beside_message(rank, number, extent)
-                    if to is not None and not (apart and number == rank):
-                        beside(doing, to, address, nbytes)
+        def beside_message(peer: int, number: int, longest: int) -> Operand | None:
+            """Where part ``number`` of ``peer`` is, if its parts need no ring."""
+            if apart:
+                stride = self._stride(longest)
+                return self._part(peer, number, stride) if stride else None
+            return self._data(peer, longest) if longest <= limit else None
 
-            def collect(doing: Doing, extents: Sequence[int]) -> list[int]:
-                """The extents of what needs a ring; 0 for what was beside its message."""
-                large = list(extents)
-                for peer, target in enumerate(targets):
-                    source = beside_message(peer, rank, extents[peer])
-                    if source is not None:
-                        large[peer] = 0
-                        if target is not None:
-                            if peer == rank and own is not None:
-                                source = own[0]
-                            doing.copy(target[0], source, target[1])
-                return large
+        def stage(doing: Doing) -> None:
+            for number, (address, nbytes) in enumerate(parts):
+                to = beside_message(rank, number, extent)
+                if to is not None and not (apart and number == rank):
+                    beside(doing, to, address, nbytes)
 
-            longest = most or extent
-            together = key is not None and not where[0]
-            together = together and beside_message(rank, 0, longest) is not None
-            if alike is None:
-                if together:
-                    extents = [longest] * self.world_size
-                    alike = steps.meet(key, addresses, stage, lambda doing: collect(doing, extents))
-                else:
-                    alike = steps.meet(None, addresses, stage)
-            if alike and together:
-                return
-            if where[0] and self._direct.everywhere(where[0]):
-                found = _spans(targets, addresses)
-                if found[rank] is not None:
-                    ((start, nbytes),) = _spans([own], addresses)
-                    _memmove(found[rank][0], start, nbytes)
-                self._direct.share(found, rank if apart else 0)
-                return
-            extents = [control.extent(peer, steps.sequence) for peer in range(self.world_size)]
-            large = collect(steps.at_once(addresses), extents)
-            if any(large):
-                rounds.open()
-                key = key if alike else None
-                rounds.move(key, addresses, parts, targets, large, apart=apart)
+        def collect(doing: Doing, extents: Sequence[int]) -> list[int]:
+            """The extents of what needs a ring; 0 for what was beside its message."""
+            large = list(extents)
+            for peer, target in enumerate(targets):
+                source = beside_message(peer, rank, extents[peer])
+                if source is not None:
+                    large[peer] = 0
+                    if target is not None:
+                        if peer == rank and own is not None:
+                            source = own[0]
+                        doing.copy(target[0], source, target[1])
+            return large
+
+        together = key is not None and not direct and beside_message(rank, 0, longest) is not None
+        if alike is None and together:
+            extents = [longest] * self.world_size
+            alike = steps.meet(key, addresses, stage, lambda doing: collect(doing, extents))
+        elif alike is None:
+            alike = steps.meet(None, addresses, stage)
+        if alike and together:
+            return
+        if direct and self._direct.everywhere(direct):
+            found = _spans(targets, addresses)
+            if found[rank] is not None:
+                ((start, nbytes),) = _spans([own], addresses)
+                _memmove(found[rank][0], start, nbytes)
+            self._direct.share(found, rank if apart else 0)
+            return
+        extents = [steps.control.extent(peer, steps.sequence) for peer in range(self.world_size)]
+        large = collect(steps.at_once(addresses), extents)
+        if any(large):
+            rounds.open()
+            kept = key if alike else None
+            rounds.move(kept, addresses, parts, targets, large, apart=apart)
 
     def all_gather_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
         in_place = source == target + self.rank * nbytes
 
-        def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
+        def laid_out() -> PartsAndTargets:
             targets: list[RingTarget] = [*self._even(OUTPUT, nbytes)]
             if in_place:
                 targets[self.rank] = None
@@ -196,32 +204,37 @@ class HostEngine(Engine):
 
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
         source, nbytes = input.data_ptr(), input.nbytes
-        targets: list[Stretch | None] = [None] * self.world_size
-        for rank, output in enumerate(outputs):
-            if (address := output.data_ptr()) != source or rank != self.rank:
-                targets[rank] = address, output.nbytes
-        parts = [(source, nbytes)]
-        where = self._direct.find(input)
-        self._move(call, None, (source, 0), nbytes, lambda: (parts, targets), where)
+        addresses = [source, *[output.data_ptr() for output in outputs]]
+        in_place = len(outputs) > 0 and addresses[1 + self.rank] == source
+
+        def laid_out() -> PartsAndTargets:
+            targets: list[RingTarget] = [*_listed(OUTPUT, outputs)] or [None] * self.world_size
+            if in_place:
+                targets[self.rank] = None
+            return [((0, INPUT), nbytes)], targets
+
+        known = len(outputs) > 0 or call.match is not None
+        key = self._key(outputs, known, "gather", len(outputs), in_place, nbytes)
+        self._move(call, key, addresses, nbytes, laid_out, self._direct.find(input))
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         nbytes = tensor.nbytes
         own = nbytes * (root == self.rank)
 
-        def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
+        def laid_out() -> PartsAndTargets:
             targets: list[RingTarget] = [None] * self.world_size
             if root != self.rank:
                 targets[root] = (0, INPUT), nbytes
             return [((0, INPUT), own)], targets
 
-        key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(), 0)
+        key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(),)
         self._move(call, key, addresses, own, laid_out, self._direct.find(tensor), nbytes)
 
     def _where(
         self,
         parts: Sequence[RingPart],
         targets: Sequence[RingTarget],
-        addresses: tuple[int, int],
+        addresses: Addresses,
         overwritten: RingTarget = None,
     ) -> tuple[int, int]:
         """Where all parts are in shared memory; range 0 if they are not, or would be written too early."""
@@ -229,24 +242,36 @@ class HostEngine(Engine):
         return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 
     def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
-        parts, targets = _tensors(inputs), _tensors(outputs)
-        if parts[self.rank] == targets[self.rank]:
-            targets[self.rank] = None
-        self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
+        addresses = [each.data_ptr() for each in (*inputs, *outputs)]
+        extent = max([each.nbytes for each in inputs])
+
+        def laid_out() -> PartsAndTargets:
+            return _listed(INPUT, inputs), _listed(INPUT + self.world_size, outputs)
+
+        known = call.match is not None
+        key = self._key((*inputs, *outputs), known, "all_to_all lists", extent)
+        self._move(call, key, addresses, extent, laid_out)
 
     def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
 
-        def laid_out() -> tuple[Sequence[RingPart], Sequence[RingTarget]]:
+        def laid_out() -> PartsAndTargets:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
         self._move(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
-        targets: list[RingTarget] = [None] * self.world_size
-        targets[root] = output.data_ptr(), output.nbytes
-        parts = _tensors(inputs or ())
-        self._move(call, None, (0, 0), _largest(parts), lambda: (parts, targets))
+        parts, most = inputs or (), output.nbytes
+        addresses = [each.data_ptr() for each in (*parts, output)]
+
+        def laid_out() -> PartsAndTargets:
+            targets: list[RingTarget] = [None] * self.world_size
+            targets[root] = (0, INPUT + len(parts)), most
+            return _listed(INPUT, parts), targets
+
+        key = self._key(parts, len(parts) > 0 or call.match is not None, "scatter", root, most)
+        extent = max([each.nbytes for each in parts], default=0)
+        self._move(call, key, addresses, extent, laid_out, None, most)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -270,7 +295,7 @@ class HostEngine(Engine):
             self._steps.begin(call, nbytes)
             here, by_sum = root is None or root == rank, sums(op, dtype)
             by_sum = by_sum and (root is not None or self._steps.alike())
-            key, addresses = None, (tensor.data_ptr(), 0)
+            key, addresses = None, (tensor.data_ptr(),)
             if by_sum:
                 key = "reduce", nbytes, dtype, here
             if not self._steps.again(key, addresses):
@@ -302,62 +327,59 @@ class HostEngine(Engine):
         rounds.reduce(tensor, op, root, meets=meets)
 
     def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
-        parts = _tensors(inputs)
-        if adjacent(parts):
-            self._reduce_scatter(call, output, inputs[0].data_ptr(), parts[0][1], None, op)
-        else:
-            self._reduce_scatter(call, output, 0, _largest(parts), parts, op)
+        extent = max([each.nbytes for each in inputs])
+        addresses = [each.data_ptr() for each in (*inputs, output)]
+        key = self._key(inputs, True, "reduce_scatter list", extent)
+        parts = functools.partial(_listed, INPUT, inputs)
+        self._reduce_scatter(call, key, output, addresses, extent, parts, op)
 
     def reduce_scatter_single(
         self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
     ) -> None:
-        self._reduce_scatter(call, output, input.data_ptr(), output.nbytes, None, op)
+        extent, addresses = output.nbytes, (input.data_ptr(), output.data_ptr())
+        parts = functools.partial(self._even, INPUT, extent)
+        key = "reduce_scatter", extent
+        self._reduce_scatter(call, key, output, addresses, extent, parts, op)
 
     def _reduce_scatter(
-        self,
-        call: Call,
-        output: torch.Tensor,
-        source: int,
-        extent: int,
-        parts: Sequence[RingPart] | None,
-        op: str,
-    ) -> None:
-        """``output`` = the reduction of ``parts`` for this rank, or of even ones of ``extent`` bytes."""
+        self, call: Call, key: Key | None, output: torch.Tensor, addresses: Addresses, extent: int,
+        parts: Callable[[], Sequence[RingPart]], op: str,
+    ) -> None:  # fmt: skip
+        """``output`` = the reduction of ``parts`` for this rank, of at most ``extent`` bytes."""
         rank, world_size, steps, rounds = self.rank, self.world_size, self._steps, self._rounds
-        addresses, dtype = (source, output.data_ptr()), output.dtype
+        dtype = output.dtype
         if world_size == 1:
-            _memmove(addresses[1], source, extent)
+            _memmove(addresses[1], addresses[0], extent)
             return
+        by_sum, to = sums(op, dtype), (0, INPUT + len(addresses) - 1)
+        key = (*key, dtype) if by_sum and key is not None else None
         with self._group.collective_lock:
             stride = self._stride(extent)
-            even = parts is None
             if not stride:
-                parts = self._even(INPUT, extent) if parts is None else parts
                 where = 0, 0
                 if self._group.shared_ranges:
-                    target = (0, OUTPUT), output.nbytes
-                    where = self._where(parts, [target], addresses, overwritten=parts[rank])
+                    target = to, output.nbytes
+                    where = self._where(parts(), [target], addresses, overwritten=parts()[rank])
                 steps.begin(call, extent, where)
                 steps.meet()
                 if where[0] and self._direct.everywhere(where[0]):
-                    own = _spans(parts, addresses)[rank]
-                    self._direct.reduce_scatter(op, own, addresses[1], dtype)
+                    own = _spans(parts(), addresses)[rank]
+                    self._direct.reduce_scatter(op, own, addresses[-1], dtype)
                     return
                 rounds.open()
-                rounds.reduce_scatter(even, addresses, parts, dtype, op)
+                key = key if op == "sum" else None
+                rounds.reduce_scatter(key, addresses, parts(), to, dtype, op)
                 return
             steps.begin(call, extent)
-            by_sum = sums(op, dtype)
-            key = ("reduce_scatter", extent, dtype) if by_sum and even else None
 
             def stage(doing: Doing) -> None:
-                for owner, (address, nbytes) in enumerate(parts or self._even(INPUT, extent)):
+                for owner, (address, nbytes) in enumerate(parts()):
                     beside(doing, self._part(rank, owner, stride), address, nbytes)
 
             def reduce(doing: Doing) -> None:
                 sources = [self._part(peer, rank, stride) for peer in range(world_size)]
                 what = "sum" if by_sum else op
-                doing.reduce(what, dtype, (0, OUTPUT), sources, output.numel())
+                doing.reduce(what, dtype, to, sources, output.numel())
 
             if not steps.again(key, addresses):
                 steps.meet(key, addresses, stage, reduce)
@@ -371,23 +393,18 @@ class HostEngine(Engine):
         return self._mail.recv(call, tensor, peer, tag)
 
 
-def _tensors(tensors: Tensors) -> list[Any]:
-    """Address and bytes of each."""
-    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+def _listed(register: int, tensors: Tensors) -> list[RingPart]:
+    """Tensors whose addresses are in registers of their own, from ``register`` on."""
+    return [((0, number), tensor.nbytes) for number, tensor in enumerate(tensors, register)]
 
 
-def _largest(parts: Sequence[Stretch]) -> int:
-    return max((nbytes for _, nbytes in parts), default=0)
-
-
-def _spans(targets: Sequence[RingTarget], addresses: tuple[int, int]) -> list[Any]:
-    """The targets with numbers for addresses; ``addresses`` are the input's and the output's."""
-    registers = {INPUT: addresses[0], OUTPUT: addresses[1]}
+def _spans(targets: Sequence[RingTarget], addresses: Addresses) -> list[Any]:
+    """The targets with numbers for addresses."""
     found: list[Any] = []
     for target in targets:
         if target is None or isinstance(target[0], int):
             found.append(target)
         else:
             number, register = target[0]
-            found.append((number + registers[register], target[1]))
+            found.append((number + addresses[register - INPUT], target[1]))
     return found

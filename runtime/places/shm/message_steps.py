@@ -30,11 +30,13 @@ from interlace.runtime.places.one_host.control import (
     Control,
 )
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
-from interlace.runtime.places.shm.machine_code.ir import RING, WAIT
+from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, RING, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
 
-NUMBER, AT, LENGTH, INPUT, OUTPUT, SMALL, MEDIUM, BEFORE = range(1, 9)
-"""Registers: of the message, of its area, its bytes; two addresses; places of data; rounds before."""
+NUMBER, AT, LENGTH, SMALL, MEDIUM, BEFORE, INPUT, OUTPUT = range(1, 9)
+"""Registers: of the message, of its area, its bytes; places of data; rounds before; then all addresses."""
+
+MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
 
 MEDIUM_PLACES = 8
 MEDIUM_DATA = 256 << 10
@@ -44,6 +46,7 @@ KEPT = 256  # lists of steps; each is made in some 50 us
 KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
 
 Key = tuple[Any, ...]
+Addresses = Sequence[int]
 _memmove = ctypes.memmove
 
 
@@ -91,7 +94,7 @@ class AtOnce:
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
         self.op = ""
-        self.registers = [0] * (BEFORE + 1)
+        self.registers = [0] * (INPUT + 2 * group.world_size)
 
     def _at(self, operand: Operand) -> int:
         if isinstance(operand, int):
@@ -166,7 +169,7 @@ class HostSteps:
     def meet(
         self,
         key: Key | None = (),
-        addresses: tuple[int, int] = (0, 0),
+        addresses: Addresses = (),
         before: Write | None = None,
         after: Write | None = None,
     ) -> bool:
@@ -193,7 +196,7 @@ class HostSteps:
             self._keep(key, listed)
         return bool(self.again(key, addresses))
 
-    def again(self, key: Key | None, addresses: tuple[int, int]) -> bool | None:
+    def again(self, key: Key | None, addresses: Addresses) -> bool | None:
         """Do the steps kept for ``key``, if any, as :meth:`meet`; None, and nothing is done, if not."""
         steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
         if steps is None or not self.call.equal_fits:
@@ -203,7 +206,7 @@ class HostSteps:
             self.control.spread.look()
         return alike
 
-    def do(self, key: Key | None, addresses: tuple[int, int], write: Write) -> None:
+    def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
         """Do what ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
@@ -215,7 +218,7 @@ class HostSteps:
             self._keep(key, steps)
         self._run(steps, addresses)
 
-    def at_once(self, addresses: tuple[int, int] = (0, 0)) -> AtOnce:
+    def at_once(self, addresses: Addresses = ()) -> AtOnce:
         """For what is to be done now, by Python."""
         steps = self._at_once
         steps.op = self.call.op
@@ -246,18 +249,19 @@ class HostSteps:
             ]
         )
 
-    def _set(self, registers: Any, addresses: tuple[int, int]) -> None:
+    def _set(self, registers: Any, addresses: Addresses) -> None:
         sequence = self.sequence
         registers[NUMBER] = sequence
         registers[AT] = (sequence & 1) * AREA
         registers[LENGTH] = len(self.call.message)
-        registers[INPUT], registers[OUTPUT] = addresses
         registers[SMALL] = sequence % PLACES * SMALL_DATA
         if self.rounds:  # else there is no data of middle size, and 0 is right
             registers[MEDIUM] = sequence % MEDIUM_PLACES * MEDIUM_DATA
             registers[BEFORE] = self.rounds
+        for number, address in enumerate(addresses, INPUT):
+            registers[number] = address
 
-    def _run(self, steps: Steps, addresses: tuple[int, int]) -> bool:
+    def _run(self, steps: Steps, addresses: Addresses) -> bool:
         """Whether the list ran to its end, rather than to a meeting of messages that are not equal."""
         self._set(steps.registers, addresses)
         stopped = steps.run(0)

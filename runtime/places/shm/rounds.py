@@ -15,7 +15,7 @@ it, and nobody calls an op before it is done with the last, so its first rounds 
 
 Behind the slots are places for data of middle size, which goes with its message like small data.
 
-Ops are given two addresses, which their operands are counted from: registers INPUT and OUTPUT.
+Ops are given addresses, which their operands are counted from: those of the inputs, then of the outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
-from interlace.runtime.places.shm.message_steps import Doing, HostSteps, Key, at
+from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
 from interlace.runtime.places.shm.ring_writes import RingWrites
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Rounds:
     def move(
         self,
         key: Key | None,
-        addresses: tuple[int, int],
+        addresses: Addresses,
         parts: Sequence[RingPart],
         targets: Sequence[RingTarget],
         large: Sequence[int],
@@ -146,21 +146,20 @@ class Rounds:
 
     def reduce_scatter(
         self,
-        even: bool,
-        addresses: tuple[int, int],
+        key: Key | None,
+        addresses: Addresses,
         parts: Sequence[RingPart],
+        target: Operand,
         dtype: torch.dtype,
         op: str,
     ) -> None:
-        """At OUTPUT: the reduction of parts for this rank; ``even`` ones depend on size and INPUT alone."""
+        """At ``target``: the reduction of everyone's part for this rank."""
         own, total = parts[self._rank]
-        key = ("reduce_scatter", total, dtype) if even and op == "sum" and dtype in SUMS else None
 
         def reduce(steps: Doing, write: Copy, c: int) -> None:
             start = c * self.section
             if (size := min(self.section, total - start)) > 0:
-                target = start, message_steps.OUTPUT
-                self._reduce(steps, op, dtype, target, at(own, start), c, size)
+                self._reduce(steps, op, dtype, at(target, start), at(own, start), c, size)
 
         stage = functools.partial(self._stage, parts, self._around, self.section)
         count = -(-max(nbytes for _, nbytes in parts) // self.section)
@@ -199,7 +198,7 @@ class Rounds:
 
         self._run(
             key,
-            (tensor.data_ptr(), 0),
+            (tensor.data_ptr(),),
             -(-parts[0][1] // section),
             functools.partial(self._stage, parts, self._around, self.section),
             reduce,
@@ -227,7 +226,7 @@ class Rounds:
     def _run(
         self,
         key: Key | None,
-        addresses: tuple[int, int],
+        addresses: Addresses,
         count: int,
         stage: Stage | None,
         reduce: Reducer | None,

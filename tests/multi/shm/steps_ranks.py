@@ -27,7 +27,9 @@ from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.message_steps import MEDIUM_DATA
 from interlace.runtime.places.shm.rounds import SLOT_BYTES, cuts
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "in place", "broadcast", "all_to_all")
+MOVED_PARTS = ("all_to_all", "scatter")
+MOVED_WHOLE = ("all_gather", "in place", "broadcast", "gather")
+OPS = ("all_reduce", "reduce_scatter", *MOVED_WHOLE, *MOVED_PARTS)
 SUMMED = ("all_reduce", "reduce_scatter")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.float64, torch.uint8)
 
@@ -70,7 +72,7 @@ def _repeated(first: int, count: int) -> torch.Tensor:
 def rounds_of(op: str, world_size: int, rounds: int) -> int:
     """The bytes of an ``op`` of this many whole rounds, of a part or of the whole as it takes them."""
     section = SLOT_BYTES // world_size & ~63
-    if op in ("all_gather", "in place", "broadcast"):
+    if op in MOVED_WHOLE:
         return rounds * SLOT_BYTES
     return rounds * section * (world_size if op == "all_reduce" else 1)
 
@@ -78,7 +80,7 @@ def rounds_of(op: str, world_size: int, rounds: int) -> int:
 def sizes(op: str, world_size: int, rounds: tuple[int, ...]) -> list[int]:
     """Bytes around everything that changes the way data goes; all of them multiples of 8."""
     small, medium = SMALL_DATA, MEDIUM_DATA
-    if op in ("reduce_scatter", "all_to_all"):
+    if op in ("reduce_scatter", *MOVED_PARTS):
         small, medium = (limit // world_size & ~63 for limit in (small, medium))
     edges = [small, medium, *(rounds_of(op, world_size, n) for n in rounds)]
     return [0, 8, 24, *(edge + more for edge in edges for more in (-8, 0, 8))]
@@ -87,10 +89,14 @@ def sizes(op: str, world_size: int, rounds: tuple[int, ...]) -> list[int]:
 def once(
     e: HostEngine, op: str, nbytes: int, key: int, dtype: torch.dtype, reduction: str = "sum"
 ) -> list[str]:
-    """One op, exactly checked; what came out wrong."""
-    rank, world = e.rank, e.world_size
-    n = nbytes // dtype.itemsize
-    call = Call(op, (("n", n), ("dtype", str(dtype)), ("key", key % 2), ("op", reduction)))
+    """One op, exactly checked; what came out wrong. With an odd ``key`` on lists, if it takes them."""
+    rank, world, lists = e.rank, e.world_size, key % 2 == 1
+    n, root = nbytes // dtype.itemsize, key % world
+    terms = (("n", n), ("dtype", str(dtype)), ("key", key % 2), ("op", reduction), ("root", root))
+    call = Call(op, terms, match=lambda parts: None, equal_fits=True)
+
+    def split(whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole[peer * n : (peer + 1) * n].clone() for peer in range(world)]
 
     def parts(peer: int) -> torch.Tensor:
         return data(peer, nbytes * world, key, dtype)
@@ -109,23 +115,44 @@ def once(
         )
         if key % 3 == 0:
             got = mine[rank * n : (rank + 1) * n]
-        e.reduce_scatter_single(call, got, mine, reduction)
+        if lists:
+            e.reduce_scatter(call, got, split(mine), reduction)
+        else:
+            e.reduce_scatter_single(call, got, mine, reduction)
         fold(reduction, [parts(peer)[rank * n : (rank + 1) * n] for peer in range(world)], wanted)
-    elif op in ("all_gather", "in place"):
+    elif op in ("all_gather", "in place", "gather"):
         everyone = [data(peer, nbytes, key, dtype) for peer in range(world)]
         wanted, got = torch.cat(everyone), torch.full((n * world,), 9, dtype=dtype)
-        own = everyone[rank].clone()
+        own, outputs = everyone[rank].clone(), split(got)
         if op == "in place":
-            own = got[rank * n : (rank + 1) * n].copy_(own)
-        e.all_gather_single(call, got, own)
+            place = outputs[rank] if lists else got[rank * n : (rank + 1) * n]
+            own = place.copy_(own)
+        if op == "gather":
+            e.gather(call, outputs if rank == root else None, own, root)
+        elif lists:
+            e.all_gather(call, outputs, own)
+        else:
+            e.all_gather_single(call, got, own)
+        if op == "gather" or lists:
+            got = torch.cat(outputs)
+        if op == "gather" and rank != root:
+            wanted = torch.full_like(wanted, 9)
+    elif op == "scatter":
+        got, inputs = torch.full((n,), 9, dtype=dtype), split(parts(root))
+        e.scatter(call, got, inputs if rank == root else None, root)
+        wanted = inputs[rank]
     elif op == "broadcast":
-        root = key % world
         got, wanted = data(rank, nbytes, key, dtype), data(root, nbytes, key, dtype)
-        e.broadcast(call.with_term("root", root), got, root)
+        e.broadcast(call, got, root)
     else:
         assert op == "all_to_all"
         got = torch.full((n * world,), 9, dtype=dtype)
-        e.all_to_all_single(call, got, parts(rank))
+        if lists:
+            outputs = split(got)
+            e.all_to_all(call, outputs, split(parts(rank)))
+            got = torch.cat(outputs)
+        else:
+            e.all_to_all_single(call, got, parts(rank))
         wanted = torch.cat([parts(peer)[rank * n : (rank + 1) * n] for peer in range(world)])
     same = got.numel() == 0 or torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     return [] if same else [f"{op} of {nbytes} bytes, {dtype}, {reduction}, key {key}"]

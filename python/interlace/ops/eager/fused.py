@@ -47,14 +47,8 @@ def all_gather_matmul(
         products = gather_products(input, weights, options, communicator.world_size)
     outputs = [product.matrix for product in products]
     gathered = outputs.pop() if options.return_gathered else None
-    work = communicator.call(
-        gather.OP,
-        gather.prepared,
-        (input, weights, list(biases) or None, outputs, gathered),
-        (options,),
-        async_op=True,
-        fills=False,
-    )
+    tensors = (input, weights, list(biases) or None, outputs, gathered)
+    work = gather.gather_matmul(communicator, tensors, (options,), True)
     return Started([product.view for product in products], work)
 
 
@@ -91,9 +85,7 @@ def _reduced(
     with communicator.accepting(options.op):
         product = reduce_product(input, weight, options, communicator.world_size)
     tensors = (input, weight, bias, product.matrix)
-    work = communicator.call(
-        options.op, reduce.prepared, tensors, (options,), async_op=True, fills=False
-    )
+    work = reduce.FORMS[options.op](communicator, tensors, (options,), True)
     return Started([product.view], work)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 SPINS, YIELDS, PATIENCE = range(3)  # what does not change
 REGISTERS = 4  # the word of register 0, which is 0 always
-FIRST = 16  # the word at which the steps begin
+FIRST = 140  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM = range(9)
 
