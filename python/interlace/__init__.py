@@ -94,16 +94,7 @@ if _TYPE_CHECKING:
     from interlace.groups.specs import GroupSpec
 
 # what takes long to import: they bring torch's compilers along
-_ON_FIRST_USE = (
-    "aot",
-    "compile",
-    "functional",
-    "integrations",
-    "nn",
-    "ops",
-    "tensor",
-    "verify",
-)
+_ON_FIRST_USE = ("aot", "compile", "functional", "integrations", "nn", "ops", "tensor", "verify")
 
 
 def __getattr__(name: str) -> _Any:

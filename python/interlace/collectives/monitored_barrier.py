@@ -106,9 +106,7 @@ def _collect(
 
 
 def monitored_barrier(
-    group: Any = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
+    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
 

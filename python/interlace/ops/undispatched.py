@@ -118,11 +118,7 @@ class _RecordedOp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        op: Op,
-        outputs: list[torch.Tensor],
-        given: list[Any],
-        *tensors: torch.Tensor,
+        ctx: Any, op: Op, outputs: list[torch.Tensor], given: list[Any], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         assert op.gradient is not None
         setup, ctx.of_op = op.gradient

@@ -163,9 +163,7 @@ def reason(meeting: MeetingPoint | None, rank: int, error: BaseException) -> Bas
 
 
 def reunite(
-    group: Any,
-    ranks: Sequence[int] | None,
-    join: Callable[[Sequence[int], str, MeetingPoint], Any],
+    group: Any, ranks: Sequence[int] | None, join: Callable[[Sequence[int], str, MeetingPoint], Any]
 ) -> tuple[Any, list[int]]:
     """A group of those of ``ranks``, by default of all, that live; and who they are in ``group``.
 

@@ -11,13 +11,7 @@ from interlace.benchmark.subjects import baselines, fused, plain
 from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
-from interlace.benchmark.timing.subject import (
-    ALGORITHM,
-    BASELINE,
-    PART,
-    BenchCandidate,
-    Subject,
-)
+from interlace.benchmark.timing.subject import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
 from interlace.groups.groups import default_group
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place

@@ -96,12 +96,7 @@ def gather(
     )
     config = tuning.choose(communicator, problem, "fused").configuration
     return gather_matmul.all_gather_matmul_fused(
-        communicator,
-        input,
-        targets,
-        [rows] * communicator.world_size,
-        gathered,
-        config,
+        communicator, input, targets, [rows] * communicator.world_size, gathered, config
     )
 
 

@@ -149,10 +149,7 @@ def chunked(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> M
 
 
 def with_sizes(
-    mesh_shape: Dims,
-    placements: Placements,
-    sizes: dict[int, Sequence[int]],
-    shape: Sequence[int],
+    mesh_shape: Dims, placements: Placements, sizes: dict[int, Sequence[int]], shape: Sequence[int]
 ) -> MeshSharding:
     """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
     expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
