@@ -4,7 +4,6 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
     from interlace.cli.main import run
 
     return run(sys.argv[1:] if arguments is None else arguments)

@@ -300,10 +300,7 @@ class Kernel:
         return self._functions[device]
 
     def _scratch_pointer(self, cupy: Any, extents: tuple[int, int, int]) -> int:
-        """Memory in which programs make descriptors; 0 if they make none.
-
-        Launches on one stream follow each other, so they share it.
-        """
+        """Memory for programs' descriptors; 0 if none. Launches on one stream share it, one by one."""
         x, y, z = extents
         size = self.facts["scratch"]["bytes_per_program"] * x * y * z
         if not size:
@@ -339,7 +336,6 @@ class Formulas:
         return {node.id for node in nodes} - stored - self._scope.keys()
 
     def knows(self, name: str, values: Mapping[str, Any]) -> bool:
-        """Whether ``name`` is given, a constant or an expression of the manifest."""
         return name in values or name in self._constants or name in self._expressions
 
     def value(self, text: str, values: Mapping[str, Any]) -> Any:

@@ -105,9 +105,7 @@ def rank_function(
 
 
 def _complete(result: Any) -> Any:
-    """``result`` with plain tensors in place of those whose ops may still run: there is no rank to wait on
-    later. In processes, sending it does that.
-    """
+    """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
     from torch.utils import _pytree as pytree
 
     from interlace.ops.async_tensor import AsyncTensor, wait

@@ -1,7 +1,4 @@
-"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones.
-
-Validation, agreement between ranks and the choice of an algorithm are in the files imported here.
-"""
+"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones."""
 
 import functools
 from collections.abc import Sequence

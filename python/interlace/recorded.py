@@ -45,10 +45,7 @@ def run(
     options: Any,
     **more: Any,
 ) -> Any:
-    """The result of ``op`` of ``interlace.functional``: plain tensors, or a Work that returns them.
-
-    ``then`` is done to these when they are complete; autograd knows of it too. ``options``: the op's own.
-    """
+    """Plain tensors, or a Work that returns them; ``then`` is done when complete, and seen by autograd."""
     from interlace import functional
     from interlace.ops.eager import pending
 

@@ -41,10 +41,7 @@ def half_denormal(dtype: torch.dtype) -> float:
 
 
 def accumulation_unit(*dtypes: torch.dtype) -> float:
-    """The unit roundoff of sums: fp32, unless everything that goes in and comes out is float64.
-
-    float64 output of narrower input is accumulated in float64 too, so fp32 is only the safe side.
-    """
+    """The unit roundoff of sums: fp32's, on the safe side for float64 output, unless all is float64."""
     wide = all(dtype == torch.float64 for dtype in dtypes)
     return unit_roundoff(torch.float64 if wide else torch.float32)
 
@@ -66,13 +63,10 @@ def _product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _product_error(
     input: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, extra: int
 ) -> torch.Tensor:
-    """A bound on the error of the product before rounding. ``extra``: operations after the K products.
-
-    Three more stand for the rounding of both operands, which float64 into anything narrower needs,
-    and for the last addition.
-    """
+    """A bound on the error of the product before rounding. ``extra``: operations after the K products."""
     unit = accumulation_unit(input.dtype, out_dtype)
     magnitude = _product(input.abs(), weight.abs())
+    # 3 more: the rounding of both operands, which float64 into anything narrower needs; the last addition
     return gamma(input.shape[-1] + 3 + extra, unit) * magnitude
 
 
@@ -91,13 +85,9 @@ def matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "",
-    roundings: int = 1,
+    roundings: int = 1,  # to out_dtype; 2: before bias and activation too, as in some of torch's on CPU
 ) -> Bounded:
-    """``activation(input @ weight + bias)``, elementwise ``[..., n]``.
-
-    ``roundings`` to ``out_dtype``: 1 where bias and activation are taken of the accumulator, as the
-    kernels do; 2 allows a rounding before each, as some of torch's CPU matmuls do.
-    """
+    """``activation(input @ weight + bias)``, elementwise ``[..., n]``."""
     value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
     unit = accumulation_unit(input.dtype, out_dtype)
     for _ in range(roundings - 1):
@@ -134,10 +124,7 @@ def matmul_all_reduce(
     reduce_op: str = "sum",
     activation: str = "",
 ) -> Bounded:
-    """``activation(sum (or average) over ranks of inputs[r] @ weights[r], + bias)``.
-
-    Each rank's product is rounded to ``out_dtype`` once.
-    """
+    """``activation(sum or average of inputs[r] @ weights[r], + bias)``: each product is rounded once."""
     products, errors, magnitudes = [], [], []
     for a, b in zip(inputs, weights, strict=True):
         products.append(_product(a, b))

@@ -234,13 +234,11 @@ def group_rank(
 
 
 def check_member(name: str, value: int, communicator: Communicator) -> None:
-    """Raise ValueError unless ``value`` is a rank of the group."""
     if not 0 <= value < communicator.world_size:
         raise ValueError(f"{name} must be within 0..{communicator.world_size - 1}, got {value}")
 
 
 def index(name: str, value: Any, length: int) -> int:
-    """``value`` as an index from 0; negative counts from the end."""
     value = integer(name, value)
     if not -length <= value < length:
         raise ValueError(f"{name} must be within {-length}..{length - 1}, got {value}")
@@ -336,10 +334,7 @@ def entries(name: str, value: Any, like: str, count: int, *, of: str = "a sequen
 
 
 class Operands(NamedTuple):
-    """The checked operands of a fused op: a bias and an activation for each weight; the output's dtype.
-
-    ``several``: the weights came as a sequence.
-    """
+    """A bias and an activation per weight; the output's dtype. ``several``: weights were a sequence."""
 
     input: torch.Tensor
     weights: list[torch.Tensor]
@@ -358,10 +353,7 @@ def operands(
     options: Any,
     gather_dim: int | None = None,
 ) -> Operands:
-    """All that the fused ops have in common; ``options`` has their ``algorithm``, ``out_dtype`` ...
-
-    With ``gather_dim`` there may be several weights; if that is the last dimension, k is not compared.
-    """
+    """What fused ops share. ``gather_dim`` allows several weights; if it is the last, k is not compared."""
     input = tensor("input", input, communicator)
     algorithm, dtype = algorithm_and_dtype(input, options)
     if input.dim() < 2:

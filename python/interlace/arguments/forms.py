@@ -26,10 +26,9 @@ def parts(
     *,
     written: bool,
 ) -> list[torch.Tensor]:
-    """The tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
+    """The tensors of all ranks in ``whole``, of the dtype of ``like``, this rank's; ``written``: by the op.
 
     Raises unless this rank's has the shape of ``like``, and is the only one that may share its memory.
-    ``written``: whether the op fills them.
     """
     rank = communicator.rank
     if type(whole) is not list:

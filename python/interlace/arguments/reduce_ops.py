@@ -34,10 +34,7 @@ def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype) -> None:
 
 
 def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:
-    """Raise unless the factor of a PREMUL_SUM is a number for all of ``tensor``, or one for each element.
-
-    It may lack dimensions of the tensor, or have them with length 1.
-    """
+    """Raise unless a PREMUL_SUM's factor is a number, or broadcasts to the shape of ``tensor``."""
     values = torch.as_tensor(factor)
     if values.layout is not torch.strided or values.is_meta:
         raise TypeError("op: the factor of premul_sum must be a dense tensor")

@@ -28,10 +28,7 @@ def _monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Raises CollectiveTimeoutError; its ``waited_for`` are the missing ranks, of the group.
-
-    A rank that refuses its arguments says so in its token, so that all raise.
-    """
+    """Its CollectiveTimeoutError's ``waited_for`` are ranks of the group. If one refuses, all raise."""
     rank = communicator.rank
     refused: Exception | None = None
     try:

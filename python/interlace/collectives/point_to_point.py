@@ -70,10 +70,7 @@ def _irecv(
 
 
 class _Filled(Future[Outcome]):
-    """The end of a receive into a stand-in, after which the caller's tensor was filled from it.
-
-    Waiting for ``first`` may be what moves the message, so it is what is waited for.
-    """
+    """A receive into a stand-in, copied at its end. Waits for ``first``: that may move the message."""
 
     def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
         super().__init__()

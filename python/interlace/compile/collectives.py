@@ -49,7 +49,6 @@ class Collective:
 
 
 def find(graph: fx.Graph) -> list[Collective]:
-    """All collectives in the graph, in its order."""
     return [made for node in graph.nodes if (made := _at(node)) is not None]
 
 

@@ -1,7 +1,4 @@
-"""Rewrites of the fusion pass: fused ops in the place of collectives and their matmuls.
-
-Readers of the matmuls get tensors of the shapes and the strides that they had before.
-"""
+"""Rewrites of the fusion pass: fused ops in the place of collectives and their matmuls."""
 
 import operator
 from typing import Any

@@ -57,10 +57,7 @@ def run_to_list(op: str, group: Any, tag: str, tensors: Sequence[Any], *args: An
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:
-    """Whether an op returns what it gathers: if ``asked``, and for gradients of ``weights``.
-
-    Nobody waits for what a program without a backward keeps.
-    """
+    """Whether an op returns what it gathers: ``asked``, or for a backward, which an export has not."""
     wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
     return asked or (wanted and not torch.compiler.is_exporting())
 

@@ -42,10 +42,7 @@ def prepared(
     gathered: torch.Tensor | None,
     options: GatherMatmulOptions,
 ) -> PreparedCall:
-    """The call, checked on this rank.
-
-    ``outputs``, a matrix per weight, and ``gathered`` get the results if the caller has made them.
-    """
+    """Checked on this rank. ``outputs``, one per weight, and ``gathered`` get the results if given."""
     operands = checks.operands(communicator, input, weight, bias, options, options.gather_dim)
     input, several = operands.input, operands.several
     dim = options.gather_dim % input.dim()
@@ -115,9 +112,7 @@ gather_matmul = internal_form(OP, prepared, fills=False)
 def _agreed(
     communicator: Communicator, operands: checks.Operands, dim: int, return_gathered: bool
 ) -> tuple[list[int], list[int]]:
-    """Length of every rank's shard along ``dim``; columns of all ranks' weights. Raises unless all else
-    agrees.
-    """
+    """Every rank's length along ``dim``, and all weights' columns; raises unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
     mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
     terms = (

@@ -197,10 +197,7 @@ def counts(name: str, value: Any) -> list[int]:
 def agree(
     communicator: Communicator, options: GroupedOptions, call: Checked, name: str | None = None
 ) -> Routes:
-    """The routes; raises unless all ranks' arguments fit together, on every rank the same.
-
-    ``name``: what ranks call this agreement, if not by the op.
-    """
+    """The routes; raises alike on all ranks. ``name``: what ranks call this agreement, if not by op."""
     op, rank, world_size = options.op, communicator.rank, communicator.world_size
     terms = (
         ("dtype of input", call.input.dtype),

@@ -29,10 +29,7 @@ ONE_SHOT_BYTES = threshold("one_shot_bytes")
 
 
 class MatmulReduceOptions(NamedTuple):
-    """The arguments of a call that are no tensors; ``op`` says which op it is.
-
-    ``scatter_dim`` is None for matmul_all_reduce.
-    """
+    """A call's arguments that are no tensors. ``scatter_dim`` is None where ``op`` is matmul_all_reduce."""
 
     reduce_op: str = "sum"
     scatter_dim: int | None = 0

@@ -135,10 +135,7 @@ def named(whole: Communicator, group_name: str) -> Communicator | None:
 
 
 def name_of(whole: Communicator, communicator: Communicator) -> str:
-    """A name that finds ``communicator`` among the groups of ``whole``; given to it if it has none.
-
-    The same on all its members, if these ask for the names of such groups in the same order.
-    """
+    """A name that finds it among groups of ``whole``; equal on its members if these ask in one order."""
     if communicator is whole:
         return DEFAULT_NAME
     known = _names.setdefault(whole, {})

@@ -187,15 +187,11 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
 
 
 def size_of(name: str) -> int:
-    """The number of ranks in the group that ``name`` stands for."""
     return _find(groups.default_group(), name).world_size
 
 
 def bind(name: str, size: int) -> Communicator:
-    """The communicator that a traced op's ``(name, size)`` stand for on the calling rank.
-
-    Raises ValueError if there is none, if the caller is no member, or if it has another size.
-    """
+    """The caller's communicator of a traced ``(name, size)``; ValueError if there is none of that size."""
     if groups.simulated():
         raise TypeError(
             f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it knows "

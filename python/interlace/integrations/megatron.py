@@ -140,10 +140,7 @@ def _why_not(layer: Any, megatron: Any, column: bool) -> str:
 
 
 def _row_forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``RowParallelLinear.forward`` with the reduction inside the matmul.
-
-    The bias is added outside: under sequence parallelism Megatron sums its gradient over the group itself.
-    """
+    """The bias is outside the fused matmul: Megatron sums its gradient in sequence parallelism itself."""
     input = input_
     if not self.input_is_parallel:
         megatron = importlib.import_module(LAYERS)

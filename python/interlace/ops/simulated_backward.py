@@ -57,17 +57,14 @@ _apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
 
 
 def prepare(communicator: Communicator, *tensors: Any) -> None:
-    """Before an op on ``tensors`` is recorded, if it is, whose backward communicates.
-
-    Raises InterlaceError on virtual ranks of a GPU: torch runs the nodes of all of them in one thread, the
-    device's, where one that waits for another would wait for what is queued behind it.
-    """
+    """Before an op whose backward communicates is recorded, if it is. Refuses virtual ranks of a GPU."""
     place = communicator.place
     if communicator.world_size == 1:
         return
     if place.simulated:
         install()
     recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    # torch runs all their nodes in one thread, the device's: who waits there holds up whom it waits for
     if recorded and place.virtual:
         raise InterlaceError(
             f"rank {communicator.rank}: gradients that communicate need ranks that are processes: "

@@ -37,10 +37,7 @@ GROUP = "SymInt group_size, str group_name"
 
 
 class Op(NamedTuple):
-    """``start`` runs it on a communicator; ``fake`` makes its outputs; both without the group arguments.
-
-    ``fake`` is given the group's size last. ``gradient``: (setup_context, backward).
-    """
+    """``start`` takes a communicator, ``fake`` its size last. ``gradient``: (setup_context, backward)."""
 
     name: str
     arguments: str

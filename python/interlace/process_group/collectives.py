@@ -45,11 +45,7 @@ _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignor
 
 
 class HostCopies:
-    """Copies, in the memory of the host, of the tensors of one call, for whose device a group has no place.
-
-    Right for every collective, and not fast: nothing overlaps, and the call returns when the copies back
-    are enqueued on the current stream.
-    """
+    """Host copies of a call's tensors, for want of a place there. No overlap; those back are enqueued."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

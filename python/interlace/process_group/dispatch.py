@@ -73,10 +73,7 @@ def is_simulated(tensors: Sequence[Any]) -> bool:
 
 
 def needs_backend() -> bool:
-    """Whether torch's kernel of the op will run, whatever this module does.
-
-    ``make_fx`` and functionalization sit below all other modes, and run the kernel from there.
-    """
+    """Whether torch's kernel runs anyway: ``make_fx`` and functionalization, below all modes, run it."""
     keys = _C._TorchDispatchModeKey
     return any(_C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
@@ -108,10 +105,8 @@ class _Returning(_TorchDispatchMode):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
-    """Around the call of torch's method: what the dispatcher leaves comes back as ``serve(*tensors)``.
-
-    ``serve`` takes the first two arguments of the ``c10d::`` op and returns a Work, or None as the op does.
-    """
+    """What the dispatcher leaves of a call of torch's method comes back as ``serve(*tensors)``."""
+    # these are the op's first two arguments; serve returns a Work, or None as the op does
     above = [_C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
     _C._push_on_torch_dispatch_stack(_Returning(group, serve))
     for mode in reversed(above):

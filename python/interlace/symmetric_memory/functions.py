@@ -43,10 +43,7 @@ _signal_pad_size: contextvars.ContextVar[int] = contextvars.ContextVar(
 
 @dataclass(eq=False)
 class _Allocation:
-    """One storage: its buffer and its signal pad, the parts of ``memory``.
-
-    ``handles`` are kept with the numbers of the ranks' allocations that met in them.
-    """
+    """Buffer and signal pad of a storage; ``handles`` with the numbers of the ranks' allocations."""
 
     memory: LocalMemory
     nbytes: int

@@ -32,11 +32,9 @@ _LARGEST = (1 << 32) - 1
 
 
 def _table(addresses: Sequence[int]) -> torch.Tensor:
-    """An int64 table in a mapping of its own, which is high in the address space.
-
-    Triton types an argument by its value, and small memory of a Python that is not position-independent,
-    such as Debian's, may lie below 2**31: its address would be an int32, of which no pointer can be made.
-    """
+    """An int64 table in a mapping of its own, which is high in the address space."""
+    # small memory of a Python that is not position-independent, such as Debian's, may lie below 2**31:
+    # Triton would type its address int32, of which no pointer can be made
     memory = mmap.mmap(-1, 8 * len(addresses))
     table = torch.frombuffer(memory, dtype=torch.int64)
     return table.copy_(torch.tensor(addresses, dtype=torch.int64))

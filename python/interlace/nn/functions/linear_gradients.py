@@ -46,7 +46,6 @@ class Layer:
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
-    """The dtype of the operands: the input's, or what autocast says."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -71,11 +71,7 @@ class ShardedModule(OnGroup):
             parameter.copy_(self._shardings[name].local(whole.detach()))
 
     def _check_alike(self, group: Communicator, *names: str) -> None:
-        """Raise on all ranks of ``group`` unless they have the same values of parameters that they share.
-
-        One message on the host before the first forward: ranks that were seeded differently would go on
-        with different models.
-        """
+        """Raise on all ranks unless parameters are equal: one host message, before the first forward."""
         if self._found_alike or group.world_size == 1:
             return
         for name in names:

@@ -54,7 +54,6 @@ class OnGroup(torch.nn.Module):
 
     @property
     def group(self) -> Communicator:
-        """The group that the module communicates over."""
         return self._held.communicator
 
 

@@ -69,7 +69,6 @@ def reduce_product(
 
 
 def all_reduce_options(reduce_op: str, algorithm: str, dtype: Any) -> reduce.MatmulReduceOptions:
-    """The options of matmul_all_reduce, which has no ``scatter_dim``."""
     return reduce.MatmulReduceOptions(reduce_op, None, algorithm, dtype, op=reduce.ALL_REDUCE)
 
 

@@ -21,10 +21,7 @@ Start = Callable[..., Work | None]
 
 
 def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Started]]:
-    """The op's output is ``make(*arguments, size of the group)``, or ``out`` if that is as good.
-
-    All ranks hear of what is wrong on one. The op has ``make`` as an attribute, for fake tensors.
-    """
+    """The output is ``make(*arguments, size)``, or ``out`` if as good; ``op.make`` is for fake tensors."""
 
     def op_of(start: Start) -> Callable[..., Started]:
         def op(communicator: Communicator, *given: Any, out: Tensor | None = None) -> Started:
@@ -145,5 +142,4 @@ def scatter(
 
 @_into(shapes.number)
 def rank(communicator: Communicator, output: Tensor, input: Tensor) -> None:
-    """The caller's rank in the group."""
     output.fill_(communicator.rank)

@@ -75,10 +75,7 @@ def multiply(operands: ScaledOperands, options: GatherOptions | ReduceOptions) -
 
 
 def is_by_row(input: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether ``scale`` has an entry for each row of ``input``; else it has one for all, or ValueError.
-
-    One number for one row is the row's, as in torch.
-    """
+    """Whether ``scale`` is per row of ``input``, as torch takes one number for one row, or for all."""
     if scale.shape == (*input.shape[:-1], 1):
         return True
     if scale.numel() != 1:
@@ -125,10 +122,7 @@ def _wants_kernel(
 def _agreed(
     communicator: Communicator, op: str, algorithm: str, terms: Terms, part: Any, why: str
 ) -> tuple[bool, list[Any]]:
-    """Whether all ranks' kernels can do it, and their parts.
-
-    Raises unless the ranks agree on ``terms``, and where "fused" cannot be done.
-    """
+    """Whether all ranks' kernels can, and the parts. Raises for unequal terms, or "fused" where not."""
     parts, why_not = zip(*communicator.parts(Call(op, terms, part=(part, why))), strict=True)
     for rank, why in enumerate(why_not):
         if why and algorithm == "fused":

@@ -59,7 +59,6 @@ def why_not(
 
 
 def _by_row(scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """A number per row, dense."""
     return scale.reshape(-1).expand(rows).contiguous()
 
 
@@ -72,10 +71,7 @@ def gather(
     fast_accum: bool,
     columns: Sequence[int],
 ) -> Event:
-    """``operands``: all of one input, this rank's rows. ``outputs``: matrices for all ranks' rows.
-
-    ``columns``: of all weights of all ranks.
-    """
+    """``operands``: one input, own rows; ``outputs``: all ranks' rows; ``columns``: all ranks' weights'."""
     input, row_scale = operands[0].input, operands[0].input_scale
     rows, inner = input.shape
     by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)

@@ -20,12 +20,10 @@ def dimension(name: str, dim: int, ndim: int) -> int:
 
 
 def like(input: torch.Tensor, *_: Any) -> torch.Tensor:
-    """A dense tensor of the shape of ``input``."""
     return input.new_empty(input.shape)
 
 
 def number(input: torch.Tensor, size: int) -> torch.Tensor:
-    """A 0-dim int64 tensor on the device of ``input``."""
     return torch.empty((), dtype=torch.int64, device=input.device)
 
 
@@ -85,13 +83,9 @@ class Output(NamedTuple):
 
 
 def gathered_rows(input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any) -> Output:
-    """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``, gathered along ``dim``.
-
-    The matrix has ``dim`` for its first index, so for other dims than 0 the view is permuted. ``dim`` may
-    be the last one: then every rank has all rows already.
-    """
+    """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``; the matrix has ``dim`` first."""
     lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
-    if dim == input.dim() - 1:
+    if dim == input.dim() - 1:  # every rank has all rows already
         matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
         return Output(matrix, matrix.view(*lengths, columns))
     rows = input.shape[dim] * size
@@ -121,7 +115,6 @@ def scattered_product(input: torch.Tensor, columns: Any, dim: int, size: int, dt
 
 
 def permutation(src_dst: Sequence[int], size: int) -> None:
-    """Raise unless ``src_dst`` has every rank of the group once."""
     if sorted(src_dst) != list(range(size)):
         raise ValueError(f"src_dst must have each rank of 0..{size - 1} once, got {list(src_dst)}")
 

@@ -22,7 +22,6 @@ def shape_of(block: Block) -> tuple[int, ...]:
 
 
 def cut(whole: torch.Tensor, block: Block) -> torch.Tensor:
-    """The block of ``whole``, a view."""
     for dim, (start, length) in enumerate(block):
         whole = whole.narrow(dim, start, length)
     return whole
