@@ -169,6 +169,10 @@ class Place(ABC):
         """Bound every later wait of this rank in this group, where waits have a bound of their own."""
         return
 
+    def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
+        """Behind whom waits for ``peers`` are, by default this rank's wait just now; empty if not known."""
+        return peers
+
     def trouble(self, doing: str) -> Exception | None:
         """Why ``doing``, which waits for peers, can never end, if that is known. From any thread."""
         return None

@@ -72,9 +72,10 @@ class Work(TorchWork):
         except (TimeoutError, FutureTimeoutError) as error:
             if self._outcome.done():
                 raise
-            raise CollectiveTimeoutError(
-                f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
-            ) from error
+            late = tuple(self._place.late(getattr(self._outcome, "peers", ())))
+            text = f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
+            text += f"; it waits for ranks {list(late)}" if late else ""
+            raise CollectiveTimeoutError(text, late) from error
         if outcome.event is not None:
             self._place.hold_current(outcome.event, f"the end of {self._op}")
         self._place.check()

@@ -75,6 +75,7 @@ class _Filled(Future[Outcome]):
     def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
         super().__init__()
         self._first, self._change = first, change
+        self.peers = getattr(first, "peers", ())
         first.add_done_callback(self._settle)
 
     def _settle(self, done: Future[Outcome]) -> None:

@@ -80,11 +80,12 @@ class HostsEngine(Engine):
 
     def _within(self, op: str, *key: Any) -> Call:
         """The call for a step within the host; ``key`` is all that it depends on."""
+        op = f"{self._links.doing} within the host ({op})"
         call = self._calls.get((op, key))
         if call is None:
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
-            call = Call(f"{op} within the host", (("its share", repr(key)),))
+            call = Call(op, (("its share", repr(key)),))
             self._calls[op, key] = call
         return call
 

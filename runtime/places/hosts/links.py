@@ -7,7 +7,7 @@ apart by their tags:
 =============  ====================================================================================
 ``OP_TAG``     the bytes of collectives. Every rank runs them in the same order, so order suffices
 ``CONTROL``    packets of a fixed size: an announced point-to-point message, its receipt, "I have
-               left", "abort, because ..."
+               left", "abort, because ...", "whom do you wait for?"
 ``PAYLOAD``    and above: the bytes of point-to-point messages (``transfers.py``)
 =============  ====================================================================================
 
@@ -32,9 +32,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -46,6 +47,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
 )
 from interlace.runtime.core.memory import bytes_of
+from interlace.runtime.places.one_host.blame import aborted_by, follow
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
 from interlace.runtime.places.one_host.worker import OrderedWorker
 
@@ -59,13 +61,15 @@ PAYLOAD = 1 << 16
 
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
-ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED = range(1, 6)
+ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED, ASKED, AWAITS = range(1, 8)
 _CONTENTS = {
     ANNOUNCED: (torch.dtype, int),
     RECEIVED: type(None),
     LEFT: type(None),
     ABORT: bytes,
     REFUSED: bytes,
+    ASKED: type(None),
+    AWAITS: type(None),
 }
 _LENGTH = struct.Struct("<I")
 
@@ -73,10 +77,14 @@ _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
+_ANSWER = (
+    1.0  # seconds for a rank's threads to say whom it waits for; a stopped process says nothing
+)
 _LATE = 1.0  # seconds: closing connections ends waits, but not gloo's for a message that has begun to come
 _WHOLE = 64 << 10  # bytes that come in one piece
 _SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
 
+T = TypeVar("T")
 RankTensor = tuple[int, torch.Tensor]
 
 
@@ -143,7 +151,8 @@ class HostLinks:
 
     ``store`` is this group's alone. ``pids`` are the ranks' processes, for error messages. ``timeout``,
     in seconds, bounds connecting, and transfers; ``bound()`` a wait of the op that runs now.
-    ``on_failure`` is called once, in any thread, with what the group failed with.
+    ``on_failure`` is called once, in any thread, with what the group failed with; ``awaited()`` is the
+    rank that this one waits for, here or on its own host, None for nobody.
     """
 
     def __init__(
@@ -156,15 +165,19 @@ class HostLinks:
         timeout: float,
         bound: Callable[[], float],
         on_failure: Callable[[InterlaceError], None],
+        awaited: Callable[[], int | None],
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
         self._pids, self._bound, self._on_failure = pids, bound, on_failure
+        self._awaited, self._asking = awaited, threading.Lock()
+        self._answers: dict[int, Future[Any]] = {}
         self._failure: InterlaceError | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._ended = threading.Event()
         self._left: set[int] = set()
-        self._waiting: tuple[float, str, tuple[int, ...], float] | None = None
+        self.waiting: tuple[float, str, int, float] | None = None
+        """Until when this rank waits, in which op, for whom, and how long in all."""
         self._apart, self._moved = OrderedWorker("interlace bytes"), Future[None]()
         self.doing = ""
         """The op that this rank is in, for errors."""
@@ -220,7 +233,7 @@ class HostLinks:
             try:
                 while started:
                     peer, work = started[-1]
-                    self._waiting = (until, doing, (peer,), bound)
+                    self.waiting = (until, doing, peer, bound)
                     work.wait(timedelta(seconds=bound + _LATE))
                     started.pop()
             finally:
@@ -243,7 +256,7 @@ class HostLinks:
         except RuntimeError as error:
             raise self._broken(peer, error, doing) from None
         finally:
-            self._waiting = None
+            self.waiting = None
 
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
@@ -285,6 +298,12 @@ class HostLinks:
                 return
             if received.kind == LEFT:
                 self._left.add(peer)
+            elif received.kind == ASKED:
+                late = self._awaited()
+                with contextlib.suppress(InterlaceError):
+                    self.send_packet(peer, Packet(AWAITS, number=0 if late is None else 1 + late))
+            elif received.kind == AWAITS:
+                _settle(self._answers.pop(peer, Future()), received.number.__int__)
             elif received.kind == ABORT:
                 self._left.add(peer)  # it closes its connections next
                 text = received.content.decode(errors="replace")
@@ -305,17 +324,29 @@ class HostLinks:
         """End a wait that has taken longer than the group's timeout."""
         while not self._closed.wait(min(_TICK, self.timeout / 10)):
             self._on_tick()
-            waiting = self._waiting
+            waiting = self.waiting
             if waiting is not None and time.monotonic() > waiting[0]:
-                _, doing, ranks, bound = waiting
-                self.fail(
-                    CollectiveTimeoutError(
-                        f"rank {self.rank}: {doing} has waited {bound:g} s for ranks "
-                        f"{list(ranks)}, some on other hosts",
-                        ranks,
-                    )
-                )
+                _, doing, peer, bound = waiting
+                late = self.culprit(peer)
+                text = f"rank {self.rank}: {doing} has waited {bound:g} s for ranks {[late]}"
+                self.fail(CollectiveTimeoutError(text, (late,)))
                 return
+
+    def culprit(self, rank: int) -> int:
+        """For whom ``rank`` waits in the end, as it and those behind it say when they are asked."""
+        with self._asking:
+            return follow(rank, self._ask, self.rank)
+
+    def _ask(self, rank: int) -> int | None:
+        self._answers[rank] = answer = Future[Any]()
+        try:
+            self.check()
+            asking = self._gloo.send([Packet(ASKED).pack()], rank, CONTROL)
+            said = answer.result(_ANSWER)
+            asking.wait(_GOODBYE)
+        except (RuntimeError, TimeoutError, FutureTimeoutError):
+            return None
+        return said - 1 if 0 < said <= self.world_size else None
 
     # -- failing and ending ----------------------------------------------------------------------
 
@@ -354,7 +385,8 @@ class HostLinks:
                 return
             self._failure = error
         self._ended.set()
-        _settle(self._moved, self.check)
+        for waited_for in (self._moved, *list(self._answers.values())):
+            _settle(waited_for, self.check)
         self._on_failure(error)
         if tell:
             reason = error.args[0] if error.args else type(error).__name__
@@ -396,18 +428,12 @@ class HostLinks:
         self._apart.close(0.0)
 
 
-def _settle(future: Future[None], function: Callable[[], None]) -> None:
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
     """``future`` is done when the function is, unless it was done before."""
     with contextlib.suppress(InvalidStateError):
         try:
-            function()
+            result = function()
         except BaseException as error:
             future.set_exception(error)
         else:
-            future.set_result(None)
-
-
-def aborted_by(rank: int, reason: str) -> str:
-    """A text: who aborted, and why; a reason that goes from rank to rank keeps the first one's name."""
-    said = " aborted the group: "
-    return reason if said in reason else f"rank {rank}{said}{reason}"
+            future.set_result(result)

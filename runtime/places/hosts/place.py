@@ -23,16 +23,14 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import (
     AbortedError,
-    CollectiveTimeoutError,
     InterlaceError,
-    PeerDiedError,
     PlaceUnavailableError,
 )
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
-from interlace.runtime.places.hosts.links import HostLinks, aborted_by
+from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
@@ -86,6 +84,7 @@ class HostsPlace(CpuPlace):
             prefix=f"{prefix}/host {self.map.index(rank)}",
             parent=None if parent is None else parent.group,
         )
+        self.group.name, self.group.names = rank, self.local_ranks
         self.local = ShmPlace(self.group)
         self.worker = self.local.worker
         try:
@@ -97,6 +96,7 @@ class HostsPlace(CpuPlace):
                 timeout=timeout,
                 bound=self.group.bound,
                 on_failure=self._on_failure,
+                awaited=self._awaited,
             )
             self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
             self._links.authenticate(job_secret(), prefix)
@@ -104,6 +104,7 @@ class HostsPlace(CpuPlace):
             self.local.close()
             raise
         self._links.start(self._transfers.on_packet, self._transfers.expire)
+        self.group.beyond = self._links.culprit
         if parent is not None:
             parent._children.add(self)
         _places.add(self)
@@ -139,7 +140,7 @@ class HostsPlace(CpuPlace):
             yield
         except InterlaceError as error:
             if self._links.failure is None:  # so it is of the host's own group
-                self._links.fail(self._renumbered(error, doing))
+                self._links.fail(error)
             raise (self._links.failure or error) from None
         except BaseException as error:
             self._links.fail(
@@ -149,26 +150,19 @@ class HostsPlace(CpuPlace):
         finally:
             self._links.doing = before
 
-    def _renumbered(self, error: InterlaceError, doing: str) -> InterlaceError:
-        """An error of the host's own group with the ranks of this group."""
-        local = self.local_ranks
-        if isinstance(error, PeerDiedError):
-            return PeerDiedError(local[error.rank], error.pid, doing)
-        if isinstance(error, CollectiveTimeoutError) and error.waited_for:
-            ranks = tuple(local[rank] for rank in error.waited_for)
-            return CollectiveTimeoutError(
-                f"rank {self.rank}: {doing} has waited {self._timeout:g} s for ranks {list(ranks)}",
-                ranks,
-            )
-        text = str(error.args[0]) if error.args else type(error).__name__
-        if isinstance(error, AbortedError):
-            who, _, reason = text.partition(" aborted the group: ")
-            index = int(who.removeprefix("rank "))
-            # of a group that this was split from it may be more
-            rank = local[index] if index < len(local) else self.rank
-            return AbortedError(aborted_by(rank, reason))
-        error.args = (f"{text} (rank r stands for r-th of the host's ranks {list(local)}, from 0)",)
-        return error
+    def _awaited(self) -> int | None:
+        """The rank that this one waits for; None if it waits for nobody."""
+        if (waiting := self._links.waiting) is not None:
+            return waiting[2]
+        if (peer := self._transfers.awaited) is not None:
+            return peer
+        local = self.group.blame.awaited(self.group.rank)
+        return None if local is None else self.local_ranks[local]
+
+    def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
+        if not peers and (awaited := self._awaited()) is not None:
+            peers = (awaited,)
+        return sorted({self._links.culprit(peer) for peer in peers})
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """Within each host; then first ranks of hosts swap their hosts' messages, and hand them out."""

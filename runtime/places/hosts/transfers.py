@@ -14,6 +14,8 @@ No caller of ``send`` or ``recv`` waits. Packets and bytes go through one thread
 long: a packet's receiver always listens, and the bytes of an announced message are on their way.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable
@@ -44,12 +46,27 @@ class _Announced:
     numel: int
 
 
+class _Transfer(Future[Outcome]):
+    """The end of a transfer, which says for whom it is waited."""
+
+    def __init__(self, mail: HostTransfers, peer: int | None) -> None:
+        super().__init__()
+        self._mail, self.peers = mail, () if peer is None else (peer,)
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        self._mail.awaited = None if self.done() or not self.peers else self.peers[0]
+        try:
+            return super().result(timeout)
+        finally:
+            self._mail.awaited = None
+
+
 @dataclass(eq=False)
 class _Posted:
     tensor: torch.Tensor
     source: int | None
     tag: int
-    future: Future[Outcome] = field(default_factory=Future)
+    future: _Transfer
     started: float = field(default_factory=time.monotonic)
 
     def fits(self, announced: _Announced) -> bool:
@@ -63,7 +80,7 @@ class _SendingToHost:
     tensor: torch.Tensor
     work: Any
     tag: int
-    future: Future[Outcome] = field(default_factory=Future)
+    future: _Transfer
     started: float = field(default_factory=time.monotonic)
 
 
@@ -83,6 +100,8 @@ class HostTransfers:
         self._announced: list[_Announced] = []
         self._posted: list[_Posted] = []
         self._sending: dict[tuple[int, int], _SendingToHost] = {}
+        self.awaited: int | None = None
+        """For whom the caller waits."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
@@ -96,7 +115,8 @@ class HostTransfers:
                 work = self._links.send_payload(tensor, peer, number % _SLOTS)
             elif tensor.numel() and peer != self._rank:
                 work = self._local_engine().send(self._within, tensor, self._local[peer], number)
-            sending = self._sending[peer, number] = _SendingToHost(tensor, work, tag)
+            end = _Transfer(self, peer)
+            sending = self._sending[peer, number] = _SendingToHost(tensor, work, tag, end)
             packet = Packet(packets.ANNOUNCED, tag, number, content)
             self._submit(lambda: self._post(peer, packet))
         self._fail_late()
@@ -105,7 +125,7 @@ class HostTransfers:
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Begin to receive from ``peer``, or from whoever sends first if None."""
         self._links.check()
-        posted = _Posted(tensor, peer, tag)
+        posted = _Posted(tensor, peer, tag, _Transfer(self, peer))
         with self._lock:
             announced = take_first(self._announced, posted.fits)
             if announced is None:
@@ -208,7 +228,11 @@ class HostTransfers:
 
     def _end(self, future: Future[Outcome], doing: str, peer: int | None) -> None:
         text = f"rank {self._rank}: {doing} has waited {self._links.timeout:g} s"
-        _settle(future, CollectiveTimeoutError(text, () if peer is None else (peer,)))
+        if peer is None:
+            _settle(future, CollectiveTimeoutError(text))
+        elif not future.done():
+            late = self._links.culprit(peer)
+            _settle(future, CollectiveTimeoutError(f"{text} for ranks {[late]}", (late,)))
 
     def fail(self, error: InterlaceError) -> None:
         """End every transfer under way with ``error``."""

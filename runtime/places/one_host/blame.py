@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
@@ -22,6 +22,23 @@ ELSEWHERE_SECONDS, WARNING_SECONDS = 0.2, 1.0
 _log = logging.getLogger("interlace")
 _everywhere: weakref.WeakSet[Any] = weakref.WeakSet()
 """The groups of this process; a judge may outlive its group, in an error's traceback."""
+
+
+def follow(rank: int, awaited: Callable[[int], int | None], own: int) -> int:
+    """The end of the chain of who waits for whom from ``rank`` on; ``rank`` if that leads to ``own``."""
+    seen, last = {own}, rank
+    while last not in seen:
+        seen.add(last)
+        if (further := awaited(last)) is None:
+            return last
+        last = further
+    return rank
+
+
+def aborted_by(rank: int, reason: str) -> str:
+    """A text: who aborted, and why; a reason that goes from rank to rank keeps the first one's name."""
+    said = " aborted the group: "
+    return reason if said in reason else f"rank {rank}{said}{reason}"
 
 
 class Blame:
@@ -52,27 +69,35 @@ class Blame:
     def _lasts(self, doing: str, waited_for: Sequence[int], now: float) -> None:
         """Say in the other groups of this process where it waits, and here if a peer waits elsewhere."""
         group = self._group
-        text = f"{doing} of group {group.prefix!r}, for ranks {list(waited_for)} of it"
+        late = [group.names[rank] for rank in waited_for]
+        text = f"{doing} of group {group.prefix!r}, for ranks {late} of it"
         for other in list(_everywhere):
             if other.control is not None and other.prefix != group.prefix:
                 other.control.say_elsewhere(text, now)
         lasted = now - self._since > WARNING_SECONDS and not self._warned
-        if lasted and (where := self.whereabouts(waited_for)):
+        if lasted and (where := self.whereabouts(late)):
             self._warned = True
-            _log.warning("rank %s waits in %s%s", group.rank, text, where)
+            _log.warning("rank %s waits in %s%s", group.names[group.rank], text, where)
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
-        """A text on where these ranks wait instead, of those that do; empty if none does."""
+        """A text on where these ranks, by name, wait instead, of those that do; empty if none does."""
         control, since = self._group.control, time.monotonic() - FRESH_SECONDS
         if control is None:
             return ""
-        known = [(rank, control.elsewhere(rank, since)) for rank in ranks]
-        return "".join(f"; rank {rank} waits in {text}" for rank, text in known if text)
+        local = enumerate(self._group.names)
+        known = [(name, control.elsewhere(rank, since)) for rank, name in local if name in ranks]
+        return "".join(f"; rank {name} waits in {text}" for name, text in known if text)
 
-    def culprits(self, waited_for: Sequence[int]) -> Sequence[int]:
-        """Whom these ranks wait for in the end: who is to blame if none of them comes."""
-        control, since = self._group.control, time.monotonic() - FRESH_SECONDS
-        return waited_for if control is None else list(control.culprits(waited_for, since))
+    def awaited(self, rank: int) -> int | None:
+        """For whom ``rank`` waits in this group; None for nobody."""
+        control = self._group.control
+        return None if control is None else control.awaited(rank, time.monotonic() - FRESH_SECONDS)
+
+    def culprits(self, waited_for: Sequence[int]) -> list[int]:
+        """Whom these ranks wait for in the end: the names of who is to blame if none of them comes."""
+        group = self._group
+        late = {follow(rank, self.awaited, group.rank) for rank in waited_for}
+        return sorted({group.beyond(group.names[rank]) for rank in late})
 
     def ended(self, error: InterlaceError) -> None:
         """A wait has ended with ``error``: what came too late, or died, ends those of all ranks."""

@@ -206,24 +206,13 @@ class Control:
         card = bytes(self._bytes[rank][_MEETING + 16 : _MEETING + 16 + length])
         return card if self.words[rank].acquired(_MEETING // 8) == key else None
 
-    def culprits(self, waited_for: Sequence[int], since: float) -> Sequence[int]:
-        """For whom these ranks wait in the end; who has not said that it waits ``since`` then does not."""
-        found = set()
-        for rank in waited_for:
-            seen = {self._rank}
-            while rank not in seen:
-                seen.add(rank)
-                word, (when,) = (
-                    self.views[rank][_WAITS // 8],
-                    _FLOAT64.unpack_from(self._bytes[rank], _SINCE),
-                )
-                if when < since or not 0 < word <= len(self.bases):
-                    found.add(rank)
-                    break
-                rank = word - 1
-            else:
-                return waited_for  # they wait for each other
-        return sorted(found)
+    def awaited(self, rank: int, since: float) -> int | None:
+        """For whom ``rank`` waits; None if it has not said so ``since`` then."""
+        word, (when,) = (
+            self.views[rank][_WAITS // 8],
+            _FLOAT64.unpack_from(self._bytes[rank], _SINCE),
+        )
+        return int(word) - 1 if when >= since and 0 < word <= len(self.bases) else None
 
     def abort(self, reason: str) -> None:
         """Tell every rank. The first abort of the group keeps its reason."""

@@ -29,7 +29,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.core.place import BOUND
 from interlace.runtime.places.one_host import meetings, rendezvous
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
-from interlace.runtime.places.one_host.blame import Blame
+from interlace.runtime.places.one_host.blame import Blame, aborted_by
 from interlace.runtime.places.one_host.control import (
     ABORTED,
     CONTROL_BYTES,
@@ -58,7 +58,8 @@ class HostGroup:
 
     Its ranks find each other in ``meeting``, of which a group of one needs none; ``prefix`` names the group
     and its generation there. ``timeout``, in seconds, bounds joining and every later wait. An abort of
-    ``parent``, a group of which this one is a part, ends the waits of this group too.
+    ``parent``, a group of which this one is a part, ends the waits of this group too. ``names`` are the
+    ranks as errors call them, ``beyond(name)`` is for whom such a one waits in the end, as others know.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class HostGroup:
         if world_size > 1 and meeting is None:
             raise ValueError(f"store must not be None for world size {world_size}")
         self.rank, self.world_size = rank, world_size
+        self.name, self.names = rank, tuple(range(world_size))
+        self.beyond: Callable[[int], int] = lambda name: name
         self.prefix, self.timeout = prefix, timeout
         self._meeting = meeting if world_size > 1 else None
         self._parent = parent
@@ -222,7 +225,7 @@ class HostGroup:
             nonlocal before
             words = control.words
             ahead = {rank for rank in missing if words[rank].acquired(SEQUENCE) > sequence}
-            if gone := sorted(ahead & before):
+            if gone := [self.names[rank] for rank in sorted(ahead & before)]:
                 raise InterlaceError(f"ranks {gone} have sent no descriptor of their memory")
             before = ahead
             if not ahead:
@@ -238,16 +241,17 @@ class HostGroup:
         for rank, other in enumerate(identities):
             if other.nbytes != first:
                 raise ValueError(
-                    f"nbytes differs: rank 0 allocates {first} bytes, rank {rank} {other.nbytes}"
+                    f"nbytes differs: rank {self.names[0]} allocates {first} bytes, rank "
+                    f"{self.names[rank]} {other.nbytes}"
                 )
         for rank, answer in enumerate(answers):
             if text := answer[HEADER_BYTES:].decode():
-                raise InterlaceError(f"rank {rank}: {text}")
+                raise InterlaceError(f"rank {self.names[rank]}: {text}")
         return identities
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """All-gather of at most 64 KiB, without a kernel; ``doing`` names the op in errors. Collective."""
-        check_size(payload, self.rank, doing)
+        check_size(payload, self.name, doing)
         with self.collective_lock:
             if self.world_size == 1:
                 self.check_usable()
@@ -268,7 +272,7 @@ class HostGroup:
         control = self.control
         if self._unusable or control is None:
             self.check_usable()
-            raise InterlaceError(f"rank {self.rank}: the group is still joining")
+            raise InterlaceError(f"rank {self.name}: the group is still joining")
         self.sequence = sequence = self.sequence + 1
         control.write(sequence, payload, extent, where)
         if not sequence % LOOK:
@@ -330,7 +334,7 @@ class HostGroup:
         judge = None if timeout else self.blame
         bell = None if self.control is None else self.control.bell
         return Patience(
-            self.rank,
+            self.name,
             timeout or self.bound(),
             self.blame.look,
             spins=self._spins,
@@ -371,7 +375,7 @@ class HostGroup:
         the same death. A peer that aborted before it died is not the cause but the abort is.
         """
         if self._unusable:
-            return InterlaceError(f"rank {self.rank}: {doing}: {self._unusable}")
+            return InterlaceError(f"rank {self.name}: {doing}: {self._unusable}")
         control = self.control
         if self._joining and (gone := self._rendezvous.hung_up()):
             return self._rendezvous.died(gone[0], doing)
@@ -386,7 +390,8 @@ class HostGroup:
         for rank in waited_for:
             if control.has_left(rank):  # perhaps because of a death
                 return self._death(control, self.pidfds, doing) or InterlaceError(
-                    f"rank {rank} has left the group, and rank {self.rank} waits for it in {doing}"
+                    f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it in "
+                    f"{doing}"
                 )
         return None
 
@@ -394,13 +399,13 @@ class HostGroup:
         """The error that names a rank of ``pidfds`` that died; None if none did."""
         for rank in ended_processes(pidfds):
             if not control.reason(rank) and not control.has_left(rank):
-                return PeerDiedError(rank, self.pids[rank], doing)
+                return PeerDiedError(self.names[rank], self.pids[rank], doing)
         return None
 
     def failure(self) -> InterlaceError | None:
         """The error by which this group, or one it is a part of, was aborted."""
         if self.control is not None and (found := self.control.aborted_by()) is not None:
-            return AbortedError("rank {} aborted the group: {}".format(*found))
+            return AbortedError(aborted_by(self.names[found[0]], found[1]))
         return self._parent.failure() if self._parent is not None else None
 
     def check(self) -> None:
@@ -463,7 +468,7 @@ class HostGroup:
 
     def check_usable(self) -> None:
         if self._unusable:
-            raise InterlaceError(f"rank {self.rank}: {self._unusable}")
+            raise InterlaceError(f"rank {self.name}: {self._unusable}")
 
 
 def _close_values(descriptors: dict[int, int]) -> None:

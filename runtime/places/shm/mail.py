@@ -236,9 +236,10 @@ class Mail:
         group = self._group
         error = group.interruption(future.doing, self._senders(future))
         if error is None and time.monotonic() - future.started > group.timeout:
+            late = group.blame.culprits(future.peers)
             error = CollectiveTimeoutError(
-                f"rank {self._rank}: {future.doing} has waited {group.timeout:g} s",
-                tuple(group.blame.culprits(future.peers)),
+                f"rank {group.name}: {future.doing} has waited {group.timeout:g} s for ranks {late}",
+                tuple(late),
             )
         if error is not None and future.suspect:
             group.blame.ended(error)

@@ -144,6 +144,12 @@ class ShmPlace(CpuPlace):
 
         run_interpreted(launch, self.rank, idle, observer=trace.current())
 
+    def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
+        blame = self.group.blame
+        if not peers and (awaited := blame.awaited(self.rank)) is not None:
+            peers = (awaited,)
+        return blame.culprits(peers)
+
     # -- failing and ending --------------------------------------------------------------------
 
     def trouble(self, doing: str) -> Exception | None:

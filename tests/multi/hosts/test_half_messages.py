@@ -65,9 +65,8 @@ def test_a_wait_for_the_rest_of_a_message_ends(
         assert ranks[1].pid is not None
         os.kill(ranks[1].pid, end)
         text = said.get(timeout=LONG / 2)
-        assert (
-            "PeerDiedError: rank 1 " in text if end == signal.SIGKILL else "has waited 3 s" in text
-        )
+        died, waited = "PeerDiedError: rank 1 ", "has waited 3 s for ranks [1]"
+        assert (died if end == signal.SIGKILL else waited) in text, text
     finally:
         for each in ranks:
             each.kill()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.place import bounded
+from interlace.runtime.places.hosts import links
+from interlace.runtime.places.one_host import blame
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.start.connect import connect_place
@@ -135,9 +138,64 @@ def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any]) -> None:
     close(groups)
 
 
-def test_who_waits_for_another_is_not_to_blame() -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is, who waits has said so, and who is asked has time to answer."""
+    monkeypatch.setattr(blame, "FRESH_SECONDS", LONG)
+    monkeypatch.setattr(links, "_ANSWER", LONG)
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
+    late: int, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of two ranks. Who waits for a rank that waits itself says neither's number on its host."""
+    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
+    groups = members("two by two", 4, LONG, host=lambda rank: f"host {rank // 2}")
+    ended, seconds = threading.Barrier(4), 1.5 * busy()
+
+    def on_rank(rank: int) -> Any:
+        try:
+            if rank != late:
+                with bounded(seconds):
+                    interlace.all_reduce(torch.ones(4), group=groups[rank])
+        finally:
+            ended.wait(LONG)
+
+    errors = run(range(4), on_rank)
+    timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
+    assert timeouts and all(error.waited_for == (late,) for error in timeouts), errors
+    for rank, error in enumerate(errors):
+        if rank != late:
+            text = f"all_reduce has waited {seconds:g} s for ranks [{late}]"
+            assert isinstance(error, InterlaceError) and text in str(error), errors
+    close(groups)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "irecv"])
+def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
+    op: str, place: dict[str, Any], patient: None
+) -> None:
+    groups = members("vain", 3, LONG, **place)
+    tensor = torch.ones(4)
+    for group in groups[:2]:
+        interlace.all_reduce(tensor.clone(), group=group, async_op=True)
+    work = interlace.irecv(tensor, 2, group=groups[0], tag=1)
+    if op == "all_reduce":
+        work = interlace.all_reduce(tensor, group=groups[0], async_op=True)
+        until = time.monotonic() + LONG
+        while list(groups[0].place.late()) != [2]:  # its own thread has come to it
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    with pytest.raises(CollectiveTimeoutError, match=r"; it waits for ranks \[2\]") as caught:
+        work.wait(timedelta(seconds=0.01))
+    assert caught.value.waited_for == (2,)
+    close(groups)
+
+
+def test_who_waits_for_another_is_not_to_blame(place: dict[str, Any], patient: None) -> None:
     """Rank 0 receives from rank 1, which receives from rank 2, which does nothing."""
-    groups = members("chain", 3, 1.0 * busy())
+    groups = members("chain", 3, 1.0 * busy(), **place)
     ended = threading.Barrier(3)
 
     def on_rank(rank: int) -> Any:
