@@ -38,7 +38,6 @@ class GroupedMatmul:
     received: torch.Tensor | None
 
     def _expert(self, expert: int) -> Linear:
-        """The weight of one expert."""
         bias = None if self.linear.bias is None else self.linear.bias[expert]
         return replace(self.linear, weight=self.linear.weight[expert], bias=bias)
 
@@ -113,12 +112,7 @@ class GroupedMatmul:
                     copy(received[own.to : done], mine, "own rows")
 
     def pipelined(self) -> Event:
-        """Torch matmuls per source and expert, source by source in the order of arrival.
-
-        Every rank stages its rows in its own workspace, and tells each peer when those for it are there.
-        Where a peer's memory is as good as the own, matmuls read it there; elsewhere the copy stream brings
-        the rows over first.
-        """
+        """Torch matmuls per source and expert, by order of arrival, staged as in ``gather_matmul.py``."""
         communicator, input, routes = self.communicator, self.input, self.routes
         received, rank = self.received, communicator.rank
         inner, itemsize = input.shape[1], input.element_size()

@@ -48,7 +48,6 @@ class Routes:
         return begin, self.firsts[source][end] - begin
 
     def received(self, rank: int) -> int:
-        """The number of rows that ``rank`` multiplies."""
         return sum(self.block(source, rank)[1] for source in range(self.world_size))
 
     @cached_property
@@ -57,7 +56,6 @@ class Routes:
 
     @cached_property
     def longest(self) -> int:
-        """Rows of the longest segment of all."""
         return max(max(each) for each in self.counts)
 
     def offsets(self, rank: int) -> list[int]:
@@ -85,7 +83,6 @@ class Routes:
 
     @cached_property
     def mine(self) -> list[list[RouteSegment]]:
-        """The segments of this rank."""
         return self.segments(self.rank)
 
     def expert_rows(self) -> list[tuple[int, int]]:

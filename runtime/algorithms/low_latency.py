@@ -39,7 +39,6 @@ class GroupWords:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on this rank."""
         return self.buffer.nbytes + sum(buffer.nbytes for buffer in self.outgrown)
 
 

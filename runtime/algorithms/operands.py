@@ -48,10 +48,7 @@ def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 def factors(
     input: torch.Tensor, weight: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Two matrices whose product has ``dim`` of ``input @ weight`` for its rows; what a bias is along.
-
-    The last dimension makes the transposed product: (input @ weight).T = weight.T @ input.T.
-    """
+    """Two matrices whose product has ``dim`` of ``input @ weight`` for its rows; what a bias is along."""
     if dim == input.dim() - 1:
         return weight.T, input.flatten(0, -2).T, "m"
     return rows_of(input, dim), weight, "n"
@@ -153,7 +150,6 @@ def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: t
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """The precision of fp32 products, as ``torch.set_float32_matmul_precision`` says."""
     exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return "ieee" if exact else "tf32"
 
@@ -225,7 +221,6 @@ def may_have_roles(
 
 
 def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What ``kernel`` takes of the ``arguments`` of the reference."""
     return {name: arguments[name] for name in kernel.arg_names if name in arguments}
 
 
@@ -242,7 +237,6 @@ def bias_or_none(linear: Linear) -> torch.Tensor:
 
 
 def epilogue(linear: Linear) -> dict[str, Any]:
-    """The argument of this name."""
     row = linear.output if linear.row_scale is None else linear.row_scale
     column = linear.output if linear.scale is None else linear.scale
     return {"epilogue": Epilogue(bias_or_none(linear), row, column)}

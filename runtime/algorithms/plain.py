@@ -51,7 +51,6 @@ class Taken:
 
 
 def others(communicator: Communicator) -> list[int]:
-    """All ranks but this one, the next one first."""
     rank, world_size = communicator.rank, communicator.world_size
     return [(rank + step) % world_size for step in range(1, world_size)]
 

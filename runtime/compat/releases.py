@@ -73,7 +73,6 @@ def warn_of_untried() -> None:
 
 
 def was_tried(name: str) -> bool:
-    """Whether the installed release of ``name`` is among those tried."""
     oldest, newest = TRIED[name]
     return oldest <= release(installed(name)) <= newest
 

@@ -46,7 +46,6 @@ def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str
 
 
 def cached(digest: str) -> Any:
-    """Triton's cache of files that belong to ``digest``."""
     from triton.runtime.cache import get_cache_manager
 
     return get_cache_manager(digest)

@@ -56,7 +56,6 @@ ROLES = {**BY_ENGINE, "warp_roles": True}
 
 
 def entries(arch: int) -> list[Entry]:
-    """Everything that is built for ``arch``."""
     return [*signals(arch), *_collectives(arch), *_fused(arch), *between_nodes(arch)]
 
 

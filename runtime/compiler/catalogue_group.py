@@ -38,10 +38,7 @@ class Passed:
 
 
 class AbsentGroup:
-    """A ``Communicator`` of ``world_size`` ranks, compiled and on a GPU; ``launches`` is what ops launch.
-
-    ``multicast``: its memory has a multicast address. ``put``: ranks are on two nodes, and how they put.
-    """
+    """A compiled ``Communicator`` on a GPU that lists ``launches``; on two nodes if ``put`` says how."""
 
     rank = 0
 
@@ -79,7 +76,6 @@ class AbsentGroup:
 def launched(
     op: Callable[..., object], *values: Any, group: AbsentGroup | None = None, **named: Any
 ) -> list[KernelLaunch]:
-    """The launches of ``op``, which is called with the group and the values."""
     group = group or AbsentGroup()
     op(group, *values, **named)
     return group.launches

@@ -24,10 +24,7 @@ SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
 
 
 def device_library(arch: int, folder: str | None = None) -> str:
-    """The path of the bitcode for ``arch`` (90 is 9.0): in ``folder``, or where NVSHMEM is installed.
-
-    Raises PlaceUnavailableError that says where it was looked for.
-    """
+    """The path of the bitcode for ``arch`` (90 is 9.0), or PlaceUnavailableError with where it looked."""
     looked = []
     for place in [pathlib.Path(folder)] if folder else _places():
         if (place / f"{LIBRARY}.bc").is_file():

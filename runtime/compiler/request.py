@@ -54,11 +54,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Entry(Compilation):
-    """One kernel variant of the catalogue for one architecture.
-
-    ``default`` is False for what a call gets only with an override, or with operands whose strides and
-    bases rule TMA out.
-    """
+    """A variant for an architecture; not ``default``: by an override only, or where TMA cannot be."""
 
     variant: str = ""
     default: bool = True

@@ -90,7 +90,6 @@ def general(kernel: Any) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def constants(kernel: Any) -> frozenset[str]:
-    """The parameters that are constants."""
     annotations = kernel.fn.__annotations__.items()
     return frozenset(name for name, kind in annotations if "constexpr" in str(kind))
 
@@ -115,10 +114,7 @@ def _any_number(value: Any) -> Any:
 def specialised(
     kernel: Any, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
-    """(types, constants, what is a multiple of 16), by path, as a launch is compiled.
-
-    The type of a constant is "constexpr". Raises TypeError for a value that Triton has no type for.
-    """
+    """(types, constants, multiples of 16) by path; a constant is "constexpr". TypeError if none fits."""
     types: dict[str, str] = {}
     fixed: dict[str, Any] = {}
     divisible = []

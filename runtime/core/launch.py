@@ -43,7 +43,6 @@ class KernelLaunch:
 
     @property
     def extents(self) -> tuple[int, int, int]:
-        """The grid in all three dimensions."""
         given = (self.grid,) if isinstance(self.grid, int) else tuple(self.grid)
         x, y, z = (*given, 1, 1)[:3]
         return int(x), int(y), int(z)

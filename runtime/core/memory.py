@@ -98,7 +98,6 @@ class SymmetricBuffer:
 
     @functools.cached_property
     def addresses(self) -> list[int]:
-        """``peers``, for the host."""
         return [int(address) for address in self.peers.tolist()[: len(self.peer_bytes)]]
 
     def mapped(self, rank: int) -> bool:
@@ -133,13 +132,11 @@ class Layout:
     pulled: bool = False
 
     def add_slots(self, count: int) -> int:
-        """Reserve ``count`` signal slots; the index of the first."""
         first = self.slots
         self.slots += count
         return first
 
     def add_data(self, nbytes: int) -> int:
-        """Reserve ``nbytes``, 256-aligned; the byte offset within the data region."""
         offset = -(-self.nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
         self.nbytes = offset + nbytes
         return offset
@@ -174,15 +171,12 @@ class Workspace:
     def data(
         self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A tensor over ``rank``'s data region from byte ``offset`` of it on."""
         return self.buffer.view(rank, self.data_offset + offset, shape, dtype)
 
     def slots(self, rank: int, first: int, count: int) -> torch.Tensor:
-        """``count`` signal slots of ``rank`` from number ``first`` on, int64."""
         return self.buffer.view(rank, self.slot_byte(first), (count,), torch.int64)
 
     def header(self, rank: int) -> torch.Tensor:
-        """The header words of ``rank``, int64 ``[HEADER_WORDS]``."""
         return self.buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
 
 
@@ -257,11 +251,9 @@ class Arena:
         return held
 
     def buffers(self) -> list[SymmetricBuffer]:
-        """The channels' buffers in use now."""
         return [channel.buffer for channel in self.channels if channel is not None]
 
     def close(self) -> None:
-        """Drop every buffer."""
         self.channels = [None] * len(self.channels)
         self.words = None
 
@@ -277,10 +269,7 @@ class Tables:
     def table(
         self, key: Any, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
     ) -> torch.Tensor:
-        """The table of ``key``; ``rows()`` are its lines.
-
-        ``passing``: one of so many keys that old tables are given up, unless a captured graph has them.
-        """
+        """The table of ``rows()``; old ``passing`` ones are dropped, but those of captured graphs."""
         table = self.lasting.get(key)
         if table is None and passing:
             table = self._passing.get(key)

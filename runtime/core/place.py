@@ -43,10 +43,7 @@ PUTS = ("nvshmem", "stores", "late")
 
 @dataclass(frozen=True)
 class Nodes:
-    """``of[r]`` is the node of rank r, ``put`` the constexpr of ``kernels/nodes/moves.py``.
-
-    ``options`` are Triton's for kernels that put: the library that they are linked with.
-    """
+    """``of[r]``: node of r; ``put``: as in ``kernels/nodes/moves.py``; ``options`` link its library."""
 
     of: tuple[int, ...]
     put: str
@@ -56,7 +53,6 @@ class Nodes:
         assert self.put in PUTS, self.put
 
     def members(self, rank: int) -> list[int]:
-        """The ranks of ``rank``'s node."""
         return list(order.members(self.of, self.of[rank]))
 
     def names(self) -> list[int]:
@@ -142,10 +138,7 @@ class Place(ABC):
 
     @abstractmethod
     def hold_current(self, event: Event, waiting_for: str) -> None:
-        """Let the caller's later torch code run only after ``event``.
-
-        Where torch code runs at once (on a CPU) this blocks; on a GPU it does not.
-        """
+        """Let the caller's later torch code run only after ``event``: blocks on a CPU, not on a GPU."""
 
     def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
         """A future of ``value``, which is there at ``event``; None where a plain one will do."""
@@ -153,10 +146,7 @@ class Place(ABC):
 
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
-        """The place of this rank within the group of ``ranks`` (ranks of this group, in order).
-
-        Called by the members only. ``generation`` tells groups over the same ranks apart.
-        """
+        """A member's place in the group of ``ranks``, in order; ``generation`` tells equal groups apart."""
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
         """The place of the ranks of this group that live, or of ``ranks``; and who they are.
@@ -196,10 +186,7 @@ class Place(ABC):
         return False
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
-        """The parts of every rank's ``memory``, by rank; ``doing`` names the call in errors.
-
-        Collective, with parts of the same sizes on every rank.
-        """
+        """Parts of every rank's ``memory``, by rank, equal in sizes; ``doing``: for errors. Collective."""
         raise self._no_user_memory()
 
     def run_kernel(
@@ -252,11 +239,7 @@ class Place(ABC):
         return False
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the launch side of an op, after those submitted before it.
-
-        Here and now by default: streams make the op asynchronous. A place whose streams run their
-        items at once overrides this with a worker thread.
-        """
+        """Run an op's launch side in order: here, or in a worker thread where streams run items at once."""
         future: Future[T] = Future()
         future.set_result(function())
         return future

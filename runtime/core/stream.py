@@ -64,11 +64,7 @@ class Event(ABC):
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of the launch side of an op: its result and the point where it is there.
-
-    ``event`` is None where everything has happened when the launch side returns. ``source()`` is the
-    rank that a receive has received from.
-    """
+    """A launch side's result, there at ``event`` (None: at once); ``source()``: whom a receive is from."""
 
     result: Any
     event: Event | None

@@ -73,7 +73,6 @@ def reduce_scatter(
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, root: int) -> Event:
-    """``Engine.broadcast`` of a few bytes."""
     _refuse("broadcast", low_latency.why_not(tensor.nbytes))
     return low_latency.broadcast(communicator, tensor, root)
 

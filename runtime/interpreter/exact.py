@@ -52,10 +52,7 @@ def _refuse(*dtypes: Any) -> None:
 
 
 def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
-    """Attribute name -> function to set on ``builder`` so that its arithmetic is exact.
-
-    The functions call what ``builder`` has now, so hooks installed before keep working.
-    """
+    """Attribute -> function to set on ``builder`` for exact arithmetic; earlier hooks in it still work."""
     make = TensorHandle
     stock_binary, stock_unary, stock_cast = builder.binary_op, builder.unary_op, builder.cast_impl
     stock_fp_to_fp, stock_dot = builder.create_fp_to_fp, builder.create_dot
@@ -182,7 +179,6 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _tensor(data: Any, dtype: Any, model: Any) -> Any:
-    """``data`` as a tensor of ``dtype`` and of the shape of ``model``."""
     shape = model.type.get_block_shapes() if model.type.is_block() else None
     kind = tl.block_type(dtype, shape) if shape else dtype
     return tl.tensor(TensorHandle(data, dtype), kind)

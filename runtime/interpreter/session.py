@@ -53,11 +53,7 @@ def require_interpreter(kernel: Any) -> None:
 
 
 def program_function(kernel: Any, arguments: dict[str, Any]) -> Callable[[], None]:
-    """One program of ``kernel`` as a callable; its program id comes from the builder's grid index.
-
-    Tensors become pointers and numbers become scalars; constexprs stay as they are. Must be called,
-    and the result run, inside a session.
-    """
+    """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
     require_interpreter(kernel)
     names = kernel.arg_names
     unknown = set(arguments) - set(names)

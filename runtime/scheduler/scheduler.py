@@ -283,7 +283,6 @@ class Scheduler(ProgramHooks):
             self.segments[-1] = self.segments[-1]._replace(points=self.points)
 
     def blocked(self) -> list[errors.BlockedWait]:
-        """Every wait that is going on, in the order of ranks."""
         waits = [task.waiting() for task in self._tasks if task.waiting is not None]
         return sorted(waits, key=lambda wait: (wait.rank, wait.who))
 

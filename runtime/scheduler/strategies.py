@@ -127,18 +127,14 @@ class Priority:
 
 
 def for_seed(seed: int) -> Strategy:
-    """For checks, the strategies in turn: 0, 3, ... random as in ``interlace.run``, 1, 4, ... priorities,
-    2, 5, ... priorities by rank.
-    """
+    """Strategies of checks in turn: random as in ``interlace.run``, priorities, priorities by rank."""
     if seed % 3 == 0:
         return Random(seed)
     return Priority(seed, by_rank=seed % 3 == 2)
 
 
 class Replay:
-    """Follow ``segments``. A segment whose task cannot run is skipped; after the last one, each task
-    goes on for as long as it can.
-    """
+    """Follow ``segments``, but those whose task cannot run; then each task goes on while it can."""
 
     def __init__(self, segments: Sequence[ScheduleSegment]) -> None:
         self._segments = list(segments)

@@ -38,10 +38,7 @@ warning_handler, _put_warning_handler = _warning_handlers()
 
 
 def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
-    """Let ``task`` go on as it was, or end; afterwards torch is as it was before.
-
-    Also one that ends needs its hooks: torch crashes where it takes away one that is not there.
-    """
+    """Let ``task`` go on as it was, or end (with its hooks, or torch crashes); then torch is as before."""
     resume = task.greenlet.switch
     if ended_by is not None:
         resume = functools.partial(task.greenlet.throw, ended_by)

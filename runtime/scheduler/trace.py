@@ -86,7 +86,6 @@ class Recorder(Observer):
         return self._last
 
     def attach(self, steps: Callable[[], int]) -> None:
-        """Take the time from the steps of a scheduler."""
         self._steps = steps
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str = "") -> None:

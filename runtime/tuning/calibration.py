@@ -166,7 +166,6 @@ def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[Me
 
 
 def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> MeasuredMesh | None:
-    """The measurement of just such a mesh, if there is one."""
     wanted = backend, tuple(mesh)
     return next((each for each in meshes if (each.backend, each.mesh) == wanted), None)
 

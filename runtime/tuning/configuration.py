@@ -175,14 +175,12 @@ def override(**values: int | bool) -> Iterator[None]:
 
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
-    """The table's name for the dtype of the operands."""
     if dtype.itemsize == 1:
         return "fp8 fast" if fast_accum else "fp8 exact"
     return "16 bit" if dtype.itemsize == 2 else "fp32"
 
 
 def extents_class(columns: int, inner: int) -> str:
-    """The table's name for a matmul by which of its extents are multiples of 16."""
     return "odd N" if columns % 16 else "odd K" if inner % 16 else "even"
 
 

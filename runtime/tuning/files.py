@@ -40,7 +40,6 @@ def is_count(value: object) -> bool:
 
 
 def is_figure(value: Any) -> bool:
-    """Whether it is a number from 0 on, no nan and not infinite."""
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
@@ -114,9 +113,7 @@ class MeasuredFile(Generic[Content]):
             ) from None
 
     def refuse_unwritable(self, file: pathlib.Path) -> None:
-        """Raise NotOursError or OSError if :meth:`change` would: what is there is no such file, or nothing
-        can be written there. Makes the folder.
-        """
+        """Make the folder; raise NotOursError or OSError if :meth:`change` would."""
         self._to_change(file)
         target = _target(file)
         try:

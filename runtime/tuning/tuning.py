@@ -119,7 +119,6 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
 
 
 def cached_rows(rows: Sequence[cache.CacheRow], problem: Problem) -> list[cache.CacheRow]:
-    """The rows of the same op, dtype and kind of extents."""
     kind = (problem.op, dtype_name(problem), extents_of(problem))
     return [row for row in rows if (row.op, row.dtype, row.extents) == kind]
 
@@ -203,7 +202,6 @@ def _how(steps: int) -> str:
 
 
 def _tiles(capability: int, problem: Problem, base: Configuration) -> list[Configuration]:
-    """``base`` with each of the table's tiles for the chip."""
     dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
     fitting = tuning_table.tiles(capability, dtype, extents_of(problem))
     return [replace(base, **tile.values) for tile in fitting]

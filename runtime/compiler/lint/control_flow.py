@@ -46,7 +46,6 @@ class Flow:
         return min((body for body in self.loops.values() if index in body), key=len, default=set())
 
     def exits(self, loop: set[int]) -> list[int]:
-        """The branches by which ``loop`` may be left."""
         return sorted(i for i in loop if any(after not in loop for after in self._next[i]))
 
     def last(self, first: int) -> int:

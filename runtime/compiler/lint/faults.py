@@ -82,7 +82,6 @@ class Fault:
 
 
 def selected(faults: Iterable[Fault], ignore: Collection[str] = ()) -> tuple[Fault, ...]:
-    """``faults`` once each, in the order of the rules, without those named in ``ignore``."""
     order = list(RULES)
     kept = [fault for fault in dict.fromkeys(faults) if fault.rule not in ignore]
     return tuple(sorted(kept, key=lambda fault: order.index(fault.rule)))

@@ -35,10 +35,7 @@ def later(chain: FrameChain, other: FrameChain) -> bool:
 
 
 def describe(chain: FrameChain) -> str:
-    """The innermost line and the kernel's own: "signal.py:69 in publish, called at transfer.py:124".
-
-    Reads the files that the chain names; where one is gone, its lines go without a function.
-    """
+    """The innermost line and the kernel's: "a.py:69 in f, called at b.py:9"; no ``f`` if a file is gone."""
     if not chain or not chain[0].line:
         return ""
     if len(chain) == 1:

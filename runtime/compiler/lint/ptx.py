@@ -106,7 +106,6 @@ class PtxModule:
                     self.instructions[i] = replace(self.instructions[i], operation="bar.sync")
 
     def where(self, condition: Callable[[PtxInstruction], bool]) -> list[int]:
-        """Indices of the instructions for which ``condition`` holds."""
         return [i for i, instruction in enumerate(self.instructions) if condition(instruction)]
 
     @functools.cached_property

@@ -85,10 +85,7 @@ def _fits(dot: Dot, num_warps: int) -> bool:
 
 
 def weakened(program: PtxModule, sass: str) -> list[Fault]:
-    """System-scope acquires and releases of the PTX whose line has no such instruction in SASS.
-
-    ``sass`` with line information (``nvdisasm -g``). A line that SASS does not mention is not judged.
-    """
+    """System-scope acquires and releases whose line, where the SASS (``nvdisasm -g``) has it, has none."""
     strength: dict[tuple[str, int], set[str]] = {}
     for each in operations(sass)[0]:
         words = strength.setdefault((each.frame.path, each.frame.line), set())

@@ -339,7 +339,6 @@ class DevicePlace(Place):
         return buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
 
     def workspaces(self) -> list[SymmetricBuffer]:
-        """The group's symmetric memory."""
         return list(self._buffers)
 
     def ops_finished(self, buffer: SymmetricBuffer) -> int:
@@ -352,7 +351,6 @@ class DevicePlace(Place):
         return self._captured
 
     def trouble(self, doing: str) -> Exception | None:
-        """Why what is under way can never end, if that is known. From any thread."""
         return self.failure
 
     def fail(self, error: Exception) -> None:

@@ -22,10 +22,7 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver:
-    """Functions of the driver's ``library``; AttributeError if it is too old.
-
-    Words have 64 bits and are in device memory. Streams and addresses are ints.
-    """
+    """The driver's ``library`` (AttributeError: too old). Words: 64 bits, on device; streams are ints."""
 
     def __init__(self, library: Any) -> None:
         word, handle, number = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
@@ -54,7 +51,6 @@ class Driver:
         return int(stream.value or 0)
 
     def has_words(self, device: int) -> bool:
-        """Whether streams of GPU number ``device`` can write words."""
         able = ctypes.c_int()
         return not self._attribute(ctypes.byref(able), CAN_USE_WORDS, device) and bool(able.value)
 

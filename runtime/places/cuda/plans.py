@@ -322,11 +322,7 @@ class Plans:
 def _where_they_lie(
     key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
 ) -> bool:
-    """Add to ``key`` how what is ``given``, tensors and lists of them, lies to the first of these.
-
-    ``tensors`` are all of them. False if there is no plan for such: one is not dense, or a list not one
-    memory.
-    """
+    """Add to ``key`` how ``given`` (all: ``tensors``) lie to the first; False if not dense, or apart."""
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False

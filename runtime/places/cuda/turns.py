@@ -57,7 +57,6 @@ class Turns:
             self._condition.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Make every wait end with an :class:`AbortedError`; the first reason stays."""
         with self._condition:
             self.failed = self.failed or reason
             self._condition.notify_all()

@@ -131,5 +131,4 @@ def run_virtual_ranks(
 
 
 def current_device() -> torch.device:
-    """The GPU that all virtual ranks share."""
     return torch.device("cuda", torch.cuda.current_device())

@@ -81,7 +81,6 @@ class Watchdog:
             time.sleep(LOOK_SECONDS)
 
     def look(self, place: Any) -> None:
-        """One look; fails ``place`` if there is a reason to."""
         problem = self._problem(place)
         if problem is not None:
             place.fail(problem)

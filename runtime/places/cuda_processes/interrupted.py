@@ -19,10 +19,7 @@ AGAIN_SECONDS = 1.0
 
 @contextlib.contextmanager
 def interrupted_after(seconds: float) -> Iterator[threading.Event]:
-    """Within the block system calls fail with EINTR, in the main thread, once ``seconds`` have passed.
-
-    Then the event is set.
-    """
+    """After ``seconds`` in the block the main thread's system calls fail with EINTR; the event is set."""
     passed = threading.Event()
     if (
         threading.current_thread() is not threading.main_thread()

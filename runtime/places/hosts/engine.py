@@ -47,11 +47,7 @@ _MOST_CALLS = 256
 
 
 class HostsEngine(Engine):
-    """The engine of one rank of a group on several hosts. One op at a time.
-
-    ``place``, a HostsPlace, has the engine of this host's ranks, brings everyone's message to all, and
-    fails the group on errors while bytes move.
-    """
+    """One rank's engine on several hosts, one op at a time. ``place``: local engine, messages, failures."""
 
     def __init__(
         self, place: Any, hosts: HostMap, links: HostLinks, transfers: HostTransfers
@@ -105,7 +101,6 @@ class HostsEngine(Engine):
 
     @property
     def _local(self) -> Engine:
-        """The engine of this host's ranks."""
         engine: Engine = self._place.local_engine()
         return engine
 
@@ -208,10 +203,7 @@ class HostsEngine(Engine):
     def _reduce(
         self, op: str, flat: torch.Tensor, partial: Partial, root: int, *, everywhere: bool
     ) -> None:
-        """At one rank of each host: ``root`` on its host, the first on the others.
-
-        With ``everywhere`` these have the result and hand it out, else ``root`` alone.
-        """
+        """With ``everywhere`` a rank of each host gets the result and hands it out, else ``root`` alone."""
         collectors = [root if root in ranks else ranks[0] for ranks in self._hosts]
         own = collectors[self._host]
         part = partial.widened(flat)

@@ -87,7 +87,6 @@ class HostMap:
         return cls(tuple(tuple(ranks) for ranks in by_host.values()))
 
     def index(self, rank: int) -> int:
-        """The host that ``rank`` is on."""
         return next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
 
     def __str__(self) -> str:

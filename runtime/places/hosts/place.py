@@ -247,7 +247,6 @@ class HostsPlace(CpuPlace):
         return None
 
     def abort(self, reason: str) -> None:
-        """Make every wait of every rank end with an AbortedError that says ``reason``."""
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
 
     def _on_failure(self, error: InterlaceError) -> None:

@@ -245,7 +245,6 @@ class HostTransfers:
             _settle(future, error)
 
     def close(self) -> None:
-        """End the thread; transfers that have not finished fail."""
         self.fail(AbortedError(f"rank {self._rank} has closed the group"))
         self._worker.close(1.0)
 

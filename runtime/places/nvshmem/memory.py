@@ -76,11 +76,7 @@ class NvshmemMemory(TorchMemory):
 
 
 def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
-    """The node of every rank, of who can address whose memory: ``mapped[rank][peer]``.
-
-    The first rank of a node names it. Raises PlaceUnavailableError where that makes no nodes: within
-    one, everybody addresses everybody.
-    """
+    """The node of each rank, named by its first, by ``mapped[rank][peer]``, or PlaceUnavailableError."""
     nodes = [min(peer for peer, there in enumerate(row) if there) for row in mapped]
     for rank, row in enumerate(mapped):
         for peer, there in enumerate(row):

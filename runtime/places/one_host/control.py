@@ -103,16 +103,12 @@ class Control:
 
     @property
     def writes(self) -> memoryview:
-        """The WRITES bytes of the last rank's segment."""
         return self._bytes[-1][_WRITES:_AREAS]
 
     def write(
         self, sequence: int, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
     ) -> None:
-        """Write message ``sequence``, with numbers of the sender's, where the peers will find it.
-
-        The same object twice in one area is written once.
-        """
+        """Write message ``sequence`` and the sender's numbers for the peers; the same object only once."""
         half, area = sequence & 1, _area(sequence)
         own, view, words = self._bytes[self._rank], self.own_view, area >> 3
         view[words + 1] = extent

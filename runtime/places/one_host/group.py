@@ -423,7 +423,6 @@ class HostGroup:
             raise self.interruption(doing, waited_for) or failure
 
     def has_left(self, rank: int) -> bool:
-        """Whether ``rank`` has closed its side of the group."""
         return self.control is not None and self.control.has_left(rank)
 
     def abort(self, reason: str) -> None:

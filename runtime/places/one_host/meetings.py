@@ -85,10 +85,7 @@ class StoreMeeting:
 
 
 class MemoryMeeting:
-    """Ranks of ``whole``, a group, meet in its control segments. A rank comes to one meeting at a time.
-
-    ``hopeless`` finds why it can never come about.
-    """
+    """Ranks of ``whole`` meet in its control segments, one meeting at a time. ``hopeless``: why not."""
 
     def __init__(self, whole: Any, ranks: Sequence[int], hopeless: Interruption) -> None:
         assert whole.control is not None

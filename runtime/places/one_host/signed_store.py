@@ -82,6 +82,5 @@ def glance(store: Store, key: str) -> bytes | None:
 
 
 def signed(store: Store) -> Store:
-    """``store`` with the job's secret, if it has one."""
     secret = job_secret()
     return SignedStore(store, secret) if secret else store

@@ -34,7 +34,6 @@ Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -79,10 +78,7 @@ class Patience:
     def step(
         self, doing: str, waited_for: Sequence[int], ready: Callable[[], bool] | None = None
     ) -> None:
-        """Spend a little time after a poll for ``waited_for`` failed; raise if it is hopeless.
-
-        ``ready`` is the poll, if a peer that makes it true rings the bell.
-        """
+        """Spend time after a failed poll; raise if hopeless. ``ready``: the poll, if peers ring for it."""
         self._steps += 1
         if self._steps < 0:
             return

@@ -18,7 +18,6 @@ Stretch = tuple[int, int]  # address and bytes
 
 
 def adjacent(parts: Sequence[Stretch]) -> bool:
-    """Whether the parts are equal in size and one behind the other."""
     first, nbytes = parts[0]
     return all(part == (first + number * nbytes, nbytes) for number, part in enumerate(parts))
 

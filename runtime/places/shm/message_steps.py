@@ -290,7 +290,6 @@ class HostSteps:
 
 
 def at(operand: Operand, further: int) -> Operand:
-    """The address ``further`` bytes on."""
     if isinstance(operand, int):
         return operand + further
     return operand[0] + further, operand[1]

@@ -100,10 +100,7 @@ class Rounds:
         *,
         apart: bool,
     ) -> None:
-        """Rank r's part for this rank to ``targets[r]``, for every r with ``large[r]`` bytes of it at most.
-
-        ``apart``: there is a part for each rank, else one for all.
-        """
+        """Rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all unless ``apart``."""
         rank = self._rank
         piece, number = (self.section, rank) if apart else (SLOT_BYTES, 0)
         own = parts[number][0] if parts else 0

@@ -54,7 +54,6 @@ class Receive(Future[Outcome]):
         self._context = contextvars.copy_context()  # callbacks are the receiver's, not the sender's
 
     def fits(self, message: Message) -> bool:
-        """Whether ``message`` is for this receive, by its envelope."""
         to = (message.destination, message.tag) == (self.rank, self.tag)
         return to and self.source in (None, message.source)
 

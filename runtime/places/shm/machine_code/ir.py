@@ -307,7 +307,6 @@ def run(processor: str) -> str:
 
 
 def summing(e: Element) -> str:
-    """The module of ``sum`` for elements of one type."""
     blocks = _loop(e, "b", e.lanes, "0", "entry", "%whole", "s")
     single = _loop(e, "s", 1, "%whole", "b", "%count", "end")
     return _SUM.format(lanes=e.lanes, blocks=blocks, single=single)

@@ -52,7 +52,6 @@ def _summing(element: ir.Element) -> int:
 
 
 def available() -> bool:
-    """Whether steps can be run here."""
     return _run() is not None
 
 
