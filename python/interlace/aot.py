@@ -338,7 +338,7 @@ class Formulas:
     def knows(self, name: str, values: Mapping[str, Any]) -> bool:
         return name in values or name in self._constants or name in self._expressions
 
-    def value(self, text: str, values: Mapping[str, Any]) -> Any:
+    def value(self, text: str, values: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
         """A named expression, or any, at ``values``. Raises ValueError for a value that is missing."""
         if text in values:
             return _whole(text, values[text])
@@ -350,8 +350,13 @@ class Formulas:
         for name in self.inputs(text):
             if not self.knows(name, values):
                 raise ValueError(f"values lack {name!r}, which {text!r} needs")
-            scope[name] = self.value(name, values)
-        return eval(compile(tree, "<manifest>", "eval"), scope)
+            if name in within:
+                raise BundleError(f"the manifest says {name!r} by itself: {text[:80]!r}")
+            scope[name] = self.value(name, values, (*within, name))
+        try:
+            return eval(compile(tree, "<manifest>", "eval"), scope)
+        except _LIMITS as error:  # too deep, or too large
+            raise BundleError(f"{text[:80]!r} comes to no number: {type(error).__name__}") from None
 
 
 def _check_ranks(values: Mapping[str, Any]) -> None:

@@ -66,12 +66,13 @@ def python_of_document() -> str:
 def test_document_launches_without_triton(
     bundles: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    """The program of docs/aot.md in a process of its own, with the copy of the loader."""
+    """The program of docs/aot.md in a process of its own, beside a copy of the loader."""
     (tmp_path / "bundle").symlink_to(bundles["all_gather_matmul"])
     shutil.copy(cupy_stand_in.__file__, tmp_path / "cupy.py")
+    shutil.copy(tmp_path / "bundle" / "load.py", tmp_path)
     before = "rank, world_size = 1, 4\npeer_addresses = lambda buffer: [1 << 20] * 4\n"
     after = """
-import json
+import json, sys
 shown = [{**one, "args": [(type(a).__name__, int(a)) for a in one["args"]]} for one in cupy.launches]
 top = sorted({name.split(".")[0] for name in sys.modules})
 print(json.dumps([shown, cupy.allocations, top]))
@@ -362,6 +363,22 @@ def test_a_pipe_in_place_of_a_file_is_said(tmp_path: pathlib.Path) -> None:
 def test_loading_computes_nothing(text: str) -> None:
     with pytest.raises(aot.BundleError, match="no plain function"):
         aot.Formulas({"f": text}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("formula", "said"),
+    [
+        ("again(1)", "comes to no number: RecursionError"),
+        ("[0] * 1000000000000000000", "comes to no number: MemoryError"),
+        ("len(range(1000000000000000000000))", "comes to no number: OverflowError"),
+        ("first", "says 'second' by itself"),
+    ],
+)
+def test_formulas_that_come_to_no_number(formula: str, said: str) -> None:
+    quantities = {"first": "second + 1", "second": "first - 1"}
+    formulas = aot.Formulas({"again": "def again(n):\n    return again(n)"}, quantities, {})
+    with pytest.raises(aot.BundleError, match=said):
+        formulas.value(formula, {})
 
 
 def test_a_manifest_that_is_too_deep_is_damaged(tmp_path: pathlib.Path) -> None:
