@@ -44,8 +44,7 @@ test-all: test $(VENV)/docs  ## and those that take long for what they find
 	$(PYTEST) -m thorough
 
 matrix:  ## the core of the tests with one torch after another; minutes each, and 6 GB; writes a table
-	status=0; for torch in $(CORNERS); do $(MAKE) TORCH=$$torch corner || status=1; done; \
-		"$(PYTHON)" tests/repository/corner.py --table; exit $$status
+	status=0; for torch in $(CORNERS); do $(MAKE) TORCH=$$torch corner || status=1; done; exit $$status
 
 corner: $(VENV)/test  # a row of that table
 	$(PY) tests/repository/corner.py

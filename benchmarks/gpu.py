@@ -1,4 +1,4 @@
-"""Everything that is measured on one GPU: ``python benchmarks/gpu.py [--part NAME] [--out FILE]``.
+"""Measurements on one GPU: ``python benchmarks/gpu.py [--part NAME] [--out FILE]``.
 
 ==========  ======================================================================================
 matmul      the kernel of all_gather_matmul with all flags preset, against torch.mm; what waits cost

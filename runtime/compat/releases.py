@@ -41,16 +41,16 @@ def installed(name: str) -> str:
 
 def release(version: str) -> Release:
     """Its first two numbers: (2, 13) of "2.13.0+cpu"."""
-    first, second = re.findall(r"\d+", version)[:2]
+    first, second = [*re.findall(r"\d+", version), 0, 0][:2]
     return int(first), int(second)
 
 
 def untried() -> str:
-    """What is installed and newer than anything tried, or of another kind, in words; "" if nothing is."""
+    """What is installed and was not tried, nor what is older and newer, in words; "" if nothing is."""
     found = [
         f"{name} {installed(name)} (tried: {_words(name)})"
-        for name, (_, newest) in TRIED.items()
-        if release(installed(name)) > newest or installed(name).endswith(FREE_THREADED)
+        for name in TRIED
+        if not was_tried(name) or installed(name).endswith(FREE_THREADED)
     ]
     return ", ".join(found)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core import plain
-from interlace.runtime.core.call import Call, PreparedCall, Start
+from interlace.runtime.core.call import Call, PreparedCall, Start, Terms
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError
 from interlace.runtime.core.memory import Arena, Layout, Tables, Workspace
@@ -93,7 +93,7 @@ class Communicator:
         text = error.args[0] if error.args else None
         if not isinstance(text, str):
             return
-        if own and "on rank " not in text and not isinstance(error, InterlaceError):
+        if own and f"on rank {self.rank}" not in text and not isinstance(error, InterlaceError):
             text = f"{text} (on rank {self.rank})"
         note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
         if self.ranks != tuple(range(self.world_size)) and not text.endswith(note):
@@ -243,6 +243,11 @@ class Communicator:
     def engine(self) -> Engine:
         """The engine of this group's plain collectives."""
         return self.place.new_engine(self)
+
+    def call_of(self, op: str, terms: Terms, part: Any) -> Call:
+        """The call with these terms and this part, by which it is remembered."""
+        key = (op, terms, part)
+        return self.calls.get(key) or self.remember(key, Call(op, terms, part=part))
 
     def remember(self, key: Any, call: Call) -> Call:
         """Keep ``call`` for the next time the same is asked for.

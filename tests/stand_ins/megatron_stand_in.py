@@ -1,4 +1,4 @@
-"""As much of Megatron-core's tensor parallel layers as ``interlace.integrations.megatron`` meets.
+"""A part of Megatron-core's tensor parallel layers as ``interlace.integrations.megatron`` meets.
 
 For machines without megatron-core: the names, attributes and calls of ``ColumnParallelLinear`` and
 ``RowParallelLinear`` of 0.16, with communication by torch.distributed beside the matmuls.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.core.call import Call, Terms
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 
@@ -45,12 +45,6 @@ def copied_back(
     for out, made in pairs:
         compute.copy(out, made, "output")
     return compute.record()
-
-
-def call_of(communicator: Communicator, op: str, terms: Terms, part: Any) -> Call:
-    """The call with these terms and this part, by which it is remembered."""
-    key = (op, terms, part)
-    return communicator.calls.get(key) or communicator.remember(key, Call(op, terms, part=part))
 
 
 def remember(communicator: Communicator, key: Any, call: Call) -> Call:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
 from interlace.runtime.algorithms import gather_matmul as algorithms
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
@@ -126,7 +126,7 @@ def _agreed(
         ("return_gathered", bool(return_gathered)),
         ("configuration", configuration.OVERRIDE.get()),
     )
-    answers = communicator.parts(dense.call_of(communicator, OP, terms, mine))
+    answers = communicator.parts(communicator.call_of(OP, terms, mine))
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import matmul_reduce as algorithms
 from interlace.runtime.algorithms import plain
@@ -140,7 +140,7 @@ class _CheckedReduce:
             ("activation", self.activation or None),
             ("configuration", configuration.OVERRIDE.get()),
         )
-        call = dense.call_of(self.communicator, self.op, terms, inner)
+        call = self.communicator.call_of(self.op, terms, inner)
         self.largest_inner = max(self.communicator.parts(call))
 
     def _choice(self, op: str, rows: int, columns: int) -> tuning.Choice:

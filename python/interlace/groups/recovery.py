@@ -45,9 +45,10 @@ def rebuild(group: Any, ranks: Sequence[int]) -> Any:
     >>> dist.destroy_process_group()
     """
     whole = groups.resolve(group)
-    members = rank_lists.checked(ranks, whole)
-    if whole.rank not in members:
-        raise ValueError(f"rank {whole.rank} is not one of ranks {list(members)}")
+    with whole.accepting():
+        members = rank_lists.checked(ranks, whole)
+        if whole.rank not in members:
+            raise ValueError(f"rank {whole.rank} is not one of ranks {list(members)}")
     return _reunited(group, members)
 
 

@@ -5,7 +5,9 @@ is made of the internals has its own tests, which then fail too, and say less.
 """
 
 import ast
+import importlib
 import inspect
+import operator
 import pathlib
 from dataclasses import fields
 from typing import Any
@@ -136,6 +138,24 @@ def test_atomics_of_the_interpreters_other_half() -> None:
     assert (seen[0], word[0]) == (41, 42)
 
 
+REACHED = {
+    "triton.backends.nvidia.driver": ("annotate_arguments",) if TRITON >= (3, 7) else (),
+    "triton.compiler.compiler": ("CompiledKernel._init_handles",),
+    "triton.experimental.gluon._runtime": ("GluonASTSource",),
+    "triton.knobs": ("runtime.launch_enter_hook", "runtime.launch_exit_hook"),
+    "triton.runtime.cache": ("get_cache_manager",),
+    "triton.runtime.jit": ("JITFunction.warmup",),
+    "torch._C._dynamo.eval_frame": ("set_code_exec_strategy",),
+    "torch._C._distributed_c10d": ("ProcessGroupGloo",),
+}
+
+
+@pytest.mark.parametrize("module", REACHED)
+def test_what_is_reached_for_is_there(module: str) -> None:
+    for name in REACHED[module]:
+        operator.attrgetter(name)(importlib.import_module(module))
+
+
 # -- Triton's compiler and launcher ----------------------------------------------------------------
 
 
@@ -231,6 +251,13 @@ def test_nothing_is_said_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> N
     tried = {"Python": "3.10.1", "torch": "2.15.3+cpu", "Triton": "3.6.0"}
     monkeypatch.setattr(releases, "installed", tried.__getitem__)
     assert releases.untried() == ""
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "3", "unknown"])
+def test_what_is_older_or_odd_is_named(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    known = {"Python": "3.11.7", "torch": version, "Triton": "3.7.1"}
+    monkeypatch.setattr(releases, "installed", known.__getitem__)
+    assert releases.untried() == f"torch {version} (tried: 2.11 to 2.15)"
 
 
 def test_a_python_without_a_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
