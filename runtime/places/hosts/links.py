@@ -79,7 +79,7 @@ _MOMENT = timedelta(milliseconds=1)
 _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
 _ANSWER = 1.0  # seconds for a rank to say whom it waits for; a stopped process says nothing
 # Seconds after the bound: closing connections ends waits, but not gloo's for a message that has begun to
-# come. It takes less to find out who is late; a rank whose connection ends before would be said to have died.
+# come. To find out who is late takes less; a rank whose connection ends before is said to have died.
 _LATE = 5.0
 _WHOLE = 64 << 10  # bytes that come in one piece
 _SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
