@@ -27,9 +27,10 @@ _names: Known = weakref.WeakKeyDictionary()
 
 def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
     """``ranks`` if they are distinct ranks of ``whole``; TypeError or ValueError otherwise."""
-    if not isinstance(ranks, Sequence) or isinstance(ranks, str):
-        raise TypeError(f"ranks must be a list of ints, got {ranks!r}")
-    members = list(ranks)
+    try:
+        members = list(ranks)
+    except TypeError:
+        raise TypeError(f"ranks must be a list of ints, got {ranks!r}") from None
     for rank in members:
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise TypeError(f"ranks must be ints, got {members}")
