@@ -5,6 +5,7 @@
 # Another Python:   make test PYTHON=python3.12
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
 # The site elsewhere: make docs SITE=folder
+# A longer soak:      make faults MINUTES=10
 
 # The first Python on PATH that the project supports; python3 if it is one.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))
@@ -23,11 +24,12 @@ EXTRAS_docs := [docs]
 # An empty value lets Python write bytecode, whatever the environment says: workers share it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SITE ?= build/site
+MINUTES ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all matrix corner conformance verify verify-fast lint format docs bench clean
+.PHONY: help demo test test-all matrix corner conformance faults verify verify-fast lint format docs bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +53,9 @@ corner: $(VENV)/test  # a row of that table
 
 conformance: $(VENV)/test  ## torch's own tests of process groups, on interlace as a backend; minutes
 	$(PY) tests/conformance/run_suite.py
+
+faults: $(VENV)/test  ## provoke every fault that docs/reliability.md is about, and write its table; ten minutes
+	PYTHONPATH=tests $(PY) -m faults --minutes $(MINUTES)
 
 verify: $(VENV)/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --seeds 6 --schedules 60

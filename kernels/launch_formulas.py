@@ -3,7 +3,7 @@
 The launch side of the algorithms calls these functions. A bundle that is built ahead of time carries their
 source text (``bundle/texts.py``), and its loader evaluates that, so a launch without Triton has the
 same numbers. Hence the plain style: only whole numbers, lists and tuples of them, and what
-``interlace/aot.py`` allows.
+``interlace/formulas.py`` allows.
 
 Legend: ``rows`` lists the rows of every rank (of a flat tensor: its elements); ``tiles_n`` is the number
 of tiles side by side; ``resident`` is how many programs the device keeps resident at once.

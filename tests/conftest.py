@@ -39,6 +39,7 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 # What somebody has tuned on this machine is not what is tested.
 os.environ["INTERLACE_TUNE_CACHE"] = "off"
 os.environ["INTERLACE_CALIBRATION"] = "off"
+os.environ["INTERLACE_RECORD"] = "off"  # but for tests of it: hundreds provoke failures
 
 # Many ranks share few cores here; torch's own threads would only fight them.
 torch.set_num_threads(1)

@@ -35,15 +35,17 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
     ),
     "runtime/places": "",
-    "runtime/places/one_host": "runtime/compat runtime/core",
+    "runtime/record": "runtime/core",
+    "runtime/places/one_host": "runtime/compat runtime/core runtime/record",
     "runtime/places/shm/machine_code": "",
     "runtime/scheduler": "runtime/core runtime/interpreter",
     "runtime/places/shm": (
         "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
-        "runtime/places/shm/machine_code runtime/scheduler"
+        "runtime/places/shm/machine_code runtime/record runtime/scheduler"
     ),
     "runtime/places/hosts": (
-        "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm"
+        "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm "
+        "runtime/record"
     ),
     "runtime/tuning": "runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
@@ -69,7 +71,7 @@ FOLDERS = {
         "runtime/places/hosts runtime/places/nvshmem runtime/places/one_host "
         "runtime/places/shm"
     ),
-    "interlace/arguments": "runtime/core runtime/numerics runtime/tuning",
+    "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
     "interlace/cli/output": (
         "runtime/compat runtime/compiler runtime/core runtime/places/hosts "
         "runtime/places/shm/machine_code"
@@ -90,7 +92,7 @@ FOLDERS = {
         "runtime/algorithms runtime/compat runtime/core runtime/numerics"
     ),
     "interlace/compile": "interlace/ops runtime/compat runtime/tuning",
-    "interlace/functional": ("interlace/arguments interlace/groups interlace/ops runtime/core"),
+    "interlace/functional": ("interlace/arguments interlace/groups interlace/ops runtime/compat"),
     "interlace/nn/functions": (
         "interlace/arguments interlace/collectives interlace/groups "
         "interlace/ops interlace/ops/eager runtime/algorithms runtime/core"
@@ -122,7 +124,7 @@ FOLDERS = {
     ),
     "interlace/tensor/mesh": (
         "interlace interlace/arguments interlace/collectives interlace/functional "
-        "interlace/groups interlace/ops runtime/core runtime/tuning"
+        "interlace/groups interlace/ops runtime/compat runtime/core runtime/tuning"
     ),
     "interlace/tensor": "interlace/tensor/mesh interlace/tensor/uneven",
     "interlace/nn/parameters": (
@@ -160,12 +162,12 @@ FOLDERS = {
     ),
     "interlace/cli/bench": (
         "interlace interlace/benchmark/runs interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/output interlace/groups"
+        "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/core"
     ),
     "interlace/cli/commands": (
         "interlace interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
-        "interlace/verify/suite runtime/algorithms runtime/compiler "
-        "runtime/compiler/bundle runtime/core runtime/tuning"
+        "interlace/verify/suite runtime/algorithms runtime/compiler runtime/compiler/bundle "
+        "runtime/core runtime/places/one_host runtime/record runtime/tuning"
     ),
     "interlace/cli/tune": (
         "interlace interlace/benchmark/runs interlace/benchmark/subjects "

@@ -1,12 +1,14 @@
 """Tools of the tests of ops: payloads, poison, delays, and running on simulated ranks."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,6 +51,23 @@ def under_torchrun(command: str, *options: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def shared_names() -> set[str]:
+    """What lies in /dev/shm, but for what processes map that do not descend from this one."""
+    parents: dict[int, int] = {}
+    mapped: dict[int, set[str]] = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        about = Path(f"/proc/{pid}")
+        with suppress(OSError):
+            parents[pid] = int((about / "stat").read_text().rpartition(")")[2].split()[1])
+            mapped[pid] = set(re.findall(r" /dev/shm/(\S+)", (about / "maps").read_text()))
+
+    def ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
+
+    foreign = {name for pid, names in mapped.items() if not ours(pid) for name in names}
+    return set(os.listdir("/dev/shm")) - foreign
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,9 @@ from interlace.matmuls import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from interlace.numerics import check_numerics
 from interlace.runtime.compat.environment import check_environment as _check_environment
+from interlace.runtime.compat.environment import write_log as _write_log
 from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
 from interlace.runtime.core.errors import (
     AbortedError,
@@ -79,6 +81,8 @@ from interlace.runtime.core.errors import (
     PlaceUnavailableError,
     RankError,
 )
+from interlace.runtime.core.hooks import HookedOp
+from interlace.runtime.core.place import timeout
 from interlace.runtime.core.work import Work
 from interlace.runtime.tuning.configuration import override as configured
 from interlace.symmetric_memory import registration as _torch_kernels
@@ -86,6 +90,7 @@ from interlace.symmetric_memory import registration as _torch_kernels
 __version__ = "0.1.0"
 
 _check_environment()
+_write_log()
 _warn_of_untried()
 _interlace_backend.register()
 _torch_kernels.register()
@@ -112,6 +117,7 @@ __all__ = [
     "DeadlockError",
     "Group",
     "GroupSpec",
+    "HookedOp",
     "InterlaceError",
     "P2POp",
     "PeerDiedError",
@@ -140,6 +146,7 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "check_numerics",
     "configured",
     "device",
     "gather",
@@ -175,4 +182,5 @@ __all__ = [
     "shutdown",
     "split_group",
     "symmetric_memory",
+    "timeout",
 ]

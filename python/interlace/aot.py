@@ -1,20 +1,18 @@
 """Load a bundle that ``python -m interlace build --op`` has made, and launch it, without Triton.
 
-This file needs the standard library alone, and CuPy (with its NumPy) from the first launch on. A copy of
-it is in every bundle, as ``load.py``, and that is why it is one file: whoever launches needs neither
-interlace nor Triton nor torch.
+This file and ``formulas.py`` need the standard library alone, and CuPy (with its NumPy) from the first
+launch on. Both are in every bundle, as one file, ``load.py``: whoever launches needs neither interlace nor
+Triton nor torch.
 
 >>> from interlace import aot
 >>> bundle = aot.load("all_gather_matmul_bundle")           # doctest: +SKIP
 >>> bundle.run(values, arguments, stream=stream)            # doctest: +SKIP
 
-docs/aot.md has a whole program. Formulas of a manifest are checked before they are evaluated: they are
-arithmetic on whole numbers and lists of them, and can reach nothing else.
+docs/aot.md has a whole program.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import json
@@ -25,6 +23,8 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from interlace.formulas import BundleError, Formulas, whole
+
 FORMAT = "interlace bundle"
 VERSION = 1
 CUPY_MISSING = (
@@ -32,29 +32,15 @@ CUPY_MISSING = (
     "cupy-cuda13x, whichever is for the CUDA version that nvidia-smi shows"
 )
 
-_BUILTINS = {"len": len, "max": max, "min": min, "range": range, "sum": sum}
-_NODES = """
-Module Expression FunctionDef arguments arg Return Assign AugAssign For If Expr Name Load Store Constant
-List Tuple Starred ListComp GeneratorExp comprehension Subscript Slice Call keyword BinOp UnaryOp BoolOp
-Compare IfExp Add Sub Mult FloorDiv Mod USub Not And Or Eq NotEq Lt LtE Gt GtE
-"""
-_ALLOWED = frozenset(_NODES.split())
-_LIMITS = (OSError, RecursionError, MemoryError, OverflowError)
 _RANGES = {f"i{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
 _RANGES |= {f"u{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 _ELEMENTS = {
     "bf16": ("bfloat16", "uint16"),  # CuPy has no bfloat16: 16 bits that are one
-    "fp16": ("float16",),
-    "fp32": ("float32",),
-    "fp64": ("float64",),
+    **{f"fp{bits}": (f"float{bits}",) for bits in (16, 32, 64)},
     **{name: (("u" if name[0] == "u" else "") + f"int{name[1:]}",) for name in _RANGES},
 }
 _DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
 MOST_RANKS = 64
-
-
-class BundleError(ValueError):
-    """A directory is no bundle, or not as it was built."""
 
 
 def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
@@ -90,7 +76,7 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
                 f"arch is {wanted}; {folder} was built for {', '.join(manifest['arches'])}"
             )
         return Bundle(folder, manifest, wanted)
-    except (LookupError, TypeError, AttributeError, SyntaxError, *_LIMITS) as error:
+    except (LookupError, TypeError, AttributeError, OSError) as error:
         raise BundleError(
             f"{folder / 'manifest.json'} is damaged: {type(error).__name__}: {error}"
         ) from error
@@ -315,92 +301,17 @@ class Kernel:
         return address
 
 
-class Formulas:
-    """Named expressions over whole numbers, and the functions that they call, from a manifest."""
-
-    def __init__(
-        self, functions: Mapping[str, str], expressions: Mapping[str, str], constants: Any
-    ) -> None:
-        self._expressions, self._constants = dict(expressions), dict(constants)
-        self._scope: dict[str, Any] = {"__builtins__": {}, **_BUILTINS}
-        for text in functions.values():
-            tree = _checked(ast.parse(text))
-            if not _only_defines(tree):
-                raise BundleError(f"the manifest has no plain function but {text[:80]!r}")
-            exec(compile(tree, "<manifest>", "exec"), self._scope)
-
-    def inputs(self, text: str) -> set[str]:
-        """Names of the numbers and lists that an expression is over."""
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-        stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
-        return {node.id for node in nodes} - stored - self._scope.keys()
-
-    def knows(self, name: str, values: Mapping[str, Any]) -> bool:
-        return name in values or name in self._constants or name in self._expressions
-
-    def value(self, text: str, values: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
-        """A named expression, or any, at ``values``. Raises ValueError for a value that is missing."""
-        if text in values:
-            return _whole(text, values[text])
-        if text in self._constants:
-            return self._constants[text]
-        text = self._expressions.get(text, text)
-        tree = _checked(ast.parse(text, mode="eval"))
-        scope = dict(self._scope)
-        for name in self.inputs(text):
-            if not self.knows(name, values):
-                raise ValueError(f"values lack {name!r}, which {text!r} needs")
-            if name in within:
-                raise BundleError(f"the manifest says {name!r} by itself: {text[:80]!r}")
-            scope[name] = self.value(name, values, (*within, name))
-        try:
-            return eval(compile(tree, "<manifest>", "eval"), scope)
-        except _LIMITS as error:  # too deep, or too large
-            raise BundleError(f"{text[:80]!r} comes to no number: {type(error).__name__}") from None
-
-
 def _check_ranks(values: Mapping[str, Any]) -> None:
     """Raises ValueError or TypeError if ``values`` name a rank or shards that no group has."""
-    world_size = _whole("world_size", values.get("world_size", 1))
+    world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"world_size is {values['world_size']!r}, not within 1..{MOST_RANKS}")
-    rank = _whole("rank", values.get("rank", 0))
+    rank = whole("rank", values.get("rank", 0))
     if isinstance(rank, list) or not 0 <= rank < world_size:
         raise ValueError(f"rank is {values['rank']!r}, not within 0..{world_size - 1}")
-    rows = _whole("rows", values.get("rows", [0] * world_size))
+    rows = whole("rows", values.get("rows", [0] * world_size))
     if not isinstance(rows, list) or len(rows) != world_size or min(rows) < 0:
         raise ValueError(f"rows is {values['rows']!r}, not a list of {world_size} lengths by rank")
-
-
-def _checked(tree: Any) -> Any:
-    """``tree`` if it is arithmetic, loops and calls by name; the only method is append of a list."""
-    for node in ast.walk(tree):
-        kind = type(node).__name__
-        appends = isinstance(node, ast.Attribute) and node.attr == "append"
-        hidden = isinstance(node, ast.Name) and node.id.startswith("_")
-        if (kind not in _ALLOWED and not appends) or hidden:
-            raise BundleError(f"a formula of the manifest has {kind}: {ast.unparse(node)}")
-    return tree
-
-
-def _only_defines(tree: ast.Module) -> bool:
-    """Whether it is one function, of whose definition nothing is computed before a formula calls it."""
-    match tree.body:
-        case [ast.FunctionDef(args=given, decorator_list=[], returns=None)]:
-            plain = ast.arguments([], given.args, None, [], [], None, [])
-            simple = ast.dump(given) == ast.dump(plain)
-            return simple and not any(each.annotation for each in given.args)
-    return False
-
-
-def _whole(name: str, value: Any) -> Any:
-    """A whole number or a list of them."""
-    try:
-        if isinstance(value, Iterable):
-            return [operator.index(one) for one in value]
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}, not a whole number or a list of them") from None
 
 
 def _number(name: str, kind: str, value: Any) -> int:

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from interlace.groups import groups
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.tuning import configuration
 
 PLACES = ("sim", "shm", "cuda")
 JOB_PLACES = ("hosts", "nvshmem")
 MAX_WORLD_SIZE = 64
-MOST_SECONDS = 1e6  # what waits of the system take; eleven days
 
 
 def run(
@@ -84,12 +83,7 @@ def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:
         raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {type(fn).__name__}")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    if timeout > MOST_SECONDS:
-        raise ValueError(f"timeout must be at most {MOST_SECONDS:g} seconds, got {timeout}")
+    positive_seconds("timeout", timeout)
 
 
 def rank_function(

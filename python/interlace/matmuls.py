@@ -10,9 +10,9 @@ from interlace import recorded
 from interlace.arguments import checks
 from interlace.fused import gather, grouped, reduce
 from interlace.groups.groups import resolve
+from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.numerics.activations import activate
 
 

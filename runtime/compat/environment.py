@@ -4,14 +4,18 @@ docs/environment.md has this table.
 """
 
 import difflib
+import logging
 import os
 import re
 
+LEVELS = ("warning", "info", "debug")
 VARIABLES = {
+    "INTERLACE_DEBUG": "`info`, `debug` (or `warning`): the log on stderr, see [debugging](debugging.md)",
     "INTERLACE_SECRET": "the secret of a job, see [security](security.md)",
     "INTERLACE_TRUST_NETWORK": "`1`: several hosts need no secret, see [security](security.md)",
     "INTERLACE_TUNE_CACHE": "the file of tuned configurations, or `off`, see [tuning](tune.md)",
     "INTERLACE_CALIBRATION": "the file of this machine's figures, or `off`, see [tensors](tensor.md)",
+    "INTERLACE_RECORD": "the folder of what failed ranks did last, or `off`, see [records](record.md)",
     "INTERLACE_MACHINE_CODE": "`0`: collectives on a CPU are done by Python and torch alone",
     "INTERLACE_TRACEBACK": "not empty: errors of `python -m interlace` come with a traceback",
     "INTERLACE_WITHOUT_NVSHMEM": "`1`: tests that need NVSHMEM's device library are skipped",
@@ -31,3 +35,19 @@ def check_environment() -> None:
             raise ValueError(
                 f"{name} in the environment is no variable of interlace; did you mean {nearest}?"
             )
+
+
+def write_log() -> None:
+    """Let the logger ``interlace`` write to stderr, if ``INTERLACE_DEBUG`` asks for it.
+
+    Raises ValueError if that is no level.
+    """
+    level, log = os.environ.get("INTERLACE_DEBUG", ""), logging.getLogger("interlace")
+    if level not in ("", *LEVELS):
+        raise ValueError(f"INTERLACE_DEBUG must be one of {', '.join(LEVELS)}, got {level!r}")
+    if level:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(level.upper())
+        log.propagate = False

@@ -10,6 +10,8 @@ A group in Python (``process_group/group.py``) overrides methods of ``ProcessGro
 """
 
 import functools
+from collections.abc import Sequence
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
@@ -55,6 +57,17 @@ __all__ = [
 ]
 
 ProcessGroup: Any = dist.ProcessGroup  # torch calls it otherwise than its overloads say
+
+
+def of_members(
+    store: Any, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
+) -> ProcessGroup:
+    """torch's group of backend "interlace" of these global ranks, as ``new_group`` makes one of all."""
+    c10d: Any = dist.distributed_c10d
+    about = len(ranks), rank, list(ranks), dist.Backend("interlace"), store, name
+    made, _ = c10d._new_process_group_helper(*about, timeout=timeout)
+    c10d._world.pg_group_ranks[made] = {whole: part for part, whole in enumerate(ranks)}
+    return made
 
 
 def leave_unrecorded(name: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -16,6 +19,7 @@ from interlace.runtime.core.stream import Event, Outcome
 T = TypeVar("T")
 
 LONGEST = 32 << 10  # bytes of a message; places take twice as much
+CALLS = plain.dumps(("", None, None))[:6]  # how the messages of calls begin
 
 Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], object]
@@ -104,6 +108,29 @@ def mismatch(
             f"{tensor.numel()} are received on rank {rank} (tag {tag})"
         )
     return None
+
+
+class MessageEnd(Future[Outcome]):
+    """The end of a message on one rank.
+
+    ``refused``: what receivers could not take of this rank's earlier messages, whose own ends were told
+    before that was known. The next message that is asked for its end, and has not failed, fails with it.
+    """
+
+    refused: deque[Exception]
+    _said: BaseException | None = None
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        if (self.refused or self._said) and (error := self.exception(timeout)):
+            raise error
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        own = self._said or super().exception(timeout)
+        if own is None and self.refused:
+            with suppress(IndexError):  # another thread has just said it
+                own = self._said = self.refused.popleft()
+        return own
 
 
 def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:

@@ -19,20 +19,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, PreparedCall, Start, Terms
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError
+from interlace.runtime.core.hooks import Form, Hook, HookedOp, OpHooks, log
 from interlace.runtime.core.memory import Arena, Layout, Tables, Workspace
-from interlace.runtime.core.place import Nodes, Place
+from interlace.runtime.core.place import Nodes, Place, positive_seconds
 from interlace.runtime.core.stream import NOTHING, Event, Outcome, Settled
-from interlace.runtime.core.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 
 MESSAGE_LENGTH = 2000
@@ -54,12 +58,14 @@ class Communicator:
     [(0, 2, (0,)), (1, 2, None)]
     """
 
-    def __init__(self, place: Place, ranks: Sequence[int]) -> None:
+    def __init__(self, place: Place, ranks: Sequence[int], hooks: OpHooks | None = None) -> None:
+        """``hooks`` are those of the same ranks on another device."""
         self.place = place
         self.ranks = tuple(ranks)
         self.rank = place.rank
         self.device_type = place.device.type
         self.world_size = place.world_size
+        place.known_as(self.ranks)
         self.compute = place.new_stream("compute")
         self.copying = place.new_stream("copy", priority=True)
         self.arena = Arena(
@@ -77,6 +83,9 @@ class Communicator:
         self._generation = 0
         self._closed = False
         self._out_of_step = ""  # since which call, once ranks have called different ops
+        self.hooks = OpHooks(self, hooks)
+        self._since = time.perf_counter()
+        self._log("made")
 
     def on(self, *values: Any) -> Communicator:
         """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""
@@ -88,8 +97,9 @@ class Communicator:
 
     def _number(self, error: Exception, *, own: bool) -> None:
         """Say in ``error`` which rank raised it, if it is this one's ``own``, and how ranks are counted."""
-        if isinstance(error, DifferentOpsError):
-            self._out_of_step = self._out_of_step or str(error)
+        if isinstance(error, DifferentOpsError) and not self._out_of_step:
+            self._out_of_step = str(error)
+            self.place.fault(self._out_of_step)
         text = error.args[0] if error.args else None
         if not isinstance(text, str):
             return
@@ -139,14 +149,17 @@ class Communicator:
         or ValueError; this rank is to raise ``error``, of any class, in which its number is added.
         """
         self.place.recorder = None  # what follows is another call
+        said = str(error)  # the others name this rank themselves
         self._number(error, own=True)
         over = self._closed or self._out_of_step
         if isinstance(error, InterlaceError) or self.world_size == 1 or over or not op:
             return
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        text = str(error)
-        if not isinstance(error, (TypeError, ValueError)):
-            text = f"{type(error).__name__}: {text}"
+        text = (
+            said
+            if isinstance(error, (TypeError, ValueError))
+            else f"{type(error).__name__}: {said}"
+        )
         text = text[:MESSAGE_LENGTH]
         message = plain.dumps((op, kind is TypeError, text))  # in place of the terms
         doing = f"{op}, which this rank refused ({kind.__name__}: {text})"
@@ -174,9 +187,27 @@ class Communicator:
         place = self.place.subgroup(tuple(ranks), self._generation)
         return Communicator(place, [self.ranks[rank] for rank in ranks])
 
+    def set_timeout(self, seconds: timedelta | float) -> None:
+        """Bound every later wait of this rank in this group by ``seconds``, a number or a timedelta.
+
+        Not collective; groups made from this one later have it too. Raises ValueError for what is not
+        positive or more than a million seconds, TypeError for no number. Does nothing in ``sim``.
+
+        >>> def on_rank():
+        ...     interlace.new_group().set_timeout(60)
+        >>> interlace.run(on_rank, 2)
+        [None, None]
+        """
+        with self.accepting():
+            number = positive_seconds("seconds", seconds)
+        for communicator in self.on_all_devices():
+            communicator.place.set_timeout(number)
+
     def reunited(self, ranks: Sequence[int] | None = None) -> tuple[Place, list[int]]:
         """The place of the ranks that live, or of ``ranks``, and who they are; ends this group on them."""
+        started = time.perf_counter()
         found = self.place.reunited(ranks)
+        self._log(f"shrunk to its ranks {found[1]} in {time.perf_counter() - started:.3f} s")
         self.close()
         return found
 
@@ -231,13 +262,57 @@ class Communicator:
         return made if isinstance(made, Outcome) else Outcome(None, made)
 
     def transfer(
-        self, call: Call, start: Callable[[Engine], Future[Outcome]], tensor: torch.Tensor
+        self,
+        call: Call,
+        start: Callable[[Engine], Future[Outcome]],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        tag: int = 0,
     ) -> Work:
-        """Let the engine send or receive ``tensor``; it never blocks, whatever the order of calls."""
+        """Let the engine send or receive ``tensor``; it never blocks, whatever the order of calls.
+
+        ``peer`` and ``tag``, which ``start`` knows, are for hooks.
+        """
         if self._closed or self._out_of_step:
             raise self._over(call.op)
         self.place.check()
         return Work(call.op, self.place, start(self.engine), [tensor])
+
+    def register_hook(
+        self,
+        before: Callable[[HookedOp], object] | None = None,
+        after: Callable[[HookedOp], object] | None = None,
+        on_abort: Callable[[Any, BaseException], object] | None = None,
+    ) -> RemovableHandle:
+        """Have functions called around every op of this group on this rank; of several in their order.
+
+        Parameters
+        ----------
+        before : called with a :class:`HookedOp` before the op; what it raises refuses the op, on all ranks
+            as any misuse does (of a message on this rank).
+        after : called with a :class:`HookedOp` when the op has ended: of an asynchronous one in the thread
+            that ends it, of one on streams (``sim``, GPUs) in the ``wait`` or ``is_completed`` that finds
+            it ended. What it raises the op raises, or its ``Work.wait``.
+        on_abort : called with the group and the cause, once, when an op finds that the group is over.
+
+        Returns torch's ``RemovableHandle``: ``handle.remove()``, or ``with handle:``. Hooks do not see
+        ops that hooks call; ``after`` of an asynchronous op must call none.
+        Raises TypeError for what cannot be called, ValueError if there is nothing to call.
+
+        >>> def on_rank():
+        ...     seen, group = [], interlace.new_group()
+        ...     with group.register_hook(after=lambda call: seen.append((call.op, *call.inputs))):
+        ...         interlace.all_reduce(torch.ones(2), group=group)
+        ...     group.barrier()
+        ...     return seen
+        >>> interlace.run(on_rank, 2)[0]
+        [('all_reduce', 'tensor')]
+        """
+        with self.accepting():
+            handle = self.hooks.register(Hook(before, after, on_abort))
+        for each in self.on_all_devices():
+            each.hooks.watch()
+        return handle
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -323,6 +398,11 @@ class Communicator:
             self._closed = True
             self.arena.close()
             self.place.close()
+            self._log(f"closed after {time.perf_counter() - self._since:.3f} s")
+
+    def _log(self, event: str) -> None:
+        about = self.rank, list(self.ranks), self.place.name, event
+        log.info("rank %d of group %s on %s: %s", *about)
 
 
 class _Accepting:
@@ -342,13 +422,17 @@ class _Accepting:
 
 
 def internal_form(
-    op: str, check: Callable[..., PreparedCall], *, fills: bool | None = None
+    op: str,
+    check: Callable[..., PreparedCall],
+    *,
+    fills: bool | None = None,
+    names: Sequence[str] = (),
 ) -> Callable[..., Work | None]:
     """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
 
     It is done from a plan where there is one; else ``check(communicator, *tensors, *options)`` prepares it.
     ``fills``: whether the op fills the first of ``tensors``, or makes its results; of such ops a plan may
-    be made.
+    be made. ``names``: those of its arguments, if they are not ``check``'s.
     """
 
     def run(
@@ -358,8 +442,8 @@ def internal_form(
         async_op: bool = False,
     ) -> Any:
         plans = communicator.plans
-        if plans is not None and fills is not None:
-            planned = plans.again(op, tensors, options, async_op=async_op, into=fills)
+        if plans is not None:
+            planned = plans.again(form, tensors, options, async_op=async_op)
             if planned is not None:
                 return planned[0]
         try:
@@ -369,6 +453,7 @@ def internal_form(
             raise
         return communicator.run(op, start, outputs, async_op)
 
+    form = Form(op, check, fills, names, run)
     return run
 
 

@@ -8,6 +8,11 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+OF_PARENT = (
+    "this group belongs to the parent process; a forked child has to make its own (start processes with "
+    "the spawn method)"
+)
+
 
 class InterlaceError(RuntimeError):
     """Base of every error that is not a misuse of an argument."""

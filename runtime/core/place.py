@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +23,46 @@ from interlace.runtime.core.stream import Event, Outcome, Stream
 T = TypeVar("T")
 
 
+DEFAULT_TIMEOUT = 300.0
+MOST_SECONDS = 1e6  # what waits of the system take; eleven days
+
 BOUND: contextvars.ContextVar[float | None] = contextvars.ContextVar(
     "interlace_bound", default=None
 )
 """Seconds that bound each wait of the ops that the caller starts, instead of their group's timeout."""
 
 
+def positive_seconds(name: str, value: Any) -> float:
+    """``value``, a number of seconds or a timedelta, if it can bound a wait: more than 0, and finite."""
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds or a timedelta, got {value!r}")
+    if not number > 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    if number > MOST_SECONDS:
+        raise ValueError(f"{name} must be at most {MOST_SECONDS:g} seconds, got {value}")
+    return float(number)
+
+
 @contextmanager
-def bounded(seconds: float) -> Iterator[None]:
-    """Within, waits of ops that are started are bounded by ``seconds``, also when they are asynchronous."""
-    token = BOUND.set(seconds)
+def timeout(seconds: timedelta | float) -> Iterator[None]:
+    """Within, each wait of the ops that the caller starts is bounded by ``seconds``, or a timedelta.
+
+    Of every op, asynchronous ones and messages too. It goes before the group's own timeout
+    (:meth:`Group.set_timeout`); torch's of one op, and the ``timeout`` of an op that takes one, go before
+    it. When it passes the group is over, as with the group's own: some ranks may have done what others have
+    not. Only ``Work.wait(timeout)`` may be tried again. In ``sim``, which has no clock, it does nothing: a
+    wait that cannot end is a DeadlockError at once. On a GPU it bounds the host alone.
+
+    Raises ValueError for what is not positive or more than a million seconds, TypeError for no number.
+
+    >>> def on_rank():
+    ...     with interlace.timeout(60):
+    ...         return interlace.all_gather_object(found := [None, None], interlace.get_rank()) or found
+    >>> interlace.run(on_rank, 2)[0]
+    [0, 1]
+    """
+    token = BOUND.set(positive_seconds("seconds", seconds))
     try:
         yield
     finally:
@@ -155,9 +186,21 @@ class Place(ABC):
         """
         raise PlaceUnavailableError(f"the ranks of place {self.name!r} end together")
 
+    def known_as(self, ranks: Sequence[int]) -> None:
+        """Take note of which ranks of the job the ranks of this group are."""
+        return
+
+    def fault(self, reason: str) -> None:
+        """Write down what this rank did last, where that is recorded: the group is over."""
+        return
+
     def set_timeout(self, seconds: float) -> None:
         """Bound every later wait of this rank in this group, where waits have a bound of their own."""
         return
+
+    def bound(self) -> float:
+        """Seconds that bound a wait of the op that the caller starts now; of no use where is no clock."""
+        return DEFAULT_TIMEOUT
 
     def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
         """Behind whom waits for ``peers`` are, by default this rank's wait just now; empty if not known."""

@@ -14,7 +14,7 @@ from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Outcome
 
-_ZERO = timedelta(0)
+ZERO = timedelta(0)
 _making = threading.Lock()  # of torch's futures, which few ask for
 
 
@@ -50,7 +50,7 @@ class Work(TorchWork):
         self._number = 0 if outcome is None else place.calls
         self._succeeded = False  # was seen to have completed before the group failed
 
-    def wait(self, timeout: timedelta | float | None = _ZERO) -> Any:
+    def wait(self, timeout: timedelta | float | None = ZERO) -> Any:
         """Order the caller's later work after the op.
 
         On a GPU the current stream waits and the host goes on at once; on a CPU this blocks.
@@ -63,7 +63,7 @@ class Work(TorchWork):
         if self._outcome is None:
             return True
         seconds = None
-        if timeout is not _ZERO:
+        if timeout is not ZERO:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             if seconds is not None and seconds <= 0:
                 seconds = None  # torch: zero means the group's timeout

@@ -6,6 +6,7 @@ ranks, and knows which of them live.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,12 @@ def connect_place(
     card = host_map.Card(host or host_map.this_host(), os.getpid(), host_map.store_address(store))
     own, key = plain.dumps(card), f"{prefix}/hosts"
     read = host_map.Card.unpack
-    cards, nonce = rendezvous.meet(store, rank, world_size, own, read, prefix, key, timeout)
+    watch = functools.partial(card.check_living, f"joining group {prefix!r}")
+    # Of a run that crashed others may still read the cards, until rank 0 has come to this one.
+    first = (watch,) if rank == 0 else ()
+    cards, nonce = rendezvous.meet(store, rank, world_size, own, read, prefix, key, timeout, *first)
     if all(other.host == card.host for other in cards):
-        meeting = StoreMeeting(store)
+        meeting = StoreMeeting(store, lambda found: watch(dict(enumerate(cards))))
         place = ShmPlace(HostGroup(meeting, rank, world_size, timeout=timeout, prefix=prefix))
     else:
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
@@ -66,14 +70,16 @@ def connect_place(
 
 
 def new_store(place: Place) -> Store:
-    """A store for torch and the ranks of one host, served by the first of them. Collective."""
+    """A store for torch and the ranks of ``place``, served by the first of them. Collective."""
     from interlace.runtime.compat.torch_groups import HashStore, TCPStore
 
     if place.world_size == 1:
         return HashStore()
-    own = None if place.rank else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ports = place.exchange(b"" if own is None else str(own.port).encode(), "making a store")
-    return own or TCPStore("127.0.0.1", int(ports[0]), is_master=False)
+    address = place.address if isinstance(place, HostsPlace) else "127.0.0.1"
+    own = None if place.rank else TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    said = plain.dumps((address, 0 if own is None else own.port))
+    address, port = plain.loads(place.exchange(said, "making a store")[0])
+    return own or TCPStore(address, port, is_master=False)
 
 
 def on_gpu(

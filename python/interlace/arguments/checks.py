@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments.reduce_ops import NAMES, OPS, PREMUL_SUM, Factor, ReduceOp
 from interlace.kernels.epilogue import ACTIVATIONS
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
@@ -25,16 +26,16 @@ _SUM: Any = ReduceOp.SUM
 def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     """``value``, detached, if a collective can read it: a strided tensor on the group's device."""
     kind = communicator.device_type
-    if (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and (value.is_cpu if kind == "cpu" else value.device.type == kind)
-        and not value.is_conj()
-        and not value.is_neg()
-        and not value.is_nested
-        and has_memory(value)
-    ):
-        return value.detach() if value.requires_grad else value
+    try:
+        if (
+            type(value) in PLAIN_TYPES
+            and (value.is_cpu if kind == "cpu" else value.device.type == kind)
+            and not (value.is_conj() or value.is_neg() or value.is_nested)
+            and (value.data_ptr() or not value.numel())
+        ):
+            return value.detach() if value.requires_grad else value  # type: ignore[no-any-return]
+    except RuntimeError:
+        pass  # it has no address, and maybe another layout: there are words for that
     checked = tensor(name, value, communicator)
     if checked.is_nested:
         raise TypeError(f"{name} must be a strided tensor, got a nested one")

@@ -12,19 +12,14 @@ from interlace.runtime.core.stream import Event
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def all_dense(whole: Any, parts: Sequence[torch.Tensor]) -> bool:
-    """Whether ``parts``, cut from ``whole`` along dim 0 if that is one tensor, are all dense."""
-    if isinstance(whole, torch.Tensor):
-        return whole.is_contiguous()
-    return all([part.is_contiguous() for part in parts])  # a generator takes longer
-
-
 def filled(
     communicator: Communicator,
     outputs: Sequence[torch.Tensor],
-    run: Callable[[list[torch.Tensor]], Event | None],
+    run: Callable[[Sequence[torch.Tensor]], Event | None],
 ) -> Event | None:
     """Run with dense stand-ins for the ``outputs`` that are not dense; the result goes back to these."""
+    if all([each.is_contiguous() for each in outputs]):  # a generator takes longer
+        return run(outputs)
     dense = [each if each.is_contiguous() else each.new_empty(each.shape) for each in outputs]
     return copied_back(communicator, outputs, dense, run(dense))
 

@@ -82,11 +82,20 @@ def one_per_rank(
     if len(whole) != world_size:
         raise ValueError(f"{name} must have one tensor per rank, {world_size}, got {len(whole)}")
     take = checks.target if written else checks.source
-    tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
+    try:
+        tensors = [take(name, each, communicator) for each in whole]
+    except (TypeError, ValueError):  # errors alone need the names of entries, which take time
+        tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
     for r, tensor in enumerate(tensors):
         if tensor.dtype is not dtype:
             checks.same_dtype(f"{name}[{r}]", tensor.dtype, like_name, dtype)
     return tensors
+
+
+def disjoint(tensors: Tensors) -> bool:
+    """Whether no two of ``tensors`` that are dense share memory; it may say so of others, too."""
+    spans = sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+    return all([start + nbytes <= end for (start, nbytes), (end, _) in pairwise(spans)])
 
 
 def _dense(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
@@ -106,6 +115,8 @@ def apart(
     What is written there would change what peers have still to read. And if two that are ``written``
     share memory: the second would overwrite the first. Looks at dense tensors only.
     """
+    if disjoint([*tensors, *likes]):
+        return
     spans = _dense(tensors)
     for (start, first, nbytes), (following, second, _) in pairwise(sorted(spans) * written):
         if following < start + nbytes:

@@ -14,7 +14,7 @@ import triton
 from interlace import __version__
 from interlace.cli.bench.command import bench
 from interlace.cli.bench.options import BenchOptions
-from interlace.cli.commands import build, calibrate, check, doctor, verify
+from interlace.cli.commands import build, calibrate, check, doctor, inspect, verify
 from interlace.cli.demo.workload import DemoOptions
 from interlace.cli.output.consoles import new_console
 from interlace.cli.output.options import CommandOptions, add_command, from_arguments
@@ -31,6 +31,7 @@ def _demo(console: Any, options: DemoOptions) -> int:
 
 COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any, Any], int]]] = {
     "demo": (DemoOptions, _demo),
+    "inspect": (inspect.InspectOptions, inspect.inspect),
     "doctor": (doctor.DoctorOptions, doctor.doctor),
     "check": (check.CheckOptions, check.check),
     "build": (build.BuildOptions, build.build),

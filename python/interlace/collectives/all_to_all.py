@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense
-from interlace.arguments.forms import apart, one_per_rank
+from interlace.arguments.forms import apart, disjoint, one_per_rank
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -38,8 +38,10 @@ def _exchanged(
     inputs: list[torch.Tensor],
     given: Sequence[torch.Tensor],
 ) -> PreparedCall:
-    written = {each.untyped_storage().data_ptr() for each in outputs if each.numel()}
-    shared = any(each.untyped_storage().data_ptr() in written for each in inputs if each.numel())
+    shared = not disjoint([*inputs, *outputs])
+    if shared:
+        apart("output_tensor_list", outputs, "", [], communicator.rank, written=True)
+        shared = any(overlap(each, output) for each in inputs for output in outputs)
 
     def start() -> Event | None:
         # peers may fill an output while others have still to read an input that is the same memory
@@ -69,7 +71,6 @@ def checked_all_to_all(
         "output_tensor_list", output_tensor_list, "input_tensor_list[0]", dtype, communicator,
         written=True,
     )  # fmt: skip
-    apart("output_tensor_list", outputs, "", [], communicator.rank, written=True)
     expected = tuple(each.shape for each in outputs)
     sent = tuple(each.shape for each in inputs)
     key = ("all_to_all", dtype, *expected, *sent)

@@ -55,7 +55,7 @@ def _of_lists(
             communicator, name, [checked(communicator, *entry, *options) for entry in entries]
         )
 
-    return internal_form(name, check)
+    return internal_form(name, check, names=(*names, "op"))
 
 
 _all_reduce_coalesced = _of_lists("all_reduce_coalesced", ["tensors"], rootless.checked_all_reduce)

@@ -14,9 +14,9 @@ import torch
 
 from interlace.arguments import checks
 from interlace.collectives import point_to_point
-from interlace.groups.groups import DEFAULT_TIMEOUT, resolve
+from interlace.groups.groups import resolve
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 
 FIRST_TAG = (1 << 30) + 1
 
@@ -34,9 +34,11 @@ def _monitored_barrier(
     try:
         with communicator.accepting():
             given = checks.seconds("timeout", timeout)
+            if given is not None and given < 0:
+                raise ValueError(f"timeout must not be negative, got {timeout}")
     except (TypeError, ValueError) as error:
         refused, given = error, None
-    seconds = DEFAULT_TIMEOUT if given is None else given
+    seconds = communicator.place.bound() if given is None else given
     number = _numbers[communicator] = _numbers.get(communicator, 0) + 1
     tag = FIRST_TAG + number
     token = torch.zeros(1, dtype=torch.int64, device=communicator.place.device)
@@ -61,7 +63,7 @@ def _monitored_barrier(
         raise refused
     if number := int(token.item()):  # one more than that of a rank that refused its arguments
         raise ValueError(
-            f"monitored_barrier: rank {number - 1} cannot take part: timeout is not a number of seconds"
+            f"monitored_barrier: rank {number - 1} cannot take part: its timeout is no number of seconds"
         )
 
 
@@ -85,11 +87,12 @@ def _collect(
             work.wait(max(deadline - time.monotonic(), 1e-3))
         except InterlaceError as error:
             late.append(peer)
-            if not wait_all_ranks:
-                raise CollectiveTimeoutError(
-                    f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms",
-                    (peer,),
-                ) from error
+            over = not isinstance(error, CollectiveTimeoutError)
+            if over or not wait_all_ranks:
+                peer = error.rank if isinstance(error, PeerDiedError) else peer
+                text = f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms"
+                text += f"\n{error}" if over else ""
+                raise CollectiveTimeoutError(text, (peer,)) from error
     if late:
         names = ", ".join(map(str, late))
         raise CollectiveTimeoutError(
@@ -108,11 +111,11 @@ def monitored_barrier(
     """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
 
     ``timeout``: seconds or a timedelta, the group's by default; 0 always fails. ``wait_all_ranks``: name
-    every missing rank rather than the first. Blocks. In ``sim``, which has no clock, a rank that never
-    comes is a DeadlockError, which names it too.
+    every missing rank rather than the first; a rank that died is named at once. Blocks. In ``sim``, which
+    has no clock, a rank that never comes is a DeadlockError, which names it too.
 
-    Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came. Semantics and
-    messages: ``torch.distributed.monitored_barrier``.
+    Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came; ValueError on all
+    for a ``timeout`` less than 0. Semantics and messages: ``torch.distributed.monitored_barrier``.
 
     >>> interlace.run(interlace.monitored_barrier, 2, timeout=60)
     [None, None]

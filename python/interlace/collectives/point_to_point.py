@@ -2,6 +2,12 @@
 
 Nothing here is collective: a misuse is raised on the rank that made it. Messages of one tag from one rank
 to another arrive in the order they were sent.
+
+A message whose length or dtype is not that of its receive is an error on both ranks, with the same text,
+and the messages after it are right again. The receiver's is that of the receive. Between hosts the sender's
+is that of the send. On one host a send ends when its bytes have left the tensor, often before anybody asks
+for them: there the sender's error is that of whichever of its sends and receives of the group it waits for
+next once the refusal has come, though that message has moved.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +48,11 @@ def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int
         made = checks.source("tensor", tensor, communicator).contiguous()
         _check_tag(tag)
         call = _call(communicator, "send", made)
-    return communicator.transfer(call, lambda engine: engine.send(call, made, peer, tag), tensor)
+
+    def start(engine: Engine) -> Future[Outcome]:
+        return engine.send(call, made, peer, tag)
+
+    return communicator.transfer(call, start, tensor, peer, tag)
 
 
 def _irecv(
@@ -66,7 +76,7 @@ def _irecv(
         event = dense.copied_back(communicator, [data], [made], outcome.event)
         return Outcome(outcome.result, event, outcome.source)
 
-    return communicator.transfer(call, start, tensor)
+    return communicator.transfer(call, start, tensor, peer, tag)
 
 
 class _Filled(Future[Outcome]):
@@ -102,7 +112,8 @@ def isend(
     """Begin to send ``tensor`` to rank ``dst``; never blocks. ``tensor`` must not change before it is sent.
 
     Any shape and dtype; ``dst`` may be the caller, ``group_dst`` is a rank of ``group``. Raises ValueError
-    or TypeError, on this rank, if ``dst`` or ``tag`` cannot be. Semantics: ``torch.distributed.isend``.
+    or TypeError, on this rank, if ``dst`` or ``tag`` cannot be; in ``Work.wait()`` of this message, or of a
+    later one, if its receiver wants another length or dtype. Semantics: ``torch.distributed.isend``.
 
     >>> def on_rank():
     ...     mine, tensor = torch.tensor([float(interlace.get_rank())]), torch.empty(1)
@@ -171,7 +182,8 @@ def send(
 
     Any shape and dtype. Semantics: ``torch.distributed.send``.
 
-    Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own.
+    Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own; here or in a
+    later message of the group if its receiver wants another length or dtype.
 
     >>> def on_rank():
     ...     tensor = torch.tensor([float(interlace.get_rank())])

@@ -136,8 +136,6 @@ def checked_all_gather(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("all_gather", terms))
-    if algorithm == "auto" and data.is_contiguous() and dense.all_dense(output, outputs):
-        return (lambda: communicator.engine.all_gather(call, outputs, data), given, call)
 
     def start() -> Event | None:
         made = data.contiguous()
@@ -205,19 +203,18 @@ def checked_reduce_scatter(
     op: Any = "sum",
     algorithm: str = "auto",
 ) -> PreparedCall:
-    rank = communicator.rank
     out = checks.target("output", output, communicator)
     name, factor = checks.reduce_op(op)
     if algorithm != "auto":
         chosen_algorithm.check(algorithm, out.dtype, communicator, name)
-    as_it_is = algorithm == "auto" and factor is None
     key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
     whole = None
     if isinstance(input, torch.Tensor):
         whole = checks.source("input", input, communicator)
         key = (*key, whole.shape, whole.dtype)
-        known = communicator.calls.get(key)
-        if known is not None and as_it_is and _uncut(whole, out, rank):
+        known: Any = communicator.calls.get(key)
+        as_it_is = known is not None and algorithm == "auto" and factor is None
+        if as_it_is and _uncut(whole, out, communicator.rank):
             return (
                 lambda: communicator.engine.reduce_scatter_single(known, out, whole, name),
                 (output,),
@@ -239,12 +236,6 @@ def checked_reduce_scatter(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("reduce_scatter", terms))
-    if as_it_is and out.is_contiguous() and dense.all_dense(input, inputs):
-        return (
-            lambda: communicator.engine.reduce_scatter(call, out, inputs, name),
-            (output,),
-            call,
-        )
 
     def start() -> Event | None:
         if factor is None:

@@ -9,7 +9,7 @@ from interlace.arguments import checks, reduce_ops
 from interlace.groups.specs import bound, describe
 from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
-from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 
 allow_in_graph: Any = torch._dynamo.allow_in_graph
 

@@ -17,11 +17,9 @@ from interlace.groups import rank_lists
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place, positive_seconds
 from interlace.runtime.start import connect
 from interlace.runtime.start.connect import connect_place
-
-DEFAULT_TIMEOUT = 300.0
 
 _default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
     "interlace_default_group", default=None
@@ -141,7 +139,7 @@ def init(
     >>> dist.destroy_process_group()
     """
     global _of_process, _made_from
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    seconds = positive_seconds("timeout", timeout)
     if _of_process is not None:
         raise InterlaceError("interlace.init was called before in this process; shutdown() first")
     if dist.is_initialized():
@@ -240,7 +238,7 @@ def resolve(group: Any) -> Communicator:
         return rank_lists.group_of(whole, rank_lists.chosen(whole, group))
     raise TypeError(
         "group must be None, a group from interlace.new_group, a torch ProcessGroup, a DeviceMesh, "
-        f"(DeviceMesh, dim), ranks, or a name, got {type(group).__name__}"
+        f"(DeviceMesh, dim), ranks, or a name, got {group!r} ({type(group).__name__})"
     )
 
 

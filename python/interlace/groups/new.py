@@ -7,6 +7,7 @@ the place of the ranks it is made of.
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,15 +17,9 @@ from interlace.arguments import checks
 from interlace.groups import rank_lists
 from interlace.groups.groups import default_group, resolve
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.place import positive_seconds
 
 _made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-
-
-def _seconds(timeout: timedelta | float | None) -> float | None:
-    seconds = checks.seconds("timeout", timeout)
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"timeout must be positive, got {seconds} s")
-    return seconds
 
 
 def new_group(
@@ -62,7 +57,9 @@ def new_group(
     parent = resolve(group)
     with parent.accepting("" if use_local_synchronization else "new_group"):
         members = rank_lists.checked(range(parent.world_size) if ranks is None else ranks, parent)
-        seconds = _seconds(timeout)
+        seconds = None if timeout is None else positive_seconds("timeout", timeout)
+        if not isinstance(name, (str, NoneType)):
+            raise TypeError(f"name must be a str or None, got {name!r}")
     if sort_ranks:
         members = tuple(sorted(members))
     communicator: Communicator | None
@@ -141,7 +138,8 @@ def _by_enumeration(
         if not lists:
             raise ValueError(f"{name} must not be empty, got {lists!r}")
         rows = [rank_lists.checked(each, parent) for each in lists]
-        _seconds(timeout)
+        if timeout is not None:
+            positive_seconds("timeout", timeout)
         count = Counter(each for row in rows for each in row)
         twice = [each for each, times in count.items() if times > 1]
         if twice:

@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from interlace.runtime.compat.torch_groups import _register_work
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.torch_modes import PLAIN_TYPES
 from interlace.runtime.core.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default

@@ -22,9 +22,10 @@ from interlace.process_group import dispatch
 from interlace.process_group.short_forms import all_flat, flat, long_form
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.compat.torch_groups import c10d
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.core import place as places
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
-from interlace.runtime.core.place import BOUND, Place, bounded
-from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.core.place import Place
 from interlace.runtime.core.work import Work
 
 Tensors = list[torch.Tensor]
@@ -40,8 +41,6 @@ _done.set_result([])
 COMPLETED: Work = c10d._create_work_from_future(_done)
 
 _ZERO = timedelta(0)
-
-_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class HostCopies:
@@ -159,21 +158,17 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         """Call the internal form of an op, by ``opts`` if there are any; a Work in any case."""
         if opts is not None:
             if opts.asyncOp or self._copies is not None:
-                if opts.timeout > _ZERO and BOUND.get() is None:
-                    with bounded(opts.timeout.total_seconds()):
-                        return self._run(name, outputs, function, *args, opts=opts)
                 args = (*args, opts.asyncOp)
+                if opts.timeout > _ZERO:
+                    with places.timeout(opts.timeout):
+                        return self._run(name, outputs, function, *args)
             else:
                 self._waits.options = opts  # its timeout is read if something has to be waited for
         self._sequence += 1
         if self._copies is not None:
             return self._run_elsewhere(name, outputs, function, *args)
         try:
-            if _profiling():
-                with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
-                    work = function(self.interlace_communicator, *args)
-            else:
-                work = function(self.interlace_communicator, *args)
+            work = function(self.interlace_communicator, *args)
         finally:
             self._waits.options = None
         return COMPLETED if work is None else work
@@ -185,8 +180,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         copies, self._copies = self._copies, None
         assert copies is not None
         if copies is ON_GPU:
-            with torch.autograd.profiler.record_function(f"{self.getBackendName()}:{name}"):
-                work = function(self.device_communicator, *args)
+            work = function(self.device_communicator, *args)
             return COMPLETED if work is None else work
         if function in (point_to_point._isend, point_to_point._irecv):
             raise PlaceUnavailableError(

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.runtime.compat.torch_groups import _create_work_from_future
-from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 
 _C: Any = torch._C
 _TorchDispatchMode: Any = TorchDispatchMode

@@ -30,6 +30,7 @@ from interlace.process_group import functional_kernels
 from interlace.process_group.collectives import Collectives
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.start import connect
@@ -130,7 +131,9 @@ class InterlaceProcessGroup(Collectives):
         place = connect.on_gpu(
             host, timeout=self._timeout.total_seconds(), high_priority=self._high_priority
         )
-        return Communicator(place, self.interlace_communicator.ranks)
+        return Communicator(
+            place, self.interlace_communicator.ranks, self.interlace_communicator.hooks
+        )
 
     # -- identity ------------------------------------------------------------------------------
 
@@ -192,37 +195,41 @@ class InterlaceProcessGroup(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Bound every later wait of this group by ``timeout``."""
+        self.interlace_communicator.set_timeout(timeout)
         self._timeout = timeout
-        for communicator in self.interlace_communicator.on_all_devices():
-            communicator.place.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout  # as torch's backends have it
+
+    def register_hook(self, *args: Any, **more: Any) -> Any:
+        """As :meth:`interlace.Group.register_hook`, which says what."""
+        return self.interlace_communicator.register_hook(*args, **more)
 
     def abort(self) -> None:
         """Make every wait of every rank end with an error; the group cannot be used any more."""
         reason = f"rank {self.rank()} aborted process group {self._group_name!r}"
         for communicator in reversed(self.interlace_communicator.on_all_devices()):
             communicator.place.abort(reason)
+            communicator.hooks.over(AbortedError(reason))
         self._end("aborted")
 
     def reunited(self, ranks: Sequence[int] | None) -> Any:
         global _reunited
-        if self is not dist.group.WORLD:
-            raise ValueError(
-                f"group {self._group_name!r} is not torch's default group; shrink that, and make this one "
-                "of the result again"
-            )
-        place, _ = self._place.reunited(ranks)
-        store = connect.new_store(place)
-        dist.destroy_process_group()
+        whole = self is dist.group.WORLD
+        place, left = self.interlace_communicator.reunited(ranks)
+        members = [self.interlace_communicator.ranks[rank] for rank in left]
+        store, timeout = connect.new_store(place), self._timeout
+        dist.destroy_process_group(None if whole else self)
         try:
             _reunited = place
+            if not whole:
+                name = f"{self._group_name.partition('/')[0]}/{'-'.join(map(str, members))}"
+                return torch_groups.of_members(store, place.rank, members, name, timeout)
             dist.init_process_group(
                 "interlace",
                 store=store,
                 rank=place.rank,
                 world_size=place.world_size,
-                timeout=self._timeout,
+                timeout=timeout,
             )
         finally:
             _reunited = None

@@ -17,7 +17,7 @@ from interlace.kernels import launch_formulas, tiling
 from interlace.runtime.compiler.catalogue import Entry
 
 _LABELS = ("legend", "ordering", "example")
-# What the evaluator in interlace/aot.py offers by itself.
+# What the evaluator in interlace/formulas.py offers by itself.
 BUILTINS = ("len", "max", "min", "range", "sum")
 
 

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.hooks import Form
 from interlace.runtime.core.kernel_arguments import ALIGNMENT
 from interlace.runtime.core.memory import CHANNELS, Workspace
 from interlace.runtime.core.stream import Outcome, Settled
-from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.places.cuda.device_place import DevicePlace
 from interlace.runtime.places.cuda.plan_recorder import (
@@ -94,19 +95,15 @@ class Plans:
     # -- the short way -------------------------------------------------------------------------
 
     def again(
-        self,
-        op: str,
-        tensors: Sequence[Any],
-        options: tuple[Any, ...],
-        *,
-        async_op: bool,
-        into: bool,
+        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
     ) -> tuple[Any] | None:
         """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
 
-        None for another, which then goes the long way, and is watched. ``into``: the op fills the first of
-        ``tensors``, and has no result.
+        None for another, which then goes the long way, and is watched.
         """
+        op, into = form.op, form.fills
+        if into is None:
+            return None
         call = self._prepared(op, tensors, options, into=into)
         if call is None:
             return None

@@ -81,6 +81,9 @@ class DeviceProcessPlace(DevicePlace):
         place.high_priority = self.high_priority
         return place
 
+    def bound(self) -> float:
+        return self.processes.bound()
+
     def set_timeout(self, seconds: float) -> None:
         self.timeout = self._poll_seconds = seconds
         self.processes.set_timeout(seconds)

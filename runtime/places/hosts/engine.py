@@ -64,15 +64,18 @@ class HostsEngine(Engine):
     @contextmanager
     def _agreed(self, call: Call) -> Iterator[None]:
         """Around what moves the bytes of ``call``, which is compared before."""
-        call.verify(self._place.exchange(call.message, call.op))
-        with self._place.guarded(call.op):
-            yield
+        with self._place.recorded(call):
+            call.verify(self._place.exchange(call.message, call.op))
+            with self._place.guarded(call.op):
+                yield
 
     def barrier(self, call: Call) -> None:
-        call.verify(self._place.exchange(call.message, call.op))
+        with self._agreed(call):
+            pass
 
     def parts(self, call: Call) -> list[Any]:
-        return call.compared(self._place.exchange(call.message, call.op))
+        with self._place.recorded(call):
+            return call.compared(self._place.exchange(call.message, call.op))
 
     def _within(self, op: str, *key: Any) -> Call:
         """The call for a step within the host; ``key`` is all that it depends on."""

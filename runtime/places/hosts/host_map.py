@@ -22,11 +22,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from interlace.runtime.core import plain
+from interlace.runtime.core.errors import PeerDiedError
+from interlace.runtime.places.one_host.waiting import has_ended
 
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
@@ -52,16 +54,24 @@ def _namespace(kind: str) -> str:
 @plain.record
 @dataclass(frozen=True)
 class Card:
-    """A rank's facts: its host, its process, its address as the store's host sees it."""
+    """A rank's facts: its host, its process, its address as the store's host sees it, who counts pids."""
 
     host: str
     pid: int
     address: str | None
+    processes: str = field(default_factory=lambda: _namespace("pid"))
 
     def __post_init__(self) -> None:
-        types = type(self.host), type(self.pid), type(self.address)
-        if types not in ((str, int, str), (str, int, type(None))):
+        types = type(self.host), type(self.pid), type(self.address), type(self.processes)
+        if types not in ((str, int, str, str), (str, int, type(None), str)):
             raise TypeError(f"no card of a rank: {types}")
+
+    def check_living(self, doing: str, cards: Mapping[int, Card]) -> None:
+        """Raise PeerDiedError if a rank with one of these has ended, where that is seen from here."""
+        for rank, card in cards.items():
+            near = (card.host, card.processes) == (self.host, self.processes)
+            if near and has_ended(card.pid):
+                raise PeerDiedError(rank, card.pid, doing)
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:

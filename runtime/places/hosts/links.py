@@ -1,13 +1,14 @@
 """Connections between ranks on several hosts: bytes by gloo, and noticing that a rank is gone.
 
 One gloo group per group of ranks, all connected with all, from which only send and recv are used: any
-dtype travels as bytes, and an algorithm needs nothing but pairs. Three kinds of messages share it, told
-apart by their tags:
+dtype travels as bytes, and an algorithm needs nothing but pairs. Every two ranks have two connections, and
+gloo takes the one or the other by whether a tag is even (:func:`_connected`). Three kinds of messages
+share them, told apart by their tags:
 
 =============  ====================================================================================
 ``OP_TAG``     the bytes of collectives. Every rank runs them in the same order, so order suffices
 ``CONTROL``    packets of a fixed size: an announced point-to-point message, its receipt, "I have
-               left", "abort, because ...", "whom do you wait for?"
+               left", "abort, because ...", "whom do you wait for?"; alone on its connection
 ``PAYLOAD``    and above: the bytes of point-to-point messages (``transfers.py``)
 =============  ====================================================================================
 
@@ -15,8 +16,9 @@ A thread per peer always listens for its packets. So whoever sends one never wai
 process ends, the kernel closes its connections and every other rank's listener knows which rank is gone.
 
 What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
-connections, which wakes its own thread out of gloo (no wait of gloo can be ended otherwise). A rank whose
-connection breaks without such a packet before, and without "I have left", has died. The group's timeout
+connections for data, which wakes its own thread out of gloo (no wait of gloo can be ended otherwise). That
+for packets stays until the rank leaves the group: by it those who are left agree on how to go on
+(``roll.py``). A rank whose packets end without "I have left" has died. The group's timeout
 is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
 gloo awaits the rest of a message that has begun to come even from a rank that has died; so for what is
 large enough to come in parts another thread waits, however long, and the caller until the group fails.
@@ -26,52 +28,48 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
-import struct
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from interlace.runtime.core import plain
 from interlace.runtime.core.errors import (
+    OF_PARENT,
     AbortedError,
     CollectiveTimeoutError,
     InterlaceError,
     PeerDiedError,
 )
 from interlace.runtime.core.memory import bytes_of
+from interlace.runtime.places.hosts.packets import (
+    ABORT,
+    ASKED,
+    AWAITS,
+    LEFT,
+    LONGEST_REASON,
+    PACKET_BYTES,
+    Packet,
+)
 from interlace.runtime.places.one_host.blame import aborted_by, follow
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
-from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.places.one_host.worker import OrderedWorker, apart
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
 OP_TAG = 1
 CONTROL = 2
-_SEVER = 3
-PAYLOAD = 1 << 16
-
-PACKET_BYTES = 2048
-LONGEST_REASON = PACKET_BYTES - 256  # bytes
-ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED, ASKED, AWAITS = range(1, 8)
-_CONTENTS = {
-    ANNOUNCED: (torch.dtype, int),
-    RECEIVED: type(None),
-    LEFT: type(None),
-    ABORT: bytes,
-    REFUSED: bytes,
-    ASKED: type(None),
-    AWAITS: type(None),
-}
-_LENGTH = struct.Struct("<I")
+_SEVER_DATA, _SEVER_CONTROL = 3, 4
+PAYLOAD = (1 << 16) + 1
 
 _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
@@ -80,50 +78,25 @@ _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
 _ANSWER = 1.0  # seconds for a rank to say whom it waits for; a stopped process says nothing
 # Seconds after the bound: closing connections ends waits, but not gloo's for a message that has begun to
 # come. To find out who is late takes less; a rank whose connection ends before is said to have died.
-_LATE = 5.0
+LATE = 5.0
+_JUST_NOW = 1.0  # seconds
+_MOST_UNDER_WAY = 64  # packets to one peer
 _WHOLE = 64 << 10  # bytes that come in one piece
 _SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
+
+_links: weakref.WeakSet[HostLinks] = weakref.WeakSet()
 
 T = TypeVar("T")
 RankTensor = tuple[int, torch.Tensor]
 
 
-@dataclass
-class Packet:
-    """One control packet: what it is, and the fields that its kind uses."""
-
-    kind: int
-    tag: int = 0
-    number: int = 0
-    content: Any = None
-
-    def pack(self) -> torch.Tensor:
-        raw = plain.dumps((self.kind, self.tag, self.number, self.content))
-        assert len(raw) <= PACKET_BYTES - _LENGTH.size, len(raw)
-        whole = (_LENGTH.pack(len(raw)) + raw).ljust(PACKET_BYTES, b"\0")
-        return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-
-    @staticmethod
-    def unpack(packet: torch.Tensor) -> Packet:
-        """The packet in these bytes; UnreadableError unless it is one that :meth:`pack` makes."""
-        raw = packet.numpy().tobytes()
-        (length,) = _LENGTH.unpack_from(raw)
-        fields = plain.loads(raw[_LENGTH.size : _LENGTH.size + length])
-        if isinstance(fields, tuple) and len(fields) == 4:
-            found = Packet(*fields)
-            known = _CONTENTS.get(found.kind) if isinstance(found.kind, int) else None
-            content = found.content
-            types = tuple(map(type, content)) if isinstance(content, tuple) else type(content)
-            numbers = isinstance(found.tag, int) and isinstance(found.number, int)
-            if known == types and numbers and found.number >= 0:
-                return found
-        raise plain.UnreadableError(f"a packet of {length} bytes no rank sends: {fields!r:.99}")
-
-
 def _connected(
     store: Store, rank: int, world_size: int, address: str | None, timeout: float
 ) -> Any:
-    """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name."""
+    """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
+
+    gloo connects all ranks once for each of its devices, and uses device ``tag % 2`` of two for a message.
+    """
     from interlace.runtime.compat.torch_groups import c10d
 
     gloo: Any = c10d.ProcessGroupGloo
@@ -135,7 +108,7 @@ def _connected(
     else:
         device = gloo.create_default_device(lazy_init=False)
     options = gloo._Options()
-    options._devices = [device]
+    options._devices = [device, device]
     options._timeout = timedelta(seconds=timeout)
     try:
         return gloo(store, rank, world_size, options)
@@ -147,9 +120,9 @@ def _connected(
 
 
 class HostLinks:
-    """This rank's connections to all ranks of a group. Made collectively.
+    """This rank's connections to all ranks of a group.
 
-    ``store`` is this group's alone. ``pids`` are the ranks' processes, for error messages. ``timeout``,
+    ``pids`` are the ranks' processes, for error messages. ``timeout``,
     in seconds, bounds connecting, and transfers; ``bound()`` a wait of the op that runs now.
     ``on_failure`` is called once, in any thread, with what the group failed with; ``awaited()`` is the
     rank that this one waits for, here or on its own host, None for nobody.
@@ -157,10 +130,8 @@ class HostLinks:
 
     def __init__(
         self,
-        store: Store,
         rank: int,
         pids: Sequence[int],
-        address: str | None,
         *,
         timeout: float,
         bound: Callable[[], float],
@@ -168,7 +139,7 @@ class HostLinks:
         awaited: Callable[[], int | None],
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
-        self._pids, self._bound, self._on_failure = pids, bound, on_failure
+        self.pids, self.bound, self._on_failure = pids, bound, on_failure
         self._awaited, self._asking = awaited, threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._failure: InterlaceError | None = None
@@ -181,39 +152,78 @@ class HostLinks:
         self._apart, self._moved = OrderedWorker("interlace bytes"), Future[None]()
         self.doing = ""
         """The op that this rank is in, for errors."""
-        self._gloo = _connected(store, rank, self.world_size, address, timeout)
-        self._peers = [peer for peer in range(self.world_size) if peer != rank]
+        self.peers = [peer for peer in range(self.world_size) if peer != rank]
         self._threads = [
             threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"rank {peer}")
-            for peer in self._peers
+            for peer in self.peers
         ]
         self._threads.append(threading.Thread(target=self._watch, daemon=True, name="timeout"))
+        self._gloo: Any = None
+        self._ticked, self._woke = math.inf, -math.inf
+        self._under_way: dict[int, deque[Any]] = {peer: deque() for peer in self.peers}
+        """Packets that may be on their way. gloo would close all connections if a wait for one ended."""
+        _links.add(self)
 
-    def start(self, on_packet: Callable[[int, Packet], None], on_tick: Callable[[], None]) -> None:
+    def connect(
+        self,
+        store: Store,
+        address: str | None,
+        step: Callable[[Sequence[int]], None] | None,
+        secret: bytes,
+        group: str,
+    ) -> None:
+        """Connect with all, who prove that they know ``secret``. Collective; ``store`` is for this only.
+
+        ``step(peers)`` is called meanwhile, and may raise: gloo, and the store, are then left waiting.
+        """
+
+        def connect() -> None:
+            self._gloo = _connected(store, self.rank, self.world_size, address, self.timeout)
+            if not self._closed.is_set():
+                self._authenticate(secret, group)
+
+        try:
+            if step is None:
+                connect()
+            else:
+                apart("interlace connecting", connect, lambda: step(self.peers))
+        except BaseException:
+            self._closed.set()
+            if self._gloo is not None:
+                self._sever(_SEVER_DATA)
+            raise
+
+    def start(
+        self,
+        on_packet: Callable[[int, Packet], None],
+        on_gone: Callable[[int], None],
+        on_tick: Callable[[], None],
+    ) -> None:
         """Begin to listen, once. ``on_packet`` is called in a peer's thread, with its rank and a packet;
-        ``on_tick`` now and then, at least ten times within ``timeout``."""
-        self._on_packet, self._on_tick = on_packet, on_tick
+        then ``on_gone``, once it is gone; ``on_tick`` now and then, at least ten times in ``timeout``."""
+        self._on_packet, self._on_gone, self._on_tick = on_packet, on_gone, on_tick
+        self._ticked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
-    def authenticate(self, secret: bytes, group: str) -> None:
+    def _authenticate(self, secret: bytes, group: str) -> None:
         """Once, before anything else: have every peer prove that it knows the job's secret."""
 
         def proof(sender: int, receiver: int) -> torch.Tensor:
             said = digest(secret, group.encode(), b"%d to %d" % (sender, receiver))
             return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
-        received = [torch.zeros(DIGEST_BYTES, dtype=torch.uint8) for _ in self._peers]
-        sends = [(peer, proof(self.rank, peer)) for peer in self._peers]
-        watch = threading.Timer(self.timeout, self._sever)
+        received = [torch.zeros(DIGEST_BYTES, dtype=torch.uint8) for _ in self.peers]
+        sends = [(peer, proof(self.rank, peer)) for peer in self.peers]
+        watch = threading.Timer(self.timeout, self._sever, (_SEVER_DATA,))
         watch.start()
         try:
-            self.swap(sends, list(zip(self._peers, received, strict=True)), "joining")
+            self.swap(sends, list(zip(self.peers, received, strict=True)), "joining")
         finally:
             watch.cancel()
-        for peer, said in zip(self._peers, received, strict=True):
+        for peer, said in zip(self.peers, received, strict=True):
             if not torch.equal(said, proof(peer, self.rank)):
-                self._sever()
+                self._sever(_SEVER_DATA)
                 raise InterlaceError(
                     f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
                 )
@@ -223,7 +233,7 @@ class HostLinks:
     def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
         """Send and receive contiguous tensors, (rank, tensor), to the end. Empty ones do not travel."""
         self.check()
-        bound = self._bound()
+        bound = self.bound()
         until = time.monotonic() + bound
         started: list[tuple[int, Any]] = []
         peer = self.rank
@@ -234,7 +244,7 @@ class HostLinks:
                 while started:
                     peer, work = started[-1]
                     self.waiting = (until, doing, peer, bound)
-                    work.wait(timedelta(seconds=bound + _LATE))
+                    work.wait(timedelta(seconds=bound + LATE))
                     started.pop()
             finally:
                 started.clear()
@@ -261,23 +271,25 @@ class HostLinks:
     def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
         """Begin to send; the work is to be kept until the receiver has acknowledged."""
         try:
-            return self._gloo.send([bytes_of(tensor)], peer, PAYLOAD + slot)
+            return self._gloo.send([bytes_of(tensor)], peer, PAYLOAD + 2 * slot)
         except RuntimeError as error:
             raise self._broken(peer, error, "send") from None
 
     def receive_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> None:
         """Receive what ``peer`` has begun to send, for as long as a slow network may take for the bytes."""
-        bound = timedelta(seconds=self._bound() + _LATE + tensor.nbytes / _SLOWEST)
+        bound = timedelta(seconds=self.bound() + LATE + tensor.nbytes / _SLOWEST)
         try:
-            self._gloo.recv([bytes_of(tensor)], peer, PAYLOAD + slot).wait(bound)
+            self._gloo.recv([bytes_of(tensor)], peer, PAYLOAD + 2 * slot).wait(bound)
         except RuntimeError as error:
             raise self._broken(peer, error, "recv") from None
 
     def send_packet(self, peer: int, packet: Packet) -> None:
         """Send one packet; its receiver always listens."""
+        under_way = self._under_way[peer]
         try:
-            bound = timedelta(seconds=self._bound() + _LATE)
-            self._gloo.send([packet.pack()], peer, CONTROL).wait(bound)
+            under_way.append(self._gloo.send([packet.pack()], peer, CONTROL))
+            if len(under_way) > _MOST_UNDER_WAY:
+                under_way.popleft().wait(_EVER)
         except RuntimeError as error:
             raise self._broken(peer, error, "send") from None
 
@@ -289,23 +301,28 @@ class HostLinks:
             try:
                 self._gloo.recv([packet], peer, CONTROL).wait(_EVER)
             except RuntimeError as error:
+                if self._overslept():  # so the peer may well have closed it
+                    self._on_gone(self.rank)
+                self._on_gone(peer)
                 self._lost(peer, error)
                 return
             try:
                 received = Packet.unpack(packet)
             except InterlaceError as error:
                 self.fail(InterlaceError(f"rank {peer} sent rank {self.rank} {error}"))
+                self._on_gone(peer)
                 return
             if received.kind == LEFT:
                 self._left.add(peer)
             elif received.kind == ASKED:
                 late = self._awaited()
-                with contextlib.suppress(InterlaceError):
-                    self.send_packet(peer, Packet(AWAITS, number=0 if late is None else 1 + late))
+                if self._failure is None:  # or the asker hears of that, and for whom it waited
+                    with contextlib.suppress(InterlaceError):
+                        number = 0 if late is None else 1 + late
+                        self.send_packet(peer, Packet(AWAITS, number=number))
             elif received.kind == AWAITS:
                 _settle(self._answers.pop(peer, Future()), received.number.__int__)
             elif received.kind == ABORT:
-                self._left.add(peer)  # it closes its connections next
                 text = received.content.decode(errors="replace")
                 self.fail(AbortedError(aborted_by(peer, text)), tell=False)
             else:
@@ -318,19 +335,27 @@ class HostLinks:
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
         doing = self.doing or "no op, between two of them"
-        self.fail(PeerDiedError(peer, self._pids[peer], doing))
+        self.fail(PeerDiedError(peer, self.pids[peer], doing))
 
     def _watch(self) -> None:
-        """End a wait that has taken longer than the group's timeout."""
+        """End a wait that has taken longer than the group's timeout. Notice if this process was stopped."""
         while not self._closed.wait(min(_TICK, self.timeout / 10)):
+            if (now := time.monotonic()) - self._ticked > self.timeout:
+                self._woke = now
+            self._ticked = math.inf  # to ask others who is late takes its time
             self._on_tick()
             waiting = self.waiting
-            if waiting is not None and time.monotonic() > waiting[0]:
+            if waiting is not None and now > waiting[0] and self._failure is None:
                 _, doing, peer, bound = waiting
                 late = self.culprit(peer)
                 text = f"rank {self.rank}: {doing} has waited {bound:g} s for ranks {[late]}"
                 self.fail(CollectiveTimeoutError(text, (late,)))
-                return
+            self._ticked = time.monotonic()
+
+    def _overslept(self) -> bool:
+        """Whether this process was stopped until now, and so long that others may have gone on."""
+        now = time.monotonic()
+        return now - self._ticked > self.timeout or now < self._woke + _JUST_NOW
 
     def culprit(self, rank: int) -> int:
         """For whom ``rank`` waits in the end, as it and those behind it say when they are asked."""
@@ -341,10 +366,9 @@ class HostLinks:
         self._answers[rank] = answer = Future[Any]()
         try:
             self.check()
-            asking = self._gloo.send([Packet(ASKED).pack()], rank, CONTROL)
+            self.send_packet(rank, Packet(ASKED))
             said = answer.result(_ANSWER)
-            asking.wait(_GOODBYE)
-        except (RuntimeError, TimeoutError, FutureTimeoutError):
+        except (InterlaceError, TimeoutError, FutureTimeoutError):
             return None
         return said - 1 if 0 < said <= self.world_size else None
 
@@ -359,14 +383,20 @@ class HostLinks:
         """Raise what the group has failed with, or that it is closed."""
         if (failure := self.failure) is not None:
             raise failure
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise if this rank has left the group."""
         if self._closed.is_set():
             raise InterlaceError(f"rank {self.rank}: the group is closed")
 
     def _broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
         """Why gloo failed: what the listener of that peer has found out, or will in a moment."""
-        listener = self._threads[self._peers.index(peer)]
+        listener = self._threads[self.peers.index(peer)]
         if listener.ident is not None and listener is not threading.current_thread():
-            listener.join(_VERDICT)  # what the peer has said before is read there first
+            until = time.monotonic() + _VERDICT  # what the peer has said before is read there first
+            while listener.is_alive() and not self._ended.is_set() and time.monotonic() < until:
+                listener.join(_MOMENT.total_seconds())
         if self._failure is None and not self._closed.is_set():
             if peer in self._left:
                 self.fail(
@@ -390,27 +420,25 @@ class HostLinks:
         self._on_failure(error)
         if tell:
             reason = error.args[0] if error.args else type(error).__name__
-            self._tell(Packet(ABORT, content=str(reason).encode()[:LONGEST_REASON]))
-        self._sever()
+            packet = Packet(ABORT, content=str(reason).encode()[:LONGEST_REASON])
+            self.send_all(packet, self.peers)
+        self._sever(_SEVER_DATA)
 
-    def _tell(self, packet: Packet) -> None:
-        """Send a packet to all peers that have not left."""
-        message, works = packet.pack(), []
-        for peer in self._peers:
+    def send_all(self, packet: Packet, peers: Sequence[int]) -> None:
+        """Send a packet to those of ``peers`` that have not left. Never waits."""
+        message = packet.pack()
+        for peer in peers:
             if peer not in self._left:
                 with contextlib.suppress(RuntimeError):
-                    works.append(self._gloo.send([message], peer, CONTROL))
-        for work in works:
-            with contextlib.suppress(RuntimeError):
-                work.wait(_GOODBYE)
+                    self._under_way[peer].append(self._gloo.send([message], peer, CONTROL))
 
-    def _sever(self) -> None:
-        """Close all connections: gloo does when a wait times out. One to a rank that is gone fails
-        before it can time out, so each is tried."""
+    def _sever(self, tag: int) -> None:
+        """Close all connections of ``tag``: gloo does when a wait times out. One to a rank that is gone
+        fails before it can time out, so each is tried."""
         nothing = torch.zeros(1, dtype=torch.uint8)
-        for peer in self._peers:
+        for peer in self.peers:
             with contextlib.suppress(RuntimeError):
-                self._gloo.recv([nothing], peer, _SEVER).wait(_MOMENT)
+                self._gloo.recv([nothing], peer, tag).wait(_MOMENT)
 
     def close(self) -> None:
         """Tell the peers that this rank has left, and close the connections. Idempotent."""
@@ -419,13 +447,24 @@ class HostLinks:
                 return
             self._closed.set()
         self._ended.set()
-        if self._failure is None:
-            self._tell(Packet(LEFT))
-            self._sever()
+        self.send_all(Packet(LEFT), self.peers)
+        for peer in self.peers:
+            if under_way := self._under_way[peer]:
+                with contextlib.suppress(RuntimeError):
+                    under_way[-1].wait(_GOODBYE)  # and with it those before
+        self._sever(_SEVER_DATA)
+        self._sever(_SEVER_CONTROL)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(5.0)
         self._apart.close(0.0)
+        self._under_way.clear()
+        self._gloo = (
+            None  # with its descriptors; and nothing here holds the rest of the group any more
+        )
+        nothing: Any = lambda *_: None  # noqa: E731
+        self._on_failure = self._on_packet = self._on_gone = self._on_tick = nothing
+        self._awaited = self.bound = nothing
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:
@@ -437,3 +476,12 @@ def _settle(future: Future[T], function: Callable[[], T]) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
+
+
+def _after_fork_in_child() -> None:
+    """The connections are the parent's: a child that fails must not tell its peers."""
+    for links in list(_links):
+        links._failure, links.peers = InterlaceError(f"rank {links.rank}: {OF_PARENT}"), []
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

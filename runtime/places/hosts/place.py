@@ -8,22 +8,30 @@ host, as ``interlace.new_group`` makes it.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import hashlib
+import socket
 import struct
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import (
     AbortedError,
     InterlaceError,
+    PeerDiedError,
     PlaceUnavailableError,
 )
 from interlace.runtime.core.memory import SymmetricBuffer
@@ -31,24 +39,43 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
 from interlace.runtime.places.hosts.links import HostLinks
+from interlace.runtime.places.hosts.packets import ROW, Packet
+from interlace.runtime.places.hosts.roll import WHERE, HostsRoll
 from interlace.runtime.places.hosts.transfers import HostTransfers
+from interlace.runtime.places.one_host import meetings
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
+from interlace.runtime.places.one_host.signed_store import (
+    glance,
+    job_secret,
+    need_secret,
+    signed,
+)
+from interlace.runtime.places.one_host.waiting import Interruption, Patience
+from interlace.runtime.places.one_host.worker import apart
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
+from interlace.runtime.record import dump as record
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
 _LENGTH = struct.Struct("<q")
 _FRAME = 64  # bytes around each message, at most
+_HEARSAY = (
+    1.0  # seconds after joining has failed, for ranks of another host to say who has died there
+)
 _FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
+DIGITS = 16  # at the end of a group's name that no other has
 _places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
 
 class HostsPlace(CpuPlace):
-    """One rank of a group on several hosts, made by all; an abort of ``parent`` ends its waits, too."""
+    """One rank of a group on several hosts, made by all; an abort of ``parent`` ends its waits, too.
+
+    ``near`` is the group of this host's ranks, if these have met already, and ``hopeless`` then finds why
+    the rest cannot meet.
+    """
 
     name = "hosts"
     direct_access = False
@@ -61,10 +88,10 @@ class HostsPlace(CpuPlace):
         *,
         timeout: float,
         prefix: str,
+        near: HostGroup | None = None,
         parent: HostsPlace | None = None,
+        hopeless: Interruption | None = None,
     ) -> None:
-        from interlace.runtime.compat.torch_groups import PrefixStore
-
         self.rank, self.world_size = rank, len(cards)
         self.map = HostMap.of([card.host for card in cards])
         self.local_ranks = self.map.hosts[self.map.index(rank)]
@@ -75,57 +102,165 @@ class HostsPlace(CpuPlace):
         self._lock = threading.RLock()
         self._engine_lock = threading.Lock()
         self._local_communicator: Communicator | None = None
+        self._known: tuple[int, ...] = tuple(range(self.world_size))
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
-        self.group = HostGroup(
-            StoreMeeting(store),
+        doing, known = f"joining group {prefix!r}", dict(enumerate(cards))
+        watch = functools.partial(cards[rank].check_living, doing, known)
+        try:
+            self._join(near, hopeless, watch)
+        except InterlaceError as error:
+            if near is not None:
+                raise
+            raise self._why(error, watch) from error
+        self._links.start(self._on_packet, self._roll.lose, self._transfers.expire)
+        self.group.beyond = self._links.culprit
+        if parent is not None:
+            parent._children.add(self)
+        _places.add(self)
+
+    def _join(
+        self, near: HostGroup | None, hopeless: Interruption | None, watch: Callable[[], None]
+    ) -> None:
+        """Meet the ranks of this host, then those of others. ``watch()`` raises if one here has ended."""
+        from interlace.runtime.compat.torch_groups import PrefixStore
+
+        rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
+        self.group = near or HostGroup(
+            StoreMeeting(self._store, lambda found: watch()),
             self.local_ranks.index(rank),
             len(self.local_ranks),
             timeout=timeout,
             prefix=f"{prefix}/host {self.map.index(rank)}",
-            parent=None if parent is None else parent.group,
         )
         self.group.name, self.group.names = rank, self.local_ranks
+        processes = repr([(card.host, card.pid) for card in self._cards]).encode()
+        self.group.tag = hashlib.blake2b(processes, digest_size=4).hexdigest()
         self.local = ShmPlace(self.group)
         self.worker = self.local.worker
+        step = None
+        if hopeless is not None:
+            patience = Patience(rank, timeout, hopeless)
+            step = functools.partial(patience.step, f"joining group {prefix!r}")
+        address = own_address(cards, rank)
+        self.address = address or socket.gethostname()
+        """At which ranks on other hosts reach this one."""
         try:
             self._links = HostLinks(
-                PrefixStore(f"{prefix}/links", store),
                 rank,
                 [card.pid for card in cards],
-                own_address(cards, rank),
                 timeout=timeout,
                 bound=self.group.bound,
                 on_failure=self._on_failure,
                 awaited=self._awaited,
             )
             self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
-            self._links.authenticate(job_secret(), prefix)
+            self._roll = HostsRoll(self._links, prefix)
+            own = PrefixStore(f"{prefix}/links", self._store)
+            self._links.connect(own, address, step, job_secret(), prefix)
         except BaseException:
             self.local.close()
             raise
-        self._links.start(self._transfers.on_packet, self._transfers.expire)
-        self.group.beyond = self._links.culprit
-        if parent is not None:
-            parent._children.add(self)
-        _places.add(self)
+
+    def _why(self, error: InterlaceError, watch: Callable[[], None]) -> InterlaceError:
+        """Why joining has failed. Only ranks of its host see that a process ended, and tell the others."""
+        key, until = f"{self._prefix}/died", time.monotonic() + _HEARSAY
+        while True:
+            try:
+                watch()
+            except PeerDiedError as death:
+                self._store.set(key, str(death))
+                return death
+            if (said := glance(self._store, key)) is not None:
+                return InterlaceError(f"rank {self.rank}: joining has failed: {said.decode()}")
+            if time.monotonic() > until:
+                return error
+            time.sleep(0.01)
 
     def local_engine(self) -> Engine:
         with self._engine_lock:
             if self._local_communicator is None:
                 self._local_communicator = Communicator(self.local, self.local_ranks)
+                self.known_as(self._known)
             return self._local_communicator.engine
+
+    def known_as(self, ranks: Sequence[int]) -> None:
+        self._known = tuple(ranks)
+        record.known_as(self.group, [ranks[rank] for rank in self.local_ranks], ranks)
+
+    @contextmanager
+    def recorded(self, call: Call) -> Iterator[None]:
+        """Around an op of all hosts: the record of this host's group has it apart from what is within."""
+        control = self.group.control
+        number = 0 if control is None else control.recorder.other(call.message)
+        yield
+        if control is not None:
+            control.recorder.other_ended(number)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         members = "-".join(map(str, ranks))
         prefix = f"{self._prefix}/{members}/{generation}"
         cards = [self._cards[rank] for rank in ranks]
         own = ranks.index(self.rank)
-        if len({card.host for card in cards}) == 1:
-            local = [self.local_ranks.index(rank) for rank in ranks]
-            return ShmPlace(self.group.subgroup(local, f"{members}/{generation}"))
+        near = self.group.subgroup(self._near(ranks), f"{members}/{generation}")
+        if near.world_size == len(ranks):
+            return ShmPlace(near)
         return HostsPlace(
-            self._store, own, cards, timeout=self._timeout, prefix=prefix, parent=self
+            self._store,
+            own,
+            cards,
+            timeout=self._timeout,
+            prefix=prefix,
+            near=near,
+            parent=self,
+            hopeless=lambda doing, waited_for: self.trouble(doing),
         )
+
+    def _near(self, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` on this host, by local rank."""
+        return [self.local_ranks.index(rank) for rank in ranks if rank in self.local_ranks]
+
+    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+        made, left = meetings.reunite(self._roll, ranks, self._joined)
+        with contextlib.suppress(InterlaceError):
+            made.exchange(b"", "going on")  # all know by now that it is made, and need no old links
+        return made, left
+
+    def _joined(self, left: Sequence[int], name: str, over: Interruption) -> Place:
+        """The place of the ranks ``left``: first those of a host join, in shared memory, then the hosts."""
+        group = self.group.of_some(self._near(left), name, over)
+        if group.world_size == len(left):
+            return ShmPlace(group)
+        try:
+            return HostsPlace(
+                signed(self._served(left, name, over)),
+                left.index(self.rank),
+                [self._cards[rank] for rank in left],
+                timeout=self._timeout,
+                prefix=name,
+                near=group,
+                hopeless=over,
+            )
+        except BaseException:
+            group.close()
+            raise
+
+    def _served(self, left: Sequence[int], name: str, over: Interruption) -> Store:
+        """A new store, which the first of ``left`` serves: the old one may have ended with its rank."""
+        from interlace.runtime.compat.torch_groups import TCPStore
+
+        first = left[0]
+        if self.rank == first:
+            store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+            self._roll.say(WHERE, f"{name[-DIGITS:]} {self.address} {store.port}")
+            return store
+        patience = Patience(self.rank, self._timeout, over)
+        step = functools.partial(patience.step, f"joining group {name!r}", (first,))
+        while not (where := self._roll.said(first, WHERE)).startswith(name[-DIGITS:]):
+            step()
+        _, address, port = where.split(" ")
+        wait = timedelta(seconds=self._timeout)
+        connected = functools.partial(TCPStore, address, int(port), is_master=False, timeout=wait)
+        return apart("interlace store", connected, step)
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout = self._links.timeout = seconds
@@ -239,7 +374,7 @@ class HostsPlace(CpuPlace):
         if self._parent is not None:
             self._parent.check()
 
-    def trouble(self, doing: str) -> Exception | None:
+    def trouble(self, doing: str) -> InterlaceError | None:
         try:
             self.check()
         except InterlaceError as error:
@@ -249,12 +384,19 @@ class HostsPlace(CpuPlace):
     def abort(self, reason: str) -> None:
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
 
+    def _on_packet(self, source: int, packet: Packet) -> None:
+        if packet.kind == ROW:
+            self._roll.take(source, packet)
+        else:
+            self._transfers.on_packet(source, packet)
+
     def _on_failure(self, error: InterlaceError) -> None:
         """Called once, in whichever thread found the group to have failed."""
         self.group.abort(str(error))
         self._transfers.fail(error)
         for child in list(self._children):
             child._links.fail(error, tell=False)  # the others hear of it as this rank did
+        self._roll.tell()
 
     def close(self) -> None:
         """Leave the group. Idempotent."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from interlace.runtime.core.call import Call, mismatch, take_first
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.hosts import links as packets
-from interlace.runtime.places.hosts.links import HostLinks, Packet
+from interlace.runtime.places.hosts import packets
+from interlace.runtime.places.hosts.links import HostLinks
+from interlace.runtime.places.hosts.packets import Packet
 from interlace.runtime.places.one_host.worker import OrderedWorker
 
 _SLOTS = 1 << 20  # payloads under way between two ranks that may be told apart
@@ -51,14 +52,20 @@ class _Transfer(Future[Outcome]):
 
     def __init__(self, mail: HostTransfers, peer: int | None) -> None:
         super().__init__()
+        self.waited = False
         self._mail, self.peers = mail, () if peer is None else (peer,)
+        self.started, self.bound = time.monotonic(), mail.bound()
+
+    def late(self, now: float) -> bool:
+        return now - self.started > self.bound
 
     def result(self, timeout: float | None = None) -> Outcome:
         self._mail.awaited = None if self.done() or not self.peers else self.peers[0]
+        self.waited = True
         try:
             return super().result(timeout)
         finally:
-            self._mail.awaited = None
+            self._mail.awaited, self.waited = None, False
 
 
 @dataclass(eq=False)
@@ -67,7 +74,6 @@ class _Posted:
     source: int | None
     tag: int
     future: _Transfer
-    started: float = field(default_factory=time.monotonic)
 
     def fits(self, announced: _Announced) -> bool:
         return self.tag == announced.tag and self.source in (None, announced.source)
@@ -81,7 +87,6 @@ class _SendingToHost:
     work: Any
     tag: int
     future: _Transfer
-    started: float = field(default_factory=time.monotonic)
 
 
 class HostTransfers:
@@ -90,9 +95,9 @@ class HostTransfers:
     def __init__(
         self, links: HostLinks, local_ranks: tuple[int, ...], local_engine: Callable[[], Engine]
     ) -> None:
-        self._links, self._rank = links, links.rank
+        self._links, self._rank, self.bound = links, links.rank, links.bound
         self._local = {rank: index for index, rank in enumerate(local_ranks)}
-        self._local_engine = local_engine
+        self._local_engine: Any = local_engine
         self._within = Call("a message within the host")
         self._worker = OrderedWorker("interlace messages")
         self._lock = threading.Lock()
@@ -210,29 +215,31 @@ class HostTransfers:
             self._links.receive_payload(target, source, number % _SLOTS)
 
     def expire(self) -> None:
-        """End the transfers that have waited for longer than the group's timeout."""
-        timeout, now = self._links.timeout, time.monotonic()
+        """End transfers that take longer than their bound; the group, if one is waited for."""
+        now = time.monotonic()
         with self._lock:
-            late = [each for each in self._posted if now - each.started > timeout]
-            self._posted = [each for each in self._posted if each not in late]
-            unsent = [
-                (peer, sending)
-                for (peer, _), sending in self._sending.items()
-                if now - sending.started > timeout
+            late = [
+                (each.future, "recv from", each.source, each.tag)
+                for each in self._posted
+                if each.future.late(now)
             ]
-        for posted in late:
-            source = "any rank" if posted.source is None else f"rank {posted.source}"
-            self._end(posted.future, f"recv from {source} (tag {posted.tag})", posted.source)
-        for peer, sending in unsent:
-            self._end(sending.future, f"send to rank {peer} (tag {sending.tag})", peer)
-
-    def _end(self, future: Future[Outcome], doing: str, peer: int | None) -> None:
-        text = f"rank {self._rank}: {doing} has waited {self._links.timeout:g} s"
-        if peer is None:
-            _settle(future, CollectiveTimeoutError(text))
-        elif not future.done():
-            late = self._links.culprit(peer)
-            _settle(future, CollectiveTimeoutError(f"{text} for ranks {[late]}", (late,)))
+            late += [
+                (each.future, "send to", peer, each.tag)
+                for (peer, _), each in self._sending.items()
+                if each.future.late(now) and not each.future.done()
+            ]
+            ended = [future for future, *_ in late if not future.waited]
+            self._posted = [each for each in self._posted if each.future not in ended]
+        for future, doing, peer, tag in late:
+            behind = () if peer is None else (self._links.culprit(peer),)
+            name = "any rank" if peer is None else f"rank {peer}"
+            text = f"rank {self._rank}: {doing} {name} (tag {tag}) has waited {future.bound:g} s"
+            text += f" for ranks {list(behind)}" if behind else ""
+            error = CollectiveTimeoutError(text, behind)
+            if future in ended:
+                _settle(future, error)
+            else:
+                self._links.fail(error)
 
     def fail(self, error: InterlaceError) -> None:
         """End every transfer under way with ``error``."""
@@ -247,6 +254,7 @@ class HostTransfers:
     def close(self) -> None:
         self.fail(AbortedError(f"rank {self._rank} has closed the group"))
         self._worker.close(1.0)
+        self._local_engine = None  # which holds the place
 
 
 def _settle(future: Future[Outcome], end: Outcome | BaseException) -> None:

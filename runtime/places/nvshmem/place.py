@@ -8,6 +8,7 @@ nothing is put.
 Streams signal by kernels only: stream memory operations need the peer's address too.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class NvshmemPlace(DeviceProcessPlace):
         nodes = nvshmem.nodes_of([[bool(there) for there in row] for row in mapped])
         if len(set(nodes)) > 1:
             self.nodes = Nodes(tuple(nodes), "nvshmem", {"extern_libs": ((LIBRARY, library),)})
+
+    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+        raise PlaceUnavailableError(
+            "NVSHMEM ends with any of its ranks; restart all, for which torchrun has --max-restarts"
+        )
 
     def _agree_that_all_can(self) -> str:
         """The path of the device library, once every rank has all that it needs."""

@@ -29,6 +29,7 @@ _EXCHANGE = atomics.RMW_OP.XCHG
 _ADD = atomics.RMW_OP.ADD
 _RELEASE = atomics.MEM_SEMANTIC.RELEASE
 _ACQUIRE = atomics.MEM_SEMANTIC.ACQUIRE
+_BOTH = atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -57,6 +58,12 @@ def store_release(address: int, value: int) -> None:
 
 def load_acquire(address: int) -> int:
     return Cells((address,)).load_acquire()[0]
+
+
+def compare_and_swap(address: int, old: int, new: int) -> None:
+    """Store ``new`` if the word is ``old``, at once."""
+    values = np.array([old], dtype=np.int64), np.array([new], dtype=np.int64)
+    atomics.atomic_cas(np.array([address], dtype=np.uint64), *values, _BOTH)
 
 
 class Words:

@@ -12,7 +12,7 @@ import ctypes
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 LONGEST_SLEEP = 1e-3
 
@@ -29,23 +29,20 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+def wake(futex: int) -> None:
+    """Ring the bell at this address."""
+    if _FUTEX is not None:
+        ctypes.c_uint32.from_address(futex).value += 1
+        _syscall(_FUTEX, ctypes.c_void_p(futex), _WAKE, _EVERYONE, None, None, 0)
+
+
 class Bell:
-    """The bells of all ranks of a group; ``asleep`` and ``futexes`` (addresses) by rank."""
+    """The own bell: the word that says that this rank sleeps, and the address of its futex."""
 
-    def __init__(self, asleep: Sequence[memoryview], futexes: Sequence[int], rank: int) -> None:
-        self._own_asleep = asleep[rank]
-        self._others = [
-            (asleep[peer], futexes[peer]) for peer in range(len(asleep)) if peer != rank
-        ]
-        self._bell = ctypes.c_uint32.from_address(futexes[rank])
-        self._address = ctypes.c_void_p(futexes[rank])
-
-    def ring(self) -> None:
-        """Wake every peer that sleeps. Called after each release."""
-        for asleep, futex in self._others:
-            if asleep[0] and _FUTEX is not None:
-                ctypes.c_uint32.from_address(futex).value += 1
-                _syscall(_FUTEX, ctypes.c_void_p(futex), _WAKE, _EVERYONE, None, None, 0)
+    def __init__(self, asleep: memoryview, futex: int) -> None:
+        self._own_asleep = asleep
+        self._bell = ctypes.c_uint32.from_address(futex)
+        self._address = ctypes.c_void_p(futex)
 
     def sleep(self, seconds: float, ready: Callable[[], bool]) -> None:
         """Sleep until the bell rings, ``seconds`` at most; not at all if ``ready()``."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.record.dump import dump
 
 FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core
 ELSEWHERE_SECONDS, WARNING_SECONDS = 0.2, 1.0
@@ -101,5 +102,13 @@ class Blame:
 
     def ended(self, error: InterlaceError) -> None:
         """A wait has ended with ``error``: what came too late, or died, ends those of all ranks."""
-        if isinstance(error, (CollectiveTimeoutError, PeerDiedError)):
-            self._group.abort(f"{error} (message {self._group.sequence} of its group)")
+        group = self._group
+        if isinstance(error, CollectiveTimeoutError):
+            late = error.waited_for
+        elif isinstance(error, PeerDiedError):
+            late = (error.rank,)
+        else:
+            dump(group, str(error), level=logging.INFO)  # others have said it
+            return
+        blamed = [rank for rank, name in enumerate(group.names) if name in late]
+        group.abort(f"{error} (message {group.sequence} of its group)", blamed)

@@ -1,7 +1,7 @@
 """The control segments of a host group: messages with small data, counters, abort, in shared memory.
 
-Every rank owns one segment, which all map and, but for ABORTED and BELL, only its owner writes. After
-the header page::
+Every rank owns one segment, which all map and only its owner writes, but for ABORTED, BELL and RESULT.
+After the header page::
 
        0 SEQUENCE  int64, released by the owner: number of its last message
       64 ABORTED   int64, released by anyone: 1 + the rank that aborted the group, or 0
@@ -10,7 +10,8 @@ the header page::
     1280 ELSEWHERE  when (float64), length (int64) and text of where else the owner waits
     1808 MEETING  int64, released by the owner: the group that it is about to join; length (int64) and bytes
          of its card, see ``meetings.py``
-    2032 ATTEMPT, JOINED  int64, released by the owner: attempts to go on without those that have died
+    2032 ATTEMPT, RESULT  int64, released by the owner: attempts to go on without those that have died, and
+         what came of them; the others strike the owner off in RESULT, see ``meetings.py``
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
@@ -22,11 +23,12 @@ the header page::
     2512 SINCE  float64: when it last said so, by the monotonic clock
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2560 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
-    4096 area for messages of even numbers: length, extent, range and offset of shared memory (int64),
-         at byte 64 the message
-    4096 + AREA    the same for odd numbers
+    4096 area for messages of even numbers
+    4096 + AREA    for those of odd numbers
     behind them    PLACES areas for the small data that goes with a message, used in turn
     behind them    outgoing boxes of messages between two ranks, see ``shm/mail.py``
+    behind them    the owner's record, see ``runtime/record/recorder.py``; an entry of it has of a message
+                   its length, extent, range and offset of shared memory
 
 A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
 release and W - 1 acquires per rank, whatever W is.
@@ -42,9 +44,18 @@ import struct
 from collections.abc import Sequence
 
 from interlace.runtime.places.one_host.atomics import Words
-from interlace.runtime.places.one_host.bell import Bell
+from interlace.runtime.places.one_host.bell import Bell, wake
 from interlace.runtime.places.one_host.cores import CoreSpread
 from interlace.runtime.places.one_host.segment import Mapping
+from interlace.runtime.record.recorder import (
+    ENTRIES,
+    ENTRY_WORDS,
+    MESSAGES,
+    REGION_BYTES,
+    FlightRecorder,
+)
+
+Buffer = bytes | memoryview
 
 LARGEST_MESSAGE = 64 << 10
 SMALL_DATA = 64 << 10
@@ -54,17 +65,19 @@ BOXES_BYTES = 256 << 10
 
 _LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
 _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
-ATTEMPT, JOINED = 2032 // 8, 2040 // 8
+ATTEMPT, RESULT = 2032 // 8, 2040 // 8
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET, HOW = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8, 2520 // 8
 _ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
 _AREAS = 4096
-TEXT = 64
-AREA = TEXT + LARGEST_MESSAGE
+_TEXT = 64
+AREA = LARGEST_MESSAGE
 _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
-CONTROL_BYTES = BOXES + BOXES_BYTES
+RECORD = BOXES + BOXES_BYTES
+CONTROL_BYTES = RECORD + REGION_BYTES
+HEADERS = RECORD + MESSAGES  # of messages
 
 
 def _area(sequence: int) -> int:
@@ -81,6 +94,14 @@ def check_size(payload: bytes, rank: int, doing: str) -> None:
         )
 
 
+def said(segment: Buffer) -> tuple[int, float, str]:
+    """What the owner of the segment whose data begins so says, see :meth:`Control.says_of`."""
+    (word,), (since,) = _INT64.unpack_from(segment, _WAITS), _FLOAT64.unpack_from(segment, _SINCE)
+    (length,) = _INT64.unpack_from(segment, _REASON)
+    text = bytes(segment[_REASON + _TEXT : _REASON + _TEXT + min(max(length, 0), LONGEST_REASON)])
+    return word - 1, since, text.decode(errors="replace")
+
+
 class Control:
     """All control segments of a group, as one rank sees them. Keeps them mapped while it lives."""
 
@@ -91,38 +112,40 @@ class Control:
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
-        self.bell = Bell(
-            [view[_ASLEEP // 8 : _ASLEEP // 8 + 1] for view in self.views],
-            [base + _BELL for base in self.bases],
-            rank,
-        )
+        asleep = [view[_ASLEEP // 8 : _ASLEEP // 8 + 1] for view in self.views]
+        self.bell = Bell(asleep[rank], self.bases[rank] + _BELL)
+        self._sleepers = [(asleep[peer], self.bases[peer] + _BELL) for peer in self.peers]
         self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
-        self._written: list[object] = [None, None]
+        self.written: list[object] = [None, None]  # as what, by whether the number is odd
+        self.recorder = FlightRecorder(self.record(rank))
+
+    def record(self, rank: int) -> memoryview:
+        """The region of ``rank``'s record."""
+        return self._bytes[rank][RECORD:CONTROL_BYTES]
 
     @property
     def writes(self) -> memoryview:
         return self._bytes[-1][_WRITES:_AREAS]
 
-    def write(
-        self, sequence: int, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
-    ) -> None:
-        """Write message ``sequence`` and the sender's numbers for the peers; the same object only once."""
-        half, area = sequence & 1, _area(sequence)
-        own, view, words = self._bytes[self._rank], self.own_view, area >> 3
-        view[words + 1] = extent
-        view[words + 2], view[words + 3] = where
-        if self._written[half] is not payload:
-            self._written[half] = None
-            view[words] = len(payload)
-            own[area + TEXT : area + TEXT + len(payload)] = payload
-            self._written[half] = payload
+    def write(self, sequence: int, payload: bytes) -> None:
+        """Write message ``sequence``, of which the entry is in the record."""
+        area = _area(sequence)
+        self.written[sequence & 1] = None
+        self._bytes[self._rank][area : area + len(payload)] = payload
+        self.written[sequence & 1] = payload
 
     def send(self, sequence: int) -> None:
         """Release message ``sequence``, and what was written before."""
         self._own.release(SEQUENCE, sequence)
-        self.bell.ring()
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake every peer that sleeps. Called after each release."""
+        for asleep, futex in self._sleepers:
+            if asleep[0]:
+                wake(futex)
 
     @property
     def sequences(self) -> list[int]:
@@ -132,6 +155,10 @@ class Control:
     def asleep(self) -> list[int]:
         return [self.bases[peer] + _ASLEEP for peer in self.peers]
 
+    def length(self, rank: int) -> int:
+        """The address of the length of ``rank``'s message 0; that of n is n % ENTRIES entries on."""
+        return self.bases[rank] + HEADERS + 8
+
     def area(self, rank: int) -> int:
         """The address of the area for ``rank``'s messages of even numbers; the odd one's is AREA on."""
         return self.bases[rank] + _AREAS
@@ -139,24 +166,25 @@ class Control:
     def message(self, peer: int, sequence: int) -> bytes:
         """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
         area = _area(sequence)
-        length = self.views[peer][area >> 3]
-        return bytes(self._bytes[peer][area + TEXT : area + TEXT + length])
+        return bytes(self._bytes[peer][area : area + self._header(peer, sequence, 1)])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
         """Whether message ``sequence`` of ``peer`` is ``payload``."""
         area = _area(sequence)
         return (
-            self.views[peer][area >> 3] == len(payload)
-            and self._bytes[peer][area + TEXT : area + TEXT + len(payload)] == payload
+            self._header(peer, sequence, 1) == len(payload)
+            and self._bytes[peer][area : area + len(payload)] == payload
         )
 
+    def _header(self, peer: int, sequence: int, word: int) -> int:
+        return int(self.views[peer][(HEADERS >> 3) + sequence % ENTRIES * ENTRY_WORDS + word])
+
     def extent(self, peer: int, sequence: int) -> int:
-        return int(self.views[peer][(_area(sequence) >> 3) + 1])
+        return self._header(peer, sequence, 2)
 
     def where(self, peer: int, sequence: int) -> tuple[int, int]:
         """The shared range and offset that ``peer`` sent with message ``sequence``."""
-        first = (_area(sequence) >> 3) + 2
-        return self.views[peer][first], self.views[peer][first + 1]
+        return self._header(peer, sequence, 3), self._header(peer, sequence, 4)
 
     def data(self, peer: int) -> int:
         """The address of the first place for small data of ``peer``."""
@@ -185,6 +213,10 @@ class Control:
             return ""
         text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
         return text.decode(errors="replace")
+
+    def says_of(self, rank: int) -> tuple[int, float, str]:
+        """For whom ``rank`` has said last that it waits, and when; and why it aborted the group, if so."""
+        return said(self._bytes[rank])
 
     def post(self, key: int, card: bytes) -> None:
         """Show ``card`` to ranks that know ``key``, in place of the one before."""
@@ -216,7 +248,7 @@ class Control:
             return
         own = self._bytes[self._rank]
         text = (reason or "no reason given").encode()[:LONGEST_REASON]
-        own[_REASON + TEXT : _REASON + TEXT + len(text)] = text
+        own[_REASON + _TEXT : _REASON + _TEXT + len(text)] = text
         _INT64.pack_into(own, _REASON, len(text))
         if not self._own.acquired(ABORTED):
             for words in self.words:
@@ -229,9 +261,7 @@ class Control:
 
     def reason(self, rank: int) -> str:
         """Why ``rank`` aborted the group; empty if it did not."""
-        (length,) = _INT64.unpack_from(self._bytes[rank], _REASON)
-        text = bytes(self._bytes[rank][_REASON + TEXT : _REASON + TEXT + length])
-        return text.decode(errors="replace")
+        return said(self._bytes[rank])[2]
 
     def leave(self) -> None:
         """Say that this rank takes part in nothing any more."""

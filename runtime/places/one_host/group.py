@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
+from interlace.runtime.core.call import CALLS
 from interlace.runtime.core.errors import (
+    OF_PARENT,
     AbortedError,
     BlockedWait,
     CollectiveTimeoutError,
@@ -38,14 +40,15 @@ from interlace.runtime.places.one_host.control import (
     check_size,
 )
 from interlace.runtime.places.one_host.segment import (
-    HEADER_BYTES,
     Identity,
     Mapping,
     SharedSegment,
+    agreed_identities,
     map_segment,
 )
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.record import dump as record
 
 SETTLE_SECONDS = 0.02
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
@@ -86,6 +89,7 @@ class HostGroup:
         self._parent = parent
         self.sequence = 0
         self._unusable = ""
+        self.dumped, self.tag = False, ""  # of the record's files
         self.control: Control | None = None  # while joining, and after leaving
         self.blame = Blame(self)
         self.options: Any = None  # torch's, of an op that the caller waits for
@@ -109,24 +113,22 @@ class HostGroup:
             raise cause from (None if cause is error else error)
         self._joining, self._meeting = False, None
         _groups.add(self)
+        record.register(self)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
         """This rank's membership in a group of some of the ranks, which an abort of this one ends, too."""
         self.check_usable()
-        meeting = meetings.MemoryMeeting(self, ranks, self.interruption)
-        return self._of_some(ranks, f"{self.prefix}/{name}", meeting, parent=self)
+        return self.of_some(ranks, f"{self.prefix}/{name}", self.interruption, parent=self)
 
-    def reunited(self, ranks: Sequence[int] | None = None) -> tuple[HostGroup, list[int]]:
-        """A group of the ranks that live, or of these, for which see :func:`meetings.reunite`."""
-        return meetings.reunite(self, ranks, self._of_some)
-
-    def _of_some(
+    def of_some(
         self,
         ranks: Sequence[int],
         name: str,
-        meeting: meetings.MeetingPoint,
+        hopeless: Callable[[str, Sequence[int]], InterlaceError | None],
         parent: HostGroup | None = None,
     ) -> HostGroup:
+        """This rank's membership in a group of ``ranks``. ``hopeless`` finds why there cannot be one."""
+        meeting = meetings.MemoryMeeting(self, ranks, name, hopeless)
         rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
         return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
 
@@ -146,8 +148,9 @@ class HostGroup:
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
+            self._own = own  # whoever inspects this process from outside finds its descriptor
+            record.known_as(self, self.names)
         finally:
-            own.close()
             os.close(pidfd)
         self.exchange(b"", doing)  # everyone has read the keys
         if self._meeting is not None:
@@ -236,18 +239,7 @@ class HostGroup:
     def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
         """The headers of all ranks' segments; all raise the same if one has a problem or sizes differ."""
         answers = self.exchange(identity.pack() + problem.encode(), doing)
-        identities = [Identity.unpack(answer) for answer in answers]
-        first = identities[0].nbytes
-        for rank, other in enumerate(identities):
-            if other.nbytes != first:
-                raise ValueError(
-                    f"nbytes differs: rank {self.names[0]} allocates {first} bytes, rank "
-                    f"{self.names[rank]} {other.nbytes}"
-                )
-        for rank, answer in enumerate(answers):
-            if text := answer[HEADER_BYTES:].decode():
-                raise InterlaceError(f"rank {self.names[rank]}: {text}")
-        return identities
+        return agreed_identities(answers, self.names)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """All-gather of at most 64 KiB, without a kernel; ``doing`` names the op in errors. Collective."""
@@ -257,24 +249,28 @@ class HostGroup:
                 self.check_usable()
                 return [payload]
             self.check()  # or what peers of an aborted group have left would let this rank go on alone
-            control, sequence = self.begin(payload)
+            op = payload if payload.startswith(CALLS) else doing
+            control, sequence = self.begin(payload, op)
             control.send(sequence)
             self.await_message(sequence, doing)
+            control.recorder.ended(sequence)
             return [
                 payload if rank == self.rank else control.message(rank, sequence)
                 for rank in range(self.world_size)
             ]
 
     def begin(
-        self, payload: bytes, extent: int = 0, where: tuple[int, int] = (0, 0)
+        self, payload: bytes, op: bytes | str, extent: int = 0, where: tuple[int, int] = (0, 0)
     ) -> tuple[Control, int]:
-        """Write the next message, unsent. Under ``collective_lock``; ``await_message`` ends it."""
+        """Write the next message, unsent, and that ``op`` begins. Under ``collective_lock``."""
         control = self.control
         if self._unusable or control is None:
             self.check_usable()
             raise InterlaceError(f"rank {self.name}: the group is still joining")
         self.sequence = sequence = self.sequence + 1
-        control.write(sequence, payload, extent, where)
+        control.recorder.message(sequence, len(payload), extent, where, op)
+        if control.written[sequence & 1] is not payload:  # the same object only once
+            control.write(sequence, payload)
         if not sequence % LOOK:
             control.spread.say()
         return control, sequence
@@ -300,7 +296,7 @@ class HostGroup:
         control = self.control
         assert control is not None
         control.words[self.rank].release(index, value)
-        control.bell.ring()
+        control.ring()
 
     def _await(self, control: Control, peer: int, index: int, value: int, doing: str) -> None:
         """Poll one word of ``peer``. A group in which this fails cannot be used any more."""
@@ -326,8 +322,8 @@ class HostGroup:
         while not predicate():
             patience.step(doing, others)
 
-    def patience(self, timeout: float | None = None) -> Patience:
-        """For one wait: step it after every poll that failed. Bounded as the group is by default.
+    def patience(self, timeout: float | None = None, bound: float | None = None) -> Patience:
+        """For one wait: step it after every poll that failed. ``bound`` in seconds, by default as of now.
 
         ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
         """
@@ -335,7 +331,7 @@ class HostGroup:
         bell = None if self.control is None else self.control.bell
         return Patience(
             self.name,
-            timeout or self.bound(),
+            timeout or bound or self.bound(),
             self.blame.look,
             spins=self._spins,
             bell=bell,
@@ -377,8 +373,9 @@ class HostGroup:
         if self._unusable:
             return InterlaceError(f"rank {self.name}: {doing}: {self._unusable}")
         control = self.control
-        if self._joining and (gone := self._rendezvous.hung_up()):
-            return self._rendezvous.died(gone[0], doing)
+        if self._joining and self._meeting is not None and (gone := self._rendezvous.hung_up()):
+            told = filter(None, map(self._meeting.told, gone))
+            return next(map(InterlaceError, told), self._rendezvous.died(gone[0], doing))
         if control is None:
             return None
         awaited = {rank: self.pidfds[rank] for rank in waited_for if rank in self.pidfds}
@@ -425,11 +422,12 @@ class HostGroup:
     def has_left(self, rank: int) -> bool:
         return self.control is not None and self.control.has_left(rank)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, blamed: Sequence[int] = ()) -> None:
         """Make all waits of all ranks end with an AbortedError that says ``reason``, the first one's."""
         with self._abort_lock:
             if (control := self.control) is not None:
                 control.abort(reason)
+        record.dump(self, reason, blamed)
 
     def disown(self, reason: str) -> None:
         """Refuse every later collective with ``reason``, and never touch the memory again."""
@@ -450,6 +448,7 @@ class HostGroup:
         control, self.control = self.control, None
         if control is not None:
             control.leave()
+            self._own.close()
             self._await_first(control, linger)
         self._rendezvous.close()
         _close_values(self.pidfds)
@@ -479,10 +478,7 @@ def _close_values(descriptors: dict[int, int]) -> None:
 
 def _after_fork_in_child() -> None:
     for group in list(_groups):
-        group.disown(
-            "this group belongs to the parent process; a forked child has to make its own "
-            "(start processes with the spawn method)"
-        )
+        group.disown(OF_PARENT)
 
 
 def _at_exit() -> None:

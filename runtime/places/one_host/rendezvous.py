@@ -98,7 +98,12 @@ class Rendezvous:
             moved = self._accept()
             for peer in missing:
                 if peer < self._rank and (connection := self._dial(peer)) is not None:
-                    connection.send(_MESSAGE.pack(*self._label(sender=self._rank, receiver=peer)))
+                    label = self._label(sender=self._rank, receiver=peer)
+                    try:
+                        connection.send(_MESSAGE.pack(*label))
+                    except ConnectionError:  # it has given up meanwhile
+                        connection.close()
+                        raise self.died(peer, "joining, connecting to its unix socket") from None
                     self._connections[peer] = connection
                     moved = True
             if not moved:
@@ -291,13 +296,15 @@ def meet(
     group: str,
     key: str,
     timeout: float,
+    watch: Callable[[dict[int, T]], None] = lambda found: None,
 ) -> tuple[list[T], str]:
     """``read`` of every rank's ``value``, by rank, and a nonce that only these ranks have. Collective.
 
     All keys begin with ``key``. Raises CollectiveTimeoutError that names the ranks which have not joined
     ``group`` within ``timeout`` seconds; InterlaceError with rank and key of a value that cannot be read.
+    ``watch`` is called with what was read, now and then, and raises if a rank will never come.
     """
-    deadline = time.monotonic() + timeout
+    deadline = (probed := time.monotonic()) + timeout
     own = os.urandom(NONCE_BYTES).hex()
     nonce = ""
     found: dict[int, T] = {}
@@ -338,10 +345,13 @@ def meet(
 
     # polls: Store.wait prints a warning on stderr when it times out
     while ranks := missing() if rank == 0 else opened():
-        if time.monotonic() > deadline:
+        if (now := time.monotonic()) > deadline:
             raise CollectiveTimeoutError(
                 f"rank {rank}: ranks {ranks} have not joined group {group!r}", tuple(ranks)
             )
+        if now > probed + PROBE_SECONDS:
+            probed = now
+            watch(found)
         time.sleep(_STORE_POLL_SECONDS)
     if rank == 0:
         store.delete_key(key)

@@ -19,13 +19,14 @@ is unmapped when the last array or tensor over it is gone, and not before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ _HEADER = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQ")
 HEADER_BYTES = _HEADER.size
 
 _PIECE = 64 << 20
+# By controllers (version 2, 1): files of limit and use, what is dropped when memory is short, folder.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file", ""),
+    "memory": (
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory"),
+}  # fmt: skip
 
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_SHARED = 0x01
@@ -100,6 +107,21 @@ def compare(
         if has != wants:
             has, wants = (v.hex() if isinstance(v, bytes) else v for v in (has, wants))
             raise InterlaceError(f"{what}: {name} is {has}, expected {wants}")
+
+
+def agreed_identities(answers: Sequence[bytes], names: Sequence[int]) -> list[Identity]:
+    """The headers that ranks, by ``names``, have sent, each with why not; raises if sizes differ."""
+    identities = [Identity.unpack(answer) for answer in answers]
+    first = identities[0].nbytes
+    for name, other in zip(names, identities, strict=True):
+        if other.nbytes != first:
+            raise ValueError(
+                f"nbytes differs: rank {names[0]} allocates {first} bytes, rank {name} {other.nbytes}"
+            )
+    for name, answer in zip(names, answers, strict=True):
+        if text := answer[HEADER_BYTES:].decode():
+            raise InterlaceError(f"rank {name}: {text}")
+    return identities
 
 
 class Mapping:
@@ -201,19 +223,28 @@ def map_segment(descriptor: int, identity: Identity) -> Mapping:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now, as the kernel and this container's cgroup see it."""
+    """Bytes that can be allocated now, as the kernel and this process's control groups see it."""
     amounts = [1 << 62]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             amounts.append(int(line.split()[1]) * 1024)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            files = (Path("/sys/fs/cgroup", name) for name in (limit, used))
-            allowed, taken = (int(file.read_text()) for file in files)
-            amounts.append(allowed - taken)
-        except (OSError, ValueError):  # no such cgroup version, or "max"
+    groups = Path("/proc/self/cgroup").read_text()
+    return min(*amounts, *left_in_groups(groups, Path("/sys/fs/cgroup")))
+
+
+def left_in_groups(groups: str, top: Path) -> Iterator[int]:
+    """Bytes left in each of these control groups, as the kernel lists them, and in those around them.
+
+    Files that were read and are not in use count as left: the kernel drops them when memory is short.
+    """
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):  # version 2 has one hierarchy, without a name
             continue
-    return min(amounts)
+        limit, used, cache, name = _GROUP_FILES[controllers]
+        for folder in (top / name / path.lstrip("/") / "x").parents:
+            if folder.is_relative_to(top / name):
+                with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
+                    left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                    stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+                    yield left + int(stat.get(cache, 0))

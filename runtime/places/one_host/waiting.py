@@ -46,6 +46,18 @@ def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
     return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & select.POLLIN]
 
 
+def has_ended(pid: int) -> bool:
+    """Whether the process has ended that had this number a moment ago."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    try:
+        return bool(ended_processes({0: descriptor}))
+    finally:
+        os.close(descriptor)
+
+
 class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it.
 

@@ -16,6 +16,19 @@ T = TypeVar("T")
 _Item = tuple["Future[Any]", Callable[[], Any], contextvars.Context]
 
 
+def apart(name: str, function: Callable[[], T], step: Callable[[], None]) -> T:
+    """What ``function`` returns, which a thread runs. ``step`` is called meanwhile; if it raises, so does
+    this, and the thread is left to itself."""
+    worker = OrderedWorker(name)
+    try:
+        future = worker.submit(function)
+        while not future.done():
+            step()
+        return future.result()
+    finally:
+        worker.close(0.0)
+
+
 class OrderedWorker:
     """Runs functions one after another in a daemon thread, which starts with the first of them.
 

@@ -68,7 +68,8 @@ class HostEngine(Engine):
         if self.world_size > 1:
             with self._group.collective_lock:
                 self._steps.begin(call)
-                self._steps.meet()
+                if not self._steps.meet(("barrier",)):
+                    self._steps.end()
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._group.exchange(call.message, call.op))
@@ -94,12 +95,12 @@ class HostEngine(Engine):
         """Parts of ``nbytes``, one behind the other."""
         return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
 
-    def _key(self, tensors: Tensors, known: bool, *key: Any) -> Key | None:
-        """``key`` if what it ends with are the bytes of each of ``tensors``, and it is ``known`` that those
-        of other ranks have as many; equal calls alone may say that they differ.
+    def _key(self, sizes: list[int], known: bool, *key: Any) -> Key | None:
+        """``key`` if what it ends with are the bytes of each, and it is ``known`` that those of other
+        ranks have as many; equal calls alone may say that they differ.
         """
         known = known and self.world_size <= MOST_RANKS
-        return key if known and {each.nbytes for each in tensors} <= {key[-1]} else None
+        return key if known and sizes.count(key[-1]) == len(sizes) else None
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ class HostEngine(Engine):
             if not alike:
                 most = most or extent
                 self._move_anew(alike, key, addresses, extent, laid_out(), where[0], most, apart)
+                self._steps.end()
 
     def _move_anew(
         self, alike: bool | None, key: Key | None, addresses: Addresses, extent: int,
@@ -213,8 +215,8 @@ class HostEngine(Engine):
                 targets[self.rank] = None
             return [((0, INPUT), nbytes)], targets
 
-        known = len(outputs) > 0 or call.match is not None
-        key = self._key(outputs, known, "gather", len(outputs), in_place, nbytes)
+        known, sizes = len(outputs) > 0 or call.match is not None, _sizes(outputs)
+        key = self._key(sizes, known, "gather", len(outputs), in_place, nbytes)
         self._move(call, key, addresses, nbytes, laid_out, self._direct.find(input))
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
@@ -243,13 +245,13 @@ class HostEngine(Engine):
 
     def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
         addresses = [each.data_ptr() for each in (*inputs, *outputs)]
-        extent = max([each.nbytes for each in inputs])
+        sizes = _sizes(inputs)
+        extent = max(sizes)
 
         def laid_out() -> PartsAndTargets:
             return _listed(INPUT, inputs), _listed(INPUT + self.world_size, outputs)
 
-        known = call.match is not None
-        key = self._key((*inputs, *outputs), known, "all_to_all lists", extent)
+        key = self._key(sizes + _sizes(outputs), call.match is not None, "all_to_all lists", extent)
         self._move(call, key, addresses, extent, laid_out)
 
     def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -262,6 +264,7 @@ class HostEngine(Engine):
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         parts, most = inputs or (), output.nbytes
+        sizes = _sizes(parts)
         addresses = [each.data_ptr() for each in (*parts, output)]
 
         def laid_out() -> PartsAndTargets:
@@ -269,9 +272,8 @@ class HostEngine(Engine):
             targets[root] = (0, INPUT + len(parts)), most
             return _listed(INPUT, parts), targets
 
-        key = self._key(parts, len(parts) > 0 or call.match is not None, "scatter", root, most)
-        extent = max([each.nbytes for each in parts], default=0)
-        self._move(call, key, addresses, extent, laid_out, None, most)
+        key = self._key(sizes, len(parts) > 0 or call.match is not None, "scatter", root, most)
+        self._move(call, key, addresses, max(sizes, default=0), laid_out, None, most)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -291,6 +293,7 @@ class HostEngine(Engine):
             limit = MEDIUM_DATA if rounds.opened and self.world_size <= 4 else SMALL_DATA
             if nbytes > limit:
                 self._reduce_large(call, tensor, op, root)
+                self._steps.end()
                 return
             self._steps.begin(call, nbytes)
             here, by_sum = root is None or root == rank, sums(op, dtype)
@@ -310,6 +313,7 @@ class HostEngine(Engine):
                         doing.reduce(what, dtype, (0, INPUT), sources, tensor.numel())
 
                 self._steps.meet(key, addresses, stage, reduce)
+                self._steps.end()
             if by_sum and op == "avg" and here:
                 divide(tensor, self.world_size)
 
@@ -327,9 +331,9 @@ class HostEngine(Engine):
         rounds.reduce(tensor, op, root, meets=meets)
 
     def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
-        extent = max([each.nbytes for each in inputs])
-        addresses = [each.data_ptr() for each in (*inputs, output)]
-        key = self._key(inputs, True, "reduce_scatter list", extent)
+        sizes, addresses = _sizes(inputs), [each.data_ptr() for each in (*inputs, output)]
+        extent = max(sizes)
+        key = self._key(sizes, True, "reduce_scatter list", extent)
         parts = functools.partial(_listed, INPUT, inputs)
         self._reduce_scatter(call, key, output, addresses, extent, parts, op)
 
@@ -365,10 +369,11 @@ class HostEngine(Engine):
                 if where[0] and self._direct.everywhere(where[0]):
                     own = _spans(parts(), addresses)[rank]
                     self._direct.reduce_scatter(op, own, addresses[-1], dtype)
-                    return
-                rounds.open()
-                key = key if op == "sum" else None
-                rounds.reduce_scatter(key, addresses, parts(), to, dtype, op)
+                else:
+                    rounds.open()
+                    key = key if op == "sum" else None
+                    rounds.reduce_scatter(key, addresses, parts(), to, dtype, op)
+                steps.end()
                 return
             steps.begin(call, extent)
 
@@ -383,6 +388,7 @@ class HostEngine(Engine):
 
             if not steps.again(key, addresses):
                 steps.meet(key, addresses, stage, reduce)
+                steps.end()
             if by_sum and op == "avg":
                 divide(output, world_size)
 
@@ -391,6 +397,10 @@ class HostEngine(Engine):
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         return self._mail.recv(call, tensor, peer, tag)
+
+
+def _sizes(tensors: Tensors) -> list[int]:
+    return [each.nbytes for each in tensors]
 
 
 def _listed(register: int, tensors: Tensors) -> list[RingPart]:

@@ -10,6 +10,9 @@ A message is cut into pieces, which arrive in order; messages of one sender foll
 gets a message that nobody has asked for yet keeps it until somebody does, so tags may be received in
 any order. Nobody has to be in a call for messages to move: who waits for one moves them all, and while
 messages are under way that nobody waits for, a thread does.
+
+A send ends when its bytes have left the tensor. If its receiver refuses them it says so in a message back,
+whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what fits costs nothing for this.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from interlace.runtime.core.call import Call, mismatch, take_first
+from interlace.runtime.core.call import Call, MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
@@ -35,6 +38,7 @@ from interlace.runtime.places.one_host.group import HostGroup
 SLOTS = 4
 _SENT, _TAKEN, _FIRST_SLOT, _HEADER = 0, 64, 128, 32
 _CHECK_SECONDS = 0.02
+_REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
 
 _memmove = ctypes.memmove
 _DTYPES = sorted(
@@ -43,17 +47,18 @@ _DTYPES = sorted(
 _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
-class _Moving(Future[Outcome]):
+class _Moving(MessageEnd):
     """The end of one transfer. Waiting for it moves messages."""
 
     def __init__(self, mail: Mail, doing: str, peers: Sequence[int]) -> None:
         super().__init__()
-        self.mail, self.doing, self.peers = mail, doing, peers
-        self.started = time.monotonic()
-        self.suspect = False
+        self.refused = mail.refused
+        self.mail, self.doing, self.peers, self.number = mail, doing, peers, 0
+        self.started, self.bound = time.monotonic(), mail.bound()
+        self.suspect = self.waited = False
 
     def result(self, timeout: float | None = None) -> Outcome:
-        if not self.done():
+        if not self.settled:
             self.mail.wait(self, timeout)
         return super().result(0)
 
@@ -63,9 +68,18 @@ class _Moving(Future[Outcome]):
         return super().exception(0)
 
     def done(self) -> bool:
-        if not super().done():
-            self.mail.move()
+        if super().done():
+            return True
+        self.mail.move()
         return super().done()
+
+    def set_result(self, result: Outcome) -> None:
+        self.mail.ended(self.number)
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self.mail.ended(self.number)
+        super().set_exception(exception)
 
     @property
     def settled(self) -> bool:
@@ -110,7 +124,7 @@ class Mail:
     """The boxes of a group, as one rank sees them."""
 
     def __init__(self, group: HostGroup) -> None:
-        self._group = group
+        self._group, self.bound = group, group.bound
         self._rank = group.rank
         self._box = BOXES_BYTES // group.world_size & ~4095
         self._piece = (self._box - _FIRST_SLOT) // SLOTS & ~63
@@ -121,6 +135,7 @@ class Mail:
         self._receiving: list[_Receiving] = []
         self._arriving: dict[int, _Arriving] = {}
         self._kept: list[_Arriving] = []
+        self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
 
     # -- what the engine calls -----------------------------------------------------------------
@@ -130,6 +145,7 @@ class Mail:
         future = _Moving(self, f"{call.op} to rank {peer} (tag {tag})", [peer])
         with self._lock:
             self._group.check_usable()
+            future.number = self._began(call, peer, tag)
             if peer == self._rank:
                 self._keep(tensor, tag)
                 future.set_result(Outcome(None, None))
@@ -149,6 +165,7 @@ class Mail:
         receiving = _Receiving(tensor, peer, tag, future)
         with self._lock:
             self._group.check_usable()
+            future.number = self._began(call, peer, tag)
             self._move()  # what has come first is received first
             kept = take_first(self._kept, receiving.fits)
             if kept is None:
@@ -161,6 +178,16 @@ class Mail:
             self._see_to_it()
         return future
 
+    def _began(self, call: Call, peer: int | None, tag: int) -> int:
+        """The number in the record of what begins; a rank with itself stands for any rank."""
+        control = self._group.control
+        other = self._rank if peer is None else peer
+        return 0 if control is None else control.recorder.other(call.message, other, tag)
+
+    def ended(self, number: int) -> None:
+        if (control := self._group.control) is not None:
+            control.recorder.other_ended(number)
+
     # -- keeping messages moving ---------------------------------------------------------------
 
     def move(self) -> bool:
@@ -170,12 +197,14 @@ class Mail:
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
         """Move messages until ``future`` is done; it fails if that is hopeless."""
-        patience = self._group.patience()
+        patience = self._group.patience(bound=future.bound)
         deadline = None if timeout is None else time.monotonic() + timeout
+        future.waited = True
         while not future.settled:
             if self.move() or future.settled:
                 continue
             if deadline is not None and time.monotonic() > deadline:
+                future.waited = False
                 raise FutureTimeoutError
             try:
                 senders = self._senders(future)
@@ -227,7 +256,7 @@ class Mail:
 
     def _futures(self) -> list[_Moving]:
         waiting = [receiving.future for receiving in self._receiving]
-        waiting += [sending.future for queue in self._sending.values() for sending in queue]
+        waiting += [s.future for queue in self._sending.values() for s in queue if s.tag >= 0]
         waiting += [m.wanted.future for m in self._arriving.values() if m.wanted is not None]
         return waiting
 
@@ -235,14 +264,15 @@ class Mail:
         """Fail ``future`` if it can never end. A reason counts when it is found twice."""
         group = self._group
         error = group.interruption(future.doing, self._senders(future))
-        if error is None and time.monotonic() - future.started > group.timeout:
+        if error is None and time.monotonic() - future.started > future.bound:
             late = group.blame.culprits(future.peers)
             error = CollectiveTimeoutError(
-                f"rank {group.name}: {future.doing} has waited {group.timeout:g} s for ranks {late}",
+                f"rank {group.name}: {future.doing} has waited {future.bound:g} s for ranks {late}",
                 tuple(late),
             )
         if error is not None and future.suspect:
-            group.blame.ended(error)
+            if future.waited or not isinstance(error, CollectiveTimeoutError):
+                group.blame.ended(error)  # what nobody waits for any more ends alone
             self._fail(future, error)
         future.suspect = error is not None
 
@@ -279,7 +309,7 @@ class Mail:
             while self._take(control, peer):
                 moved = True
         if moved:
-            control.bell.ring()
+            control.ring()
         return moved
 
     def _box_for(self, other: int) -> int:
@@ -335,6 +365,10 @@ class Mail:
             del self._arriving[peer]
             if message.wanted is not None:
                 self._finish(message)
+            elif tag in _REFUSALS:
+                self._kept.remove(message)
+                text = bytes(message.buffer.tolist()).decode(errors="replace")
+                self.refused.append(_REFUSALS[tag](text))
         return True
 
     def _begin(self, peer: int, tag: int, nbytes: int, dtype: torch.dtype) -> _Arriving:
@@ -374,11 +408,21 @@ class Mail:
         about = message.tag, message.peer, message.dtype, numel
         return mismatch(wanted.tensor, self._rank, *about)
 
+    def _refuse(self, peer: int, error: Exception) -> None:
+        """Tell the sender, who may never listen: nobody waits for this, and no thread moves it."""
+        text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
+        tag = next(tag for tag, kind in _REFUSALS.items() if isinstance(error, kind))
+        end = _Moving(self, "a refusal", [peer])
+        self._sending.setdefault(peer, deque()).append(_Sending(text, tag, end))
+        self._move()
+
     def _finish(self, message: _Arriving) -> None:
         wanted, peer = message.wanted, message.peer
         assert wanted is not None
         error = self._mismatch(wanted, message)
         if error is not None:
+            if peer != self._rank:
+                self._refuse(peer, error)
             wanted.future.set_exception(error)
             return
         if message.buffer.numel():

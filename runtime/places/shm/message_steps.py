@@ -13,6 +13,7 @@ register to add to it.
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,19 +23,21 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import (
     AREA,
+    HEADERS,
     HOW,
     PLACES,
     SEQUENCE,
     SMALL_DATA,
-    TEXT,
     Control,
 )
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
 from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, RING, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
+from interlace.runtime.record.recorder import ENDED, ENTRIES, ENTRY
 
-NUMBER, AT, LENGTH, SMALL, MEDIUM, BEFORE, INPUT, OUTPUT = range(1, 9)
-"""Registers: of the message, of its area, its bytes; places of data; rounds before; then all addresses."""
+NUMBER, ENTRY_AT, AT, LENGTH, SMALL, MEDIUM, BEFORE, INPUT, OUTPUT = range(1, 10)
+"""Registers: of the message, its entry, its area, its bytes; places of data; rounds before; then all
+addresses."""
 
 MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
 
@@ -48,6 +51,7 @@ KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds h
 Key = tuple[Any, ...]
 Addresses = Sequence[int]
 _memmove = ctypes.memmove
+_registers = struct.Struct(f"<{INPUT - NUMBER}q").pack_into
 
 
 class Listed(Steps):
@@ -82,10 +86,13 @@ class Listed(Steps):
         self.release(control.bases[rank] + 8 * SEQUENCE, (0, NUMBER))
         self.ring(control.asleep)
         self.wait(control.sequences, (0, NUMBER), (control.peers, SEQUENCE, NUMBER, 0))
-        own, others = control.area(rank), [control.area(peer) for peer in control.peers]
-        self.compare((own, AT), others, (0, AT), 8)
-        texts = [other + TEXT for other in others]
-        self.compare((own + TEXT, AT), texts, (0, AT), (0, LENGTH))
+        lengths, areas = ([*map(at, control.peers)] for at in (control.length, control.area))
+        self.compare((control.length(rank), ENTRY_AT), lengths, (0, ENTRY_AT), 8)
+        self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
+
+    def end(self) -> None:
+        """The op has ended."""
+        self.stamp((self._control.bases[self._rank] + HEADERS + 8 * ENDED, ENTRY_AT))
 
 
 class AtOnce:
@@ -155,8 +162,13 @@ class HostSteps:
     def begin(self, call: Call, extent: int = 0, where: tuple[int, int] = (0, 0)) -> Control:
         """An op begins: write its message, unsent."""
         self.call = call
-        self.control, self.sequence = self._group.begin(call.message, extent, where)
+        message = call.message
+        self.control, self.sequence = self._group.begin(message, message, extent, where)
         return self.control
+
+    def end(self) -> None:
+        """The op has ended, unless the steps that were kept have said so."""
+        self.control.recorder.ended(self.sequence)
 
     def alike(self) -> bool:
         """Whether it is known, on every rank or on none, that all use machine code, or that none does."""
@@ -193,6 +205,8 @@ class HostSteps:
             listed.meet()
             if after is not None:
                 after(listed)
+            if key:
+                listed.end()
             self._keep(key, listed)
         return bool(self.again(key, addresses))
 
@@ -222,8 +236,22 @@ class HostSteps:
         """For what is to be done now, by Python."""
         steps = self._at_once
         steps.op = self.call.op
-        self._set(steps.registers, addresses)
+        steps.registers[NUMBER:INPUT] = self._numbers()
+        steps.registers[INPUT : INPUT + len(addresses)] = addresses
         return steps
+
+    def _numbers(self) -> tuple[int, ...]:
+        """The registers before the addresses."""
+        sequence = self.sequence
+        return (
+            sequence,
+            sequence % ENTRIES * ENTRY,
+            (sequence & 1) * AREA,
+            len(self.call.message),
+            sequence % PLACES * SMALL_DATA,
+            sequence % MEDIUM_PLACES * MEDIUM_DATA,
+            self.rounds,
+        )
 
     def _met(self) -> bool:
         """Send the message, wait for everyone's, and compare them."""
@@ -249,21 +277,12 @@ class HostSteps:
             ]
         )
 
-    def _set(self, registers: Any, addresses: Addresses) -> None:
-        sequence = self.sequence
-        registers[NUMBER] = sequence
-        registers[AT] = (sequence & 1) * AREA
-        registers[LENGTH] = len(self.call.message)
-        registers[SMALL] = sequence % PLACES * SMALL_DATA
-        if self.rounds:  # else there is no data of middle size, and 0 is right
-            registers[MEDIUM] = sequence % MEDIUM_PLACES * MEDIUM_DATA
-            registers[BEFORE] = self.rounds
-        for number, address in enumerate(addresses, INPUT):
-            registers[number] = address
-
     def _run(self, steps: Steps, addresses: Addresses) -> bool:
         """Whether the list ran to its end, rather than to a meeting of messages that are not equal."""
-        self._set(steps.registers, addresses)
+        registers = steps.registers
+        _registers(steps.memory, 8 * NUMBER, *self._numbers())
+        for number, address in enumerate(addresses, INPUT):
+            registers[number] = address
         stopped = steps.run(0)
         while stopped >= 0:
             kind = steps.kinds[stopped]
@@ -272,7 +291,7 @@ class HostSteps:
                 value = steps.registers[register] + further
                 self._group.await_word(peers, index, value, self.call.op)
             elif kind == RING:
-                self.control.bell.ring()
+                self.control.ring()
                 stopped += 1
             else:
                 self._verify()

@@ -20,6 +20,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Array, LocalMemory, SymmetricBuffer, split, starts
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Stream
+from interlace.runtime.places.one_host import meetings
 from interlace.runtime.places.one_host.atomics import Cells
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.segment import SharedSegment
@@ -27,6 +28,8 @@ from interlace.runtime.places.one_host.worker import OrderedWorker
 from interlace.runtime.places.shm import user_launches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.inline_stream import CompletedEvent, InlineStream
+from interlace.runtime.record import dump as record
+from interlace.runtime.record.recorder import called_from
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
@@ -52,11 +55,17 @@ class CpuPlace(Place):
     def hold_current(self, event: Event, waiting_for: str) -> None:
         event.synchronize()
 
+    def bound(self) -> float:
+        return self.group.bound()
+
+    def fault(self, reason: str) -> None:
+        record.dump(self.group, reason)
+
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the launch side of an op; in the worker if ``asynchronous`` or while it is busy."""
         asynchronous = asynchronous and not self.alone
         if not self.worker.inside and (asynchronous or self.worker.unfinished):
-            return self.worker.submit(function)
+            return self.worker.submit(called_from(function))
         return super().submit(function, asynchronous=asynchronous)
 
 
@@ -74,11 +83,15 @@ class ShmPlace(CpuPlace):
         self.worker = OrderedWorker("interlace ops")
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
 
+    def known_as(self, ranks: Sequence[int]) -> None:
+        record.known_as(self.group, ranks)
+
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> ShmPlace:
         return ShmPlace(self.group.subgroup(ranks, f"{'-'.join(map(str, ranks))}/{generation}"))
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
-        group, left = self.group.reunited(ranks)
+        roll = meetings.MemoryRoll(self.group)
+        group, left = meetings.reunite(roll, ranks, self.group.of_some)
         return ShmPlace(group), left
 
     def set_timeout(self, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    send     copies the tensor, and is done
+    send     copies the tensor, and is done; a later end tells what is refused, see ``MessageEnd``
     recv     a future; a message that fits settles it, whoever of the two comes first
     matched  the receiver's mail stream copies the message into the tensor, after the receiver's work
              before the recv and the sender's before the send; the future has the end of that copy
@@ -11,13 +11,13 @@ A receive that nobody waits for and nothing arrives for stays open, as it would 
 """
 
 import contextvars
+from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from interlace.runtime.core.call import mismatch, take_first
+from interlace.runtime.core.call import MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome, Stream
@@ -26,7 +26,7 @@ from interlace.runtime.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """``data`` is a copy of what rank ``source`` had when it reached ``sent``, as bytes."""
+    """``data``: a copy of what rank ``source`` had when it reached ``sent``, as bytes; ``refused``: its."""
 
     source: int
     destination: int
@@ -34,10 +34,11 @@ class Message:
     dtype: torch.dtype
     data: torch.Tensor
     sent: Event
+    refused: deque[Exception]
 
 
 @dataclass(eq=False)
-class Receive(Future[Outcome]):
+class Receive(MessageEnd):
     """A receive of ``rank``; ``source`` is None for any. Its copy runs on ``stream`` after ``posted``."""
 
     rank: int
@@ -48,6 +49,7 @@ class Receive(Future[Outcome]):
     posted: Event
     scheduler: Scheduler
     waiting: Callable[[], BlockedWait]
+    refused: deque[Exception]
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -66,6 +68,8 @@ class Receive(Future[Outcome]):
         problem = mismatch(self.tensor, self.rank, *about)
         if problem is not None:
             self.set_exception(problem)
+            if message.source != self.rank:
+                message.refused.append(type(problem)(*problem.args))
             return
         self.stream.wait_event(self.posted)
         self.stream.wait_event(message.sent)
@@ -81,10 +85,11 @@ class Receive(Future[Outcome]):
 
 @dataclass
 class Mailbox:
-    """Messages sent and not yet received, and receives asked for and not yet met, in order."""
+    """Messages sent and not yet received, receives asked for and not yet met; refusals, by sender."""
 
     messages: list[Message] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
+    refused: defaultdict[int, deque[Exception]] = field(default_factory=lambda: defaultdict(deque))
 
     def post(self, message: Message) -> None:
         """Give ``message`` to the first receive that it fits, now or later."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
+from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, rank_error
 from interlace.runtime.core.launch import KernelLaunch
@@ -288,10 +289,12 @@ class SimPlace(Place):
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         data = bytes_of(tensor).clone()
-        message = Message(self.rank, peer, tag, tensor.dtype, data, self.record_current())
-        self._group.mail.post(message)
+        refused = self._group.mail.refused[self.rank]
+        sent = self.record_current()
+        self._group.mail.post(Message(self.rank, peer, tag, tensor.dtype, data, sent, refused))
         self._scheduler.changed()
-        future: Future[Outcome] = Future()
+        future = MessageEnd()
+        future.refused = refused
         future.set_result(Outcome(None, None))
         return future
 
@@ -308,6 +311,7 @@ class SimPlace(Place):
             posted=self.record_current(),
             scheduler=self._scheduler,
             waiting=self._waiting(lambda: f"a message from {source} with tag {tag}"),
+            refused=self._group.mail.refused[self.rank],
         )
         self._group.mail.take(receive)
         self._scheduler.changed()

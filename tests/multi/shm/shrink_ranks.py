@@ -1,34 +1,55 @@
 """Ranks that go on without those that died, for test_shrink.py."""
 
+import gc
 import os
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore, TCPStore
 
 import interlace
 from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts import host_map
+from interlace.runtime.places.hosts.roll import HostsRoll
 from interlace.runtime.places.one_host import meetings
 from interlace.runtime.start.connect import connect_place
 
 TIMEOUT = 120.0
 
 
-def joined(rank: int, world_size: int, folder: str) -> None:
-    store = FileStore(f"{folder}/store", world_size)
-    place = connect_place(store, rank, world_size, timeout=TIMEOUT, name="shrinking")
+def joined(
+    rank: int, world_size: int, folder: str, hosts: int = 1, timeout: float | None = None
+) -> None:
+    """Join the default group, on so many hosts; the store ends with rank 0 if they are several."""
+    torch.set_num_threads(1)
+    os.environ["INTERLACE_SECRET"] = "of the ranks of test_shrink.py"
+    chosen = Path(folder) / "port"
+    if hosts == 1:
+        store: Any = FileStore(f"{folder}/store", world_size)
+    elif rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        chosen.with_suffix(".new").write_text(str(store.port))
+        chosen.with_suffix(".new").rename(chosen)
+    else:
+        while not chosen.exists():
+            time.sleep(0.01)
+        store = TCPStore("127.0.0.1", int(chosen.read_text()), is_master=False)
+    host = f"host {rank * hosts // world_size}"
+    place = connect_place(store, rank, world_size, timeout=60.0, name="shrinking", host=host)
+    assert place.name == ("shm" if hosts == 1 else "hosts")
+    place.set_timeout(timeout or TIMEOUT)
     groups.install(place, all_threads=True)
 
 
-def to_the_last(rank: int, world_size: int, folder: str, said: Any) -> None:
+def to_the_last(rank: int, world_size: int, folder: str, said: Any, hosts: int = 1) -> None:
     """Calls ops, shrinks when a rank has died, and says who is left each time, until it is alone."""
-    torch.set_num_threads(1)
-    joined(rank, world_size, folder)
+    joined(rank, world_size, folder, hosts)
     while True:
         try:
             left = torch.empty(interlace.get_world_size(), dtype=torch.int64)
@@ -50,12 +71,13 @@ def to_the_last(rank: int, world_size: int, folder: str, said: Any) -> None:
             interlace.shrink()
 
 
-def killed_while_joining(rank: int, world_size: int, folder: str, said: Any, when: str) -> None:
+def killed_while_joining(
+    rank: int, world_size: int, folder: str, said: Any, when: str, hosts: int = 1
+) -> None:
     """Rank 1 leaves by its end; rank 2 ends at the point ``when`` of the first attempt to go on."""
-    joined(rank, world_size, folder)
+    joined(rank, world_size, folder, hosts)
     if rank == 1:
         os._exit(1)
-    group: Any = groups.default_group()
     if rank == 2:
         if when == "after coming":
             meetings.MemoryMeeting.cards = lambda *rest: os._exit(1)  # type: ignore[assignment,method-assign]
@@ -68,15 +90,16 @@ def killed_while_joining(rank: int, world_size: int, folder: str, said: Any, whe
 
             meetings.MemoryMeeting.cards = cards  # type: ignore[method-assign]
         else:
-            release = group.place.group.release
+            roll: Any = meetings.MemoryRoll if hosts == 1 else HostsRoll
+            say = roll.say
 
-            def ends(index: int, value: int) -> None:
-                if index != meetings.JOINED or when == "said so":
-                    release(index, value)
-                if index == meetings.JOINED:
+            def ends(self: Any, what: int, value: int) -> None:
+                if what != meetings.RESULT or when == "said so":
+                    say(self, what, value)
+                if what == meetings.RESULT:
                     os._exit(1)
 
-            group.place.group.release = ends
+            roll.say = ends
     interlace.shrink()
     said.send(interlace.get_world_size())
     try:
@@ -103,6 +126,16 @@ def again_and_again(times: int) -> list[tuple[int, int, int]]:
     return found
 
 
+def again_and_again_on_two_hosts(
+    rank: int, world_size: int, folder: str, said: Any, times: int
+) -> None:
+    joined(rank, world_size, folder, hosts=2)
+    again_and_again(4)
+    gc.collect()
+    gc.disable()
+    said.send(again_and_again(times))
+
+
 def after_the_end() -> list[str]:
     """What a group that was shrunk says, its work and its symmetric memory."""
     old = interlace.new_group()
@@ -124,19 +157,85 @@ def after_the_end() -> list[str]:
     return said
 
 
+def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, timeout: float) -> None:
+    """Calls ops until one fails, then shrinks: what it says, and who is left; or why not."""
+    joined(rank, world_size, folder, hosts, timeout)
+    interlace.barrier()
+    said.send("up")
+    try:
+        while True:
+            interlace.all_reduce(torch.ones(1000))
+    except InterlaceError as error:
+        said.send(str(error))
+    try:
+        group = interlace.shrink()
+        whole = torch.tensor([float(rank)])
+        interlace.all_reduce(whole)
+        said.send((group.place.name, group.world_size, whole.item()))
+    except InterlaceError as error:
+        said.send(str(error))
+
+
 def without_rank_0(seconds: float) -> str:
+    """What the other ranks say who mean to go on with rank 0, which does not come; it is too late then."""
     group = interlace.new_group(timeout=seconds)
     try:
-        return str(interlace.get_rank() and interlace.shrink(group))
+        if interlace.get_rank():
+            interlace.rebuild(group, range(3))
+        return ""
     except interlace.CollectiveTimeoutError as error:
         return str(error)
 
 
-def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int) -> None:
-    """torch's default group, whose store rank 0 serves, after rank 0 has died."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def after_a_death(rank: int, world_size: int, folder: str, said: Any) -> None:
+    """What is left on two hosts of a group whose rank 3 has died: works, workspaces, groups."""
+    joined(rank, world_size, folder, hosts=2)
+    old: Any = groups.default_group()
+    near: Any = [interlace.new_group([0, 1]), interlace.new_group([2, 3])][rank // 2]
+    square = torch.ones(64, 64)
+    interlace.matmul_all_reduce(square, square, group=near)  # so it has workspaces
+    work: Any = interlace.irecv(torch.ones(4), 3) if rank < 3 else None
+    interlace.barrier()
+    if rank == 3:
+        os._exit(1)
+
+    def tell(*calls: Any) -> None:
+        for call in calls if rank != 1 else ():
+            try:
+                call()
+                said.send("nothing")
+            except InterlaceError as error:
+                said.send(str(error))
+
+    tell(
+        work.wait,
+        lambda: interlace.all_reduce(torch.ones(4)),
+        lambda: interlace.all_reduce(torch.ones(4), group=near),
+        lambda: interlace.matmul_all_reduce(square, square, group=near),
+    )
+    new = interlace.shrink()
+    half = interlace.rebuild(new, [2, 0]) if rank != 1 else None
+    tell(
+        lambda: interlace.matmul_all_reduce(square, square, group=near),
+        lambda: interlace.all_reduce(torch.ones(4), group=old),
+        lambda: interlace.shrink(old),
+        lambda: interlace.all_reduce(torch.ones(4), group=new),
+    )
+    if half is not None:
+        whole = torch.tensor([float(rank)])
+        interlace.broadcast(whole, half.ranks[0], group=half)
+        said.send((half.ranks, whole.item()))
+
+
+def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, hosts: int) -> None:
+    """torch's groups, whose store rank 0 serves, after rank 0 has died; rank 1 is not in one of them."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), INTERLACE_SECRET="of of_torch"
+    )
+    if hosts > 1:
+        host_map.this_host = lambda: f"host {rank % hosts}"
     dist.init_process_group("interlace", rank=rank, world_size=world_size)
-    part = dist.new_group([1, 2])
+    part: Any = dist.new_group([0, 2, 3])
     dist.barrier()
     if rank == 0:
         os._exit(1)
@@ -144,11 +243,14 @@ def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int) -> N
         dist.all_reduce(torch.ones(4))
     except InterlaceError as error:
         said.send(str(error))
-    try:
-        interlace.shrink(part)
-    except ValueError as error:
-        said.send(str(error))
+    if rank > 1:
+        part = interlace.shrink(part)
+        whole = torch.tensor([float(rank)])
+        dist.broadcast(whole, 3, group=part)
+        dist.barrier(part)
+        said.send((dist.get_process_group_ranks(part), dist.get_rank(part), whole.item()))
     interlace.shrink()
+    assert dist.group.WORLD.interlace_communicator.place.name == ("shm" if hosts == 1 else "hosts")
     half = dist.new_group([0])
     whole = torch.full((4,), float(rank))
     dist.all_reduce(whole)

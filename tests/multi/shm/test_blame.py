@@ -18,12 +18,12 @@ from guard import busy
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
-from interlace.runtime.core.place import bounded
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.one_host import blame, control
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.start.connect import connect_place
+from tiers import few
 
 LONG = 120.0
 
@@ -145,7 +145,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_ANSWER", LONG)
 
 
-@pytest.mark.parametrize("late", [1, 2, 3])
+@pytest.mark.parametrize("late", few([1, 2, 3], 2))
 def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
     late: int, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +157,7 @@ def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
     def on_rank(rank: int) -> Any:
         try:
             if rank != late:
-                with bounded(seconds):
+                with interlace.timeout(seconds):
                     interlace.all_reduce(torch.ones(4), group=groups[rank])
         finally:
             ended.wait(LONG)
@@ -193,11 +193,19 @@ def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
     close(groups)
 
 
-def test_who_waits_for_another_is_not_to_blame(place: dict[str, Any], patient: None) -> None:
-    """Rank 0 receives from rank 1, which receives from rank 2, which does nothing."""
+@pytest.mark.parametrize("waits_on", [None, 0, 1])
+def test_who_waits_for_another_is_not_to_blame(
+    waits_on: int | None, place: dict[str, Any], patient: None
+) -> None:
+    """Rank 0 receives from rank 1, which receives from rank 2, which does nothing.
+
+    Whichever of them gives up ends the wait of the one that ``waits_on``.
+    """
     groups = members("chain", 3, 1.0 * busy(), **place)
     for group in groups:  # what it has said while joining counts as long as anything here
         group.place.group.control.own_view[control._WAITS // 8] = 0
+    if waits_on is not None:
+        groups[waits_on].place.set_timeout(LONG)
     ended = threading.Barrier(3)
 
     def on_rank(rank: int) -> Any:
@@ -212,6 +220,20 @@ def test_who_waits_for_another_is_not_to_blame(place: dict[str, Any], patient: N
     errors = run(range(3), on_rank)[:2]
     named = [error.waited_for for error in errors if isinstance(error, CollectiveTimeoutError)]
     assert named and set(named) == {(2,)}, errors
+    assert all("for ranks [2]" in str(error) for error in errors), errors
+    close(groups)
+
+
+def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> None:
+    """As that of a ``monitored_barrier`` to which a rank has not come: the group goes on."""
+    groups = members("forgotten", 2, 0.5 * busy(), **place)
+    work = interlace.irecv(torch.empty(1), 1, group=groups[0])
+    until = time.monotonic() + LONG
+    while not work.is_completed():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert isinstance(work.exception(), CollectiveTimeoutError)
+    assert run(range(2), lambda rank: groups[rank].barrier()) == [None, None]
     close(groups)
 
 
@@ -235,7 +257,7 @@ def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
             return None
         started = time.monotonic()
         try:
-            with bounded(0.3):
+            with interlace.timeout(0.3):
                 work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
             work.wait()
         except CollectiveTimeoutError as error:
@@ -247,6 +269,54 @@ def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
     assert seconds < LONG / 4
     assert "has waited 0.3 s" in text
     close(groups)
+
+
+def test_a_message_is_bounded_by_what_it_was_started_with(place: dict[str, Any]) -> None:
+    groups = members("message", 2, LONG, **place)
+    with interlace.timeout(0.2):
+        work = interlace.irecv(torch.ones(4), 1, group=groups[0])
+    with pytest.raises(CollectiveTimeoutError, match=r"recv from rank 1 .* has waited 0.2 s"):
+        work.wait()
+    close(groups)
+
+
+def test_the_closest_timeout_is_that_of_a_wait(place: dict[str, Any]) -> None:
+    """The group's, which groups made of it have too; over it a context's, over that an inner one's."""
+    groups = members("closest", 2, LONG, **place)
+    groups[0].set_timeout(timedelta(seconds=20))
+    assert groups[0].place.bound() == 20
+    parts = run(range(2), lambda rank: groups[rank].split([0, 1]))
+    assert [part.place.bound() for part in parts] == [20, LONG]
+    with interlace.timeout(30):
+        assert groups[0].place.bound() == 30
+        with interlace.timeout(10):
+            assert groups[0].place.bound() == 10
+    assert groups[0].place.bound() == 20
+    close([*parts, *groups])
+
+
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+def test_monitored_barrier_after_a_death_says_so_at_once(
+    place: dict[str, Any], wait_all_ranks: bool
+) -> None:
+    """Rank 1 comes; 30 s are what it would take."""
+    groups = members("monitored", 3, LONG, **place)
+    if place:
+        for tag in (links._SEVER_DATA, links._SEVER_CONTROL):
+            groups[2].place._links._sever(tag)
+    for group in groups[:2] if not place else ():
+        group.place.group.pidfds[2] = _pidfd_of_a_process_that_has_ended()
+    started = time.monotonic()
+
+    def on_rank(rank: int) -> None:
+        interlace.monitored_barrier(groups[rank], 30, wait_all_ranks)
+
+    first, second = run(range(2), on_rank)
+    assert time.monotonic() - started < 1.0 * busy()
+    assert "Rank 2 failed to pass monitoredBarrier" in str(first) and first.waited_for == (2,)
+    for error in first, second:
+        assert "rank 2" in str(error) and "died" in str(error), error
+    close(groups[:2])
 
 
 def _pidfd_of_a_process_that_has_ended() -> int:

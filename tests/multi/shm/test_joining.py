@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from guard import busy
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
@@ -259,6 +260,57 @@ def test_rank_that_ended_before_it_connected_is_named_at_once(living: int) -> No
     with pytest.raises(PeerDiedError, match=rf"rank {dead} \(pid 4711\) died .* joining"):
         ends[living].meet_peers(step)
     ends[living].close()
+
+
+KILLED = """
+import os, sys
+from torch.distributed import TCPStore
+from interlace.runtime.places.one_host import meetings, rendezvous
+from interlace.runtime.start.connect import connect_place
+
+def end(*rest):
+    os.kill(os.getpid(), 9)
+
+if sys.argv[2] == "all":
+    meetings.StoreMeeting.cards = end
+else:
+    rendezvous._STORE_POLL_SECONDS = -1  # time.sleep raises: its card is there, and others are missing
+connect_place(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 1, 3, timeout=60, name="cards")
+"""
+
+
+@pytest.mark.parametrize("come", ["all", "some"])
+def test_rank_that_is_killed_after_its_card_is_named_at_once(come: str) -> None:
+    """It has said its process, and no address yet; by then all have come, or rank 2 has not."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(store.port), come], stderr=subprocess.DEVNULL
+    )
+
+    def join(rank: int) -> Any:
+        return connect_place(store, rank, 3, timeout=LONG, name="cards")
+
+    try:
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as threads:
+            joins = [threads.submit(join, rank) for rank in ((0, 2) if come == "all" else (0,))]
+        for each in joins:
+            error = each.exception()
+            assert isinstance(error, PeerDiedError) and (error.rank, error.pid) == (1, child.pid)
+        assert time.monotonic() - started < LONG / 4
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_only_the_end_of_a_process_that_can_be_seen_is_believed() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    own = Card("here", os.getpid(), None, "1")
+    for other in (Card("there", child.pid, None, "1"), Card("here", child.pid, None, "2"), own):
+        own.check_living("joining", {1: other})
+    with pytest.raises(PeerDiedError, match=rf"rank 1 \(pid {child.pid}\) died .* joining"):
+        own.check_living("joining", {1: Card("here", child.pid, None, "1")})
 
 
 def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

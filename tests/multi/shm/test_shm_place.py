@@ -19,6 +19,7 @@ from interlace.runtime.core.errors import (
     InterlaceError,
     RankError,
 )
+from interlace.runtime.places.one_host import segment
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.segment import PAGE, Identity, create_segment, map_segment
@@ -26,6 +27,7 @@ from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.one_host.worker import OrderedWorker
 from interlace.runtime.start.pool import ProcessPool
 from multi.shm import shm_ranks as ranks
+from support import shared_names
 
 NONCE = bytes(range(16))
 
@@ -83,6 +85,27 @@ def test_allocation_without_memory_fails_on_all_ranks(pool: ProcessPool) -> None
 def test_more_memory_than_there_is() -> None:
     with pytest.raises(InterlaceError, match=str(PAGE + (1 << 50))):
         create_segment(Identity(NONCE, 0, 1, 1 << 50))
+
+
+def test_memory_that_is_left_in_control_groups(tmp_path: pathlib.Path) -> None:
+    """Of the process's own group, of those around it, and in both versions; none of others'."""
+
+    def limited(folder: str, limit: str, used: str, stat: str, amounts: Sequence[object]) -> None:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in zip((limit, used, "memory.stat"), amounts, strict=True):
+            text = f"anon 5\n{stat} {value}\n" if name == "memory.stat" else str(value)
+            (tmp_path / folder / name).write_text(text)
+
+    second = "memory.max", "memory.current", "inactive_file"
+    limited("a", *second, ("max", 70, 7))
+    limited("a/b", *second, (100, 70, 7))
+    limited("a/other", *second, (10, 10, 0))
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    limited("memory", *first, (1000, 300, 0))
+    limited("memory/job", *first, (500, 300, 50))
+    groups = "9:name=systemd:/job\n4:memory:/job\n3:cpu:/elsewhere\n0::/a/b\n"
+    assert list(segment.left_in_groups(groups, tmp_path)) == [250, 700, 37]
+    assert list(segment.left_in_groups("0::/not/here\n", tmp_path)) == []
 
 
 def test_subgroup_needs_no_others(pool: ProcessPool) -> None:
@@ -240,7 +263,7 @@ def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
 
 def test_killed_rank_is_named_by_all(pool: ProcessPool, tmp_path: pathlib.Path) -> None:
     """SIGKILL. The promise is 100 ms; the wait itself ends minutes later, and a busy machine has room."""
-    named = set(os.listdir("/dev/shm"))
+    named = shared_names()
     with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)") as caught:
         run(pool, ranks.killed_in_a_wait, 1, str(tmp_path), world_size=4)
     assert caught.value.rank == 1
@@ -248,7 +271,7 @@ def test_killed_rank_is_named_by_all(pool: ProcessPool, tmp_path: pathlib.Path) 
         dead, seconds, text = (tmp_path / str(rank)).read_text().split(" ", 2)
         assert dead == "1", f"rank {rank} says: {text}"
         assert float(seconds) < 60
-    assert set(os.listdir("/dev/shm")) <= named
+    assert shared_names() <= named
 
 
 def test_pool_goes_on_after_a_process_ended(pool: ProcessPool) -> None:
@@ -275,14 +298,14 @@ def test_nothing_is_left(pool: ProcessPool) -> None:
     world_size, buffers = 2, 3
     run(pool, ranks.use_memory, buffers, world_size=world_size)
     before = run(pool, ranks.resources, world_size=world_size)
-    named = set(os.listdir("/dev/shm"))
+    named = shared_names()
     for during, at_rest in zip(
         run(pool, ranks.use_memory, buffers, world_size=world_size), before, strict=True
     ):
         assert during[1] == at_rest[1] + buffers * world_size  # so the count does see mappings
         assert during[0] == at_rest[0]  # and a mapped buffer holds no descriptor
     assert run(pool, ranks.resources, world_size=world_size) == before
-    assert set(os.listdir("/dev/shm")) == named
+    assert shared_names() <= named
 
 
 PARENT = """

@@ -299,7 +299,7 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
             others[row, 70 + place] ^= 1
 
 
-@pytest.mark.parametrize("kind", [steps_ir.SUM + 1, 99, -1])
+@pytest.mark.parametrize("kind", [steps_ir.STAMP + 1, 99, -1])
 def test_an_unknown_kind_stops(kind: int) -> None:
     memory, (word,) = words(0)
 

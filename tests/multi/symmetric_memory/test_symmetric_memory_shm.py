@@ -1,6 +1,5 @@
 """Symmetric memory for user code across processes; what ranks do is in ``symmetric_ranks.py``."""
 
-import os
 import pathlib
 from typing import Any
 
@@ -11,6 +10,7 @@ from interlace.runtime.core.errors import RankError
 from interlace.runtime.start.pool import ProcessPool
 from multi.symmetric_memory import symmetric_ranks as ranks
 from sim.api.test_symmetric_memory import check_misuses, check_views
+from support import shared_names
 
 
 def run(function: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -78,18 +78,18 @@ def test_tensors_of_a_handle_outlive_it(pool: ProcessPool) -> None:
 
 
 def test_memory_and_descriptors_are_given_back(pool: ProcessPool) -> None:
-    named = set(os.listdir("/dev/shm"))
+    named = shared_names()
     run(ranks.gives_back, 2)  # whatever the first use leaves behind for good
     for before, with_both, with_handle, after in run(ranks.gives_back, 2):
         assert with_both == (before[0] + 1, before[1] + 2)  # one descriptor, to share it again
         assert with_handle == (before[0], before[1] + 2)
         assert after == before
-    assert set(os.listdir("/dev/shm")) == named
+    assert shared_names() <= named
 
 
 def test_killed_peer_is_named(pool: ProcessPool, tmp_path: pathlib.Path) -> None:
     """By who waits in the handle, and by who waits in a kernel of its own."""
-    named = set(os.listdir("/dev/shm"))
+    named = shared_names()
     with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)"):
         run(ranks.killed_while_waited_for, 3, 1, str(tmp_path))
     for rank in (0, 2):
@@ -98,4 +98,4 @@ def test_killed_peer_is_named(pool: ProcessPool, tmp_path: pathlib.Path) -> None
         assert float(seconds) < 60  # and not at the end of the wait itself, minutes later
     assert "in wait_signal on channel 1" in (tmp_path / "0").read_text()
     assert "wait_by_swap program 0" in (tmp_path / "2").read_text()
-    assert set(os.listdir("/dev/shm")) <= named
+    assert shared_names() <= named

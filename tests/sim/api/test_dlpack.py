@@ -190,9 +190,7 @@ def test_what_may_not_be_written_is_refused() -> None:
     def on_rank() -> list[float]:
         x = numbers(LENGTH)
         x.flags.writeable = interlace.get_rank() == 0
-        with pytest.raises(
-            TypeError, match=r"tensor is a ndarray that is read-only; give a copy \(on rank 1\)"
-        ):
+        with pytest.raises(TypeError, match=r"tensor is a ndarray that is read-only; give a copy"):
             interlace.all_reduce(x)
         return x.tolist()
 
@@ -237,9 +235,7 @@ def test_negative_strides_are_refused(order: Any, kind: str) -> None:
 def test_an_array_that_cannot_be_imported_is_named_on_every_rank() -> None:
     def on_rank() -> None:
         x: Any = Broken([1.0]) if interlace.get_rank() == 1 else torch.ones(1)
-        with pytest.raises(
-            TypeError, match=r"a Broken that cannot be taken as a tensor: .* \(on rank 1\)"
-        ):
+        with pytest.raises(TypeError, match=r"a Broken that cannot be taken as a tensor: "):
             interlace.all_reduce(x)
 
     interlace.run(on_rank, 2)

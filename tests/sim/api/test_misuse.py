@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ WRONG: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("out_dtype int", lambda: ag(W22, W22, out_dtype=torch.int8),
      TypeError, "out_dtype must be float32"),
     ("group", lambda: ag(W22, W22, group="world"), ValueError, "no group named 'world'"),
-    ("group type", lambda: ag(W22, W22, group=3.5), TypeError, "group must be None, .*got float"),
+    ("group type", lambda: ag(W22, W22, group=3.5), TypeError, "group must be None, .*got 3.5 .float"),
     ("non-member", lambda: ag(W22, W22, group=dist.GroupMember.NON_GROUP_MEMBER),
      ValueError, "not a member"),
     ("gather list", lambda: interlace.all_gather([W22], W22),
@@ -219,6 +220,81 @@ RUNS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.run(rank, 2, timeout=1e300), ValueError, "timeout must be at most 1e[+]06"),
     (lambda: interlace.run(rank, 2, timeout=0), ValueError, "timeout must be positive, got 0"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (0, ValueError, "must be positive, got 0"),
+        (-1.5, ValueError, "must be positive, got -1.5"),
+        (timedelta(seconds=-1), ValueError, "must be positive, got -1 day"),
+        (float("nan"), ValueError, "must be positive, got nan"),
+        (float("inf"), ValueError, "must be at most 1e[+]06 seconds, got inf"),
+        ("3", TypeError, "must be a number of seconds or a timedelta, got '3'"),
+        (True, TypeError, "must be a number of seconds or a timedelta, got True"),
+        (None, TypeError, "must be a number of seconds or a timedelta, got None"),
+    ],
+)
+def test_a_wrong_timeout(value: Any, kind: type[Exception], text: str) -> None:
+    def of_a_group() -> None:
+        interlace.new_group().set_timeout(value)
+
+    def of_a_context() -> None:
+        with interlace.timeout(value):
+            pass
+
+    for call in of_a_group, of_a_context:
+        with pytest.raises(kind, match=f"seconds {text}"):
+            interlace.run(call, 1)
+    if value is not None:
+        with pytest.raises(kind, match=f"timeout {text}"):
+            interlace.run(lambda: interlace.new_group(timeout=value), 1)
+
+
+def test_a_monitored_barrier_of_less_than_no_time() -> None:
+    def on_rank() -> str:
+        with pytest.raises(ValueError) as caught:
+            interlace.monitored_barrier(timeout=5 - 6 * interlace.get_rank())
+        interlace.barrier()
+        return str(caught.value)
+
+    others, own = interlace.run(on_rank, 2)
+    assert own == "timeout must not be negative, got -1 (on rank 1)"
+    assert "rank 1 cannot take part" in others
+
+
+def test_timeouts_do_nothing_where_is_no_clock() -> None:
+    """The rank that is waited for comes after any number of steps; one that never comes is a deadlock."""
+
+    def on_rank(come: bool) -> None:
+        with interlace.timeout(1e-9):
+            interlace.new_group().set_timeout(1e-9)
+            if come or interlace.get_rank() == 0:
+                interlace.barrier()
+
+    interlace.run(on_rank, 2, True)
+    with pytest.raises(interlace.DeadlockError):
+        interlace.run(on_rank, 2, False)
+
+
+def test_what_is_no_group_and_no_name_is_named() -> None:
+    def on_rank() -> None:
+        with pytest.raises(TypeError, match=r"name must be a str or None, got 5 \(on rank"):
+            interlace.new_group(name=5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"group must be None, a group .*, got 5 \(int\)"):
+            interlace.barrier(5)
+
+    interlace.run(on_rank, 2)
+    assert "rank 1" in interlace.run(_refused, 2)[0]
+
+
+def _refused() -> str:
+    """A rank's number is said once in what it refuses: by the others as that of who cannot take part."""
+    rank = interlace.get_rank()
+    with pytest.raises(TypeError) as caught:
+        interlace.all_reduce(torch.ones(1) if rank == 0 else 5)  # type: ignore[arg-type]
+    assert str(caught.value).count("rank 1") == 1, caught.value
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("case", "kind", "pattern"), RUNS)

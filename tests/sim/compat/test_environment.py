@@ -1,5 +1,6 @@
 """Environment variables: every one that is read is known and in the docs, and a slip is an error."""
 
+import logging
 import os
 import pathlib
 import re
@@ -7,8 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from interlace.runtime.compat.environment import VARIABLES, check_environment
+import interlace
+from interlace.runtime.compat.environment import VARIABLES, check_environment, write_log
+from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]
 IN_SOURCE = re.compile(r"""["'](INTERLACE_[A-Z_]+)["']""")
@@ -25,7 +29,8 @@ def test_every_variable_that_is_read_is_known() -> None:
         file for top in ("runtime", "python", "kernels") for file in (ROOT / top).rglob("*.py")
     ]
     found = {name for file in files if file != own for name in IN_SOURCE.findall(file.read_text())}
-    assert found == set(VARIABLES) - {"INTERLACE_WITHOUT_NVSHMEM"}  # which tests read
+    # which tests, and that file itself, read
+    assert found == set(VARIABLES) - {"INTERLACE_WITHOUT_NVSHMEM", "INTERLACE_DEBUG"}
 
 
 @pytest.mark.parametrize(
@@ -56,3 +61,64 @@ def test_import_raises_it() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.endswith("did you mean INTERLACE_TUNE_CACHE?\n")
+
+
+def test_a_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTERLACE_DEBUG", "verbose")
+    with pytest.raises(
+        ValueError, match="INTERLACE_DEBUG must be one of warning, info, debug, got 'verb"
+    ):
+        write_log()
+
+
+LEVELS = [
+    ("debug", ["made", "closed after 0.", "all_reduce 1: tensor (3,) bfloat16: 0."], []),
+    ("info", ["made", "closed after 0."], ["all_reduce"]),
+    ("warning", [], ["made", "closed", "all_reduce"]),
+    ("", [], ["made", "closed", "all_reduce"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "seen", "unseen"),
+    few(LEVELS, LEVELS[0]),
+)
+def test_what_is_logged_at_which_level(level: str, seen: list[str], unseen: list[str]) -> None:
+    """To stderr, with rank and time."""
+    code = """
+import interlace, torch
+def on_rank():
+    group = interlace.new_group([1, 0])
+    interlace.all_reduce(torch.ones(3, dtype=torch.bfloat16), group=group)
+    group.close()
+interlace.run(on_rank, 2)
+"""
+    environment = {**os.environ, "INTERLACE_DEBUG": level}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    for text in seen:
+        line = next(line for line in done.stderr.splitlines() if text in line)
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} interlace rank [01] of group", line)
+    assert not any(text in done.stderr for text in unseen) and not done.stdout
+
+
+def test_a_group_that_shrinks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "interlace")
+    torch.distributed.init_process_group(
+        "interlace", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        interlace.shrink()
+    finally:
+        torch.distributed.destroy_process_group()
+    said = [re.sub(r"[0-9.]+ s$", "? s", text) for text in caplog.messages]
+    about = "rank 0 of group [0] on shm: "
+    events = [
+        "made",
+        "shrunk to its ranks [0] in ? s",
+        "closed after ? s",
+        "made",
+        "closed after ? s",
+    ]
+    assert said == [about + event for event in events]

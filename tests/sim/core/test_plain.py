@@ -5,6 +5,7 @@ import math
 import pathlib
 import pickle
 import random
+import re
 import tracemalloc
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.distributed import HashStore
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts import links
+from interlace.runtime.places.hosts import packets
 from interlace.runtime.places.hosts import place as hosts_place
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.one_host import rendezvous
@@ -97,8 +98,8 @@ def evil_has_run() -> bool:
 
 
 def packet(data: bytes) -> Any:
-    whole = data[: links.PACKET_BYTES].ljust(links.PACKET_BYTES, b"\0")
-    return links.Packet.unpack(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
+    whole = data[: packets.PACKET_BYTES].ljust(packets.PACKET_BYTES, b"\0")
+    return packets.Packet.unpack(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
 
 
 STORE = HashStore()
@@ -136,8 +137,8 @@ VALID = [
     plain.dumps(Link(0, 2, "all_gather", (LinkProtocol(0, 1.0, 2.0),))),
     Call("all_reduce", (("dtype of tensor", torch.float32), ("lengths", [3, 4]))).message,
     plain.dumps(("all_reduce", False, "no")),
-    links.Packet(links.ANNOUNCED, 1, 2, (torch.float32, 5)).pack().numpy().tobytes(),
-    links.Packet(links.ABORT, content=b"because").pack().numpy().tobytes(),
+    packets.Packet(packets.ANNOUNCED, 1, 2, (torch.float32, 5)).pack().numpy().tobytes(),
+    packets.Packet(packets.ABORT, content=b"because").pack().numpy().tobytes(),
     Identity(bytes(16), 0, 2, 4096).pack(),
     pickle.dumps(Evil()),
 ]
@@ -224,7 +225,8 @@ def test_who_unpickles() -> None:
     """A process and the children that it made itself; collectives of objects; nobody else."""
     root = pathlib.Path(__file__).parents[3]
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
-    loads = {str(f.relative_to(root)) for f in files if "import pickle" in f.read_text()}
+    reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")
+    loads = {str(file.relative_to(root)) for file in files if reads.search(file.read_text())}
     pools = {f"runtime/{name}.py" for name in ("start/pool", "start/child")}
     pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "worker")}
     assert loads == {*pools, "python/interlace/collectives/objects.py"}

@@ -297,3 +297,29 @@ def test_a_call_that_failed_leaves_no_plan_to_another(monkeypatch: pytest.Monkey
         assert not any("no such op" in kind[2] for kind in plans()._plans)
 
     fake_host.run(on_rank, 2)
+
+
+def test_hooks_see_calls_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans go on behind the hooks, which look at results that are there."""
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> tuple[int, int]:
+        rank, group, sums = interlace.get_rank(), default_group(), []
+        behind = plans()
+
+        def after(call: interlace.HookedOp) -> None:
+            gpu.synchronize(gpu.current)
+            sums.append(call.outputs["tensor"].clone())
+
+        with group.register_hook(after=after):
+            for call in range(CALLS):
+                work = interlace.all_reduce(of_rank(call, rank), async_op=bool(call % 2))
+                if work is not None:
+                    work.wait()
+        right = [torch.stack(all_of(call)).sum(0) for call in range(CALLS)]
+        assert all(torch.equal(*pair) for pair in zip(sums, right, strict=True))
+        interlace.barrier()
+        assert group.plans is behind
+        return behind.hits, len(sums)
+
+    assert fake_host.run(on_rank, 2) == [(CALLS - 2, CALLS)] * 2

@@ -82,13 +82,26 @@ def test_from_any_rank() -> None:
         assert interlace.run(on_rank, 4, seed=seed)[0] == {1, 2, 3}
 
 
-def test_a_receive_that_does_not_fit_fails_on_the_receiver_only() -> None:
+def said_at_ends(*works: Work) -> list[str]:
+    said = []
+    for work in works:
+        try:
+            work.wait()
+            assert work.is_success()
+        except (TypeError, ValueError) as error:
+            assert work.exception() is error and work.is_completed() and not work.is_success()
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_receive_that_does_not_fit_fails_on_both_ranks() -> None:
+    """On the sender at one of its next ends: the message had left it before."""
+
     def on_rank() -> list[str]:
         if interlace.get_rank() == 0:
-            send(torch.ones(3), 1, 4).wait()
-            send(torch.ones(3, dtype=torch.int32), 1, 4).wait()
-            send(payload(2, 1), 1, 4).wait()
-            return []
+            works = [send(torch.ones(3), 1, 4), send(torch.ones(3, dtype=torch.int32), 1, 4)]
+            works.append(send(payload(2, 1), 1, 4))
+            return said_at_ends(*works, recv(poisoned(1), 1, 5), recv(poisoned(1), 1, 5))
         said = []
         for _ in range(2):
             tensor = poisoned(2)
@@ -100,15 +113,27 @@ def test_a_receive_that_does_not_fit_fails_on_the_receiver_only() -> None:
             check(tensor, poisoned(2))
         recv(tensor, 0, 4).wait()
         check(tensor, payload(2, 1))
+        for _ in range(2):
+            send(payload(1, 1), 0, 5)
         return said
 
     for seed in range(4):
-        assert interlace.run(on_rank, 2, seed=seed)[1] == [
-            "ValueError: recv: number of elements differs between ranks: 3 were sent by rank 0, 2 are "
-            "received on rank 1 (tag 4)",
-            "TypeError: recv: dtype of tensor differs between ranks: torch.int32 was sent by rank 0, "
-            "torch.float32 is received on rank 1 (tag 4)",
+        assert interlace.run(on_rank, 2, seed=seed) == 2 * [
+            [
+                "ValueError: recv: number of elements differs between ranks: 3 were sent by rank 0, 2 are "
+                "received on rank 1 (tag 4)",
+                "TypeError: recv: dtype of tensor differs between ranks: torch.int32 was sent by rank 0, "
+                "torch.float32 is received on rank 1 (tag 4)",
+            ]
         ]
+
+
+def test_a_message_to_oneself_that_does_not_fit_is_said_once() -> None:
+    def on_rank() -> list[str]:
+        works = [send(torch.ones(3), 0, 4), recv(poisoned(2), 0, 4)]
+        return said_at_ends(*works, send(torch.ones(1), 0, 4), recv(poisoned(1), 0, 4))
+
+    assert len(interlace.run(on_rank, 1)[0]) == 1
 
 
 def test_a_receive_without_a_message_is_a_deadlock_with_a_name() -> None:

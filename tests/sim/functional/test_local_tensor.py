@@ -153,8 +153,12 @@ def compare(got: list[Any], expected: list[list[torch.Tensor]], *, exact: bool) 
             assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
             if index == 0:
                 assert mine.stride() == theirs.stride()
-            tolerance = {"rtol": 0, "atol": 0} if exact else {}
-            torch.testing.assert_close(mine, theirs, **tolerance)
+            if exact:
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+                continue
+            # sums that cancel are as exact as their terms are large; processors sum in orders of their own
+            scale = float(theirs.detach().double().abs().max()) if theirs.numel() else 0.0
+            torch.testing.assert_close(mine / (scale or 1), theirs / (scale or 1))
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *FUSED])

@@ -216,7 +216,7 @@ def test_indices_that_do_not_fit() -> None:
     assert second == "IndexError: input must be within 0..4, got 5..5 (on rank 1)"
     assert "input must be within 0..4, got 5..5" in first
     for text in interlace.run(indices, 2, "dtype"):
-        assert "input must be an int32 or int64 tensor, got torch.float32 (on rank 1)" in text
+        assert "input must be an int32 or int64 tensor, got torch.float32" in text
     for text in interlace.run(indices, 2, "length"):
         assert "the group's size 2 must divide the length 3 of dim 0" in text
 
@@ -248,7 +248,7 @@ def test_what_one_rank_cannot_make_all_are_told(make: Callable[[bool], Any], tex
 
     first, second = interlace.run(case, 2)
     assert re.search(text + r".* \(on rank 1\)", second)
-    assert "rank 1 cannot take part: " in first and second in first
+    assert "rank 1 cannot take part: " in first and second.removesuffix(" (on rank 1)") in first
 
 
 def no_tensor(kind: str) -> str:
@@ -271,7 +271,7 @@ def no_tensor(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["column", "row", "mlp", "heads"])
 def test_what_is_no_tensor_on_one_rank_all_are_told(kind: str) -> None:
     for text in interlace.run(no_tensor, 2, kind):
-        assert "input must be a tensor, got NoneType (on rank 1)" in text
+        assert "input must be a tensor, got NoneType" in text
 
 
 def test_copies_are_of_tensors() -> None:

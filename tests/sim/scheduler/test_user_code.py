@@ -53,7 +53,7 @@ def test_what_one_rank_refuses_all_refuse_and_go_on() -> None:
                 interlace.all_gather_matmul(torch.full((1, 4), float(step)), weight)
             except ValueError as error:
                 assert "weight has 5 rows, input has k = 4" in str(error)
-                assert str(error).endswith(f"(on rank {step})")
+                assert f"rank {step}" in str(error)
                 seen.append("refused")
         y = interlace.all_gather_matmul(torch.full((1, 4), float(rank)), torch.ones(4, 1))
         assert y.flatten().tolist() == [0.0, 4.0, 8.0]

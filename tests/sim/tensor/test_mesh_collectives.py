@@ -124,12 +124,12 @@ def test_graphs_have_the_ops() -> None:
 @pytest.mark.parametrize(
     "change, kind, text",
     [
-        ({"group_src": 2}, ValueError, r"group_src must be within 0\.\.1, got 2 \(on rank 1\)"),
-        ({"group_src": "0"}, TypeError, r"group_src must be an int, got '0' \(on rank 1\)"),
+        ({"group_src": 2}, ValueError, r"group_src must be within 0\.\.1, got 2"),
+        ({"group_src": "0"}, TypeError, r"group_src must be an int, got '0'"),
         ({"group_src": 1}, ValueError, "root"),
         ({"shape": (3,)}, ValueError, "shape"),
-        ({"mesh_dim": 1}, ValueError, r"dim must be within -1\.\.0, got 1 \(on rank 1\)"),
-        ({"mesh_dim": "tp"}, ValueError, r"dim 'tp' is not one of \[\] \(on rank 1\)"),
+        ({"mesh_dim": 1}, ValueError, r"dim must be within -1\.\.0, got 1"),
+        ({"mesh_dim": "tp"}, ValueError, r"dim 'tp' is not one of \[\]"),
     ],
 )
 @pytest.mark.parametrize("op", ["mesh_broadcast", "mesh_scatter"])
@@ -208,8 +208,8 @@ def test_shapes_that_differ() -> None:
 @pytest.mark.parametrize(
     ("dims", "text"),
     [
-        ((2, 1, 0), "gather_dim must be within -2..1, got 2 (on rank 1)"),
-        ((0, 1, 1), "group: dim must be within -1..0, got 1 (on rank 1)"),
+        ((2, 1, 0), "gather_dim must be within -2..1, got 2"),
+        ((0, 1, 1), "group: dim must be within -1..0, got 1"),
     ],
 )
 def test_a_dimension_that_is_not_there(dims: tuple[int, int, int], text: str) -> None:
@@ -344,9 +344,7 @@ def test_metadata_within_a_group() -> None:
 def test_no_tensor_on_one_rank() -> None:
     def on_rank() -> str:
         mine: Any = torch.ones(2) if interlace.get_rank() else None
-        with pytest.raises(
-            TypeError, match=r"local_tensor must be a tensor, got NoneType \(on rank 0\)"
-        ):
+        with pytest.raises(TypeError, match=r"local_tensor must be a tensor, got NoneType"):
             tensor.check_tensor_meta(mine)
         return "told"
 

@@ -12,7 +12,7 @@ from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loa
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
 from interlace.cli.output.options import CommandOptions, option
-from interlace.launcher import MOST_SECONDS
+from interlace.runtime.core.place import MOST_SECONDS
 
 OWN_PLACES = ("sim", "shm", "cuda")
 PLACES = (*OWN_PLACES, "hosts", "nvshmem")  # these two only with torchrun

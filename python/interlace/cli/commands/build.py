@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from interlace import __version__, aot
+from interlace import __version__, aot, formulas
 from interlace.cli.output.consoles import new_console
 from interlace.cli.output.options import CommandOptions, arches, option
 from interlace.cli.output.progress import counted
@@ -182,7 +182,9 @@ def write(
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
     """Build ``targets``, with the loader in every bundle."""
-    loader = pathlib.Path(aot.__file__).read_text()
+    evaluator = pathlib.Path(formulas.__file__).read_text().partition("annotations\n")[2]
+    imported = "from interlace.formulas import BundleError, Formulas, whole\n"
+    loader = pathlib.Path(aot.__file__).read_text().replace(imported, evaluator)  # one file
     return build_bundles(
         targets, built_with=__version__, files={LOADER: loader}, on_report=on_report
     )

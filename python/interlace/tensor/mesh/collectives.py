@@ -23,8 +23,8 @@ from interlace.groups.groups import simulated
 from interlace.groups.specs import bound
 from interlace.kernels.tiling import split_rows
 from interlace.ops.async_tensor import AsyncTensor, wrapped
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.work import Work
 
 

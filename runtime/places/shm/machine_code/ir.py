@@ -17,7 +17,7 @@ SPINS, YIELDS, PATIENCE = range(3)  # what does not change
 REGISTERS = 4  # the word of register 0, which is 0 always
 FIRST = 140  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
-END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM = range(9)
+END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STAMP = range(10)
 
 PROCESSORS = {
     "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()"),
@@ -61,6 +61,17 @@ declare i32 @memcmp(ptr, ptr, i64)
 declare i32 @sched_yield()
 declare i32 @clock_gettime(i32, ptr)
 
+define internal i64 @now() nounwind {{
+  %time = alloca [2 x i64]
+  call i32 @clock_gettime(i32 1, ptr %time)
+  %seconds = load i64, ptr %time
+  %whole = mul i64 %seconds, 1000000000
+  %at.rest = getelementptr i64, ptr %time, i64 1
+  %rest = load i64, ptr %at.rest
+  %now = add i64 %whole, %rest
+  ret i64 %now
+}}
+
 define i64 @run(ptr %words, i64 %first) nounwind {{
 entry:
   %at.spins = getelementptr i64, ptr %words, i64 {SPINS}
@@ -69,8 +80,6 @@ entry:
   %yields = load i64, ptr %at.yields
   %at.patience = getelementptr i64, ptr %words, i64 {PATIENCE}
   %patience = load i64, ptr %at.patience
-  %time = alloca [2 x i64]
-  %time.rest = getelementptr i64, ptr %time, i64 1
   %registers = getelementptr i64, ptr %words, i64 {REGISTERS}
   br label %next
 next:
@@ -97,6 +106,7 @@ next:
     i64 {STREAM}, label %stream
     i64 {PAST}, label %past
     i64 {SUM}, label %sum
+    i64 {STAMP}, label %stamp
   ]
 advance:
   br label %next
@@ -118,6 +128,10 @@ sum:
   br label %advance
 release:
   store atomic i64 %y, ptr %to release, align 8
+  br label %advance
+stamp:
+  %stamp.now = call i64 @now()
+  store i64 %stamp.now, ptr %to
   br label %advance
 ring:
   %ring.k = phi i64 [0, %next], [%ring.k1, %ring.look]
@@ -158,11 +172,7 @@ wait.patience:
   %wait.may = icmp sgt i64 %wait.left, 0
   br i1 %wait.may, label %wait.look, label %stop
 wait.look:
-  call i32 @clock_gettime(i32 1, ptr %time)
-  %wait.seconds = load i64, ptr %time
-  %wait.whole = mul i64 %wait.seconds, 1000000000
-  %wait.rest = load i64, ptr %time.rest
-  %wait.now = add i64 %wait.whole, %wait.rest
+  %wait.now = call i64 @now()
   %wait.first = icmp eq i64 %wait.since, 0
   %wait.from = select i1 %wait.first, i64 %wait.now, i64 %wait.since
   %wait.long = sub i64 %wait.now, %wait.from

@@ -59,10 +59,11 @@ class Steps:
     """A list of steps. Add them in order, then :meth:`run` them, as often as you like.
 
     ``words`` is the memory that they are in, of which ``registers[r]`` is register r; register 0 is 0.
+    ``memory`` are the registers as bytes.
     Addresses must stay mapped, and lists and their order stay as they were when added.
     """
 
-    __slots__ = ("_code", "_rows", "_words", "kinds", "notes", "registers", "run")
+    __slots__ = ("_code", "_rows", "_words", "kinds", "memory", "notes", "registers", "run")
 
     run: Callable[[int], int]
 
@@ -92,6 +93,10 @@ class Steps:
     def release(self, address: int, value: Operand) -> None:
         """Store a word; what was written before comes before it."""
         self._add(ir.RELEASE, (), 0, address, value)
+
+    def stamp(self, address: Operand) -> None:
+        """Store the time, in ns of the monotonic clock."""
+        self._add(ir.STAMP, (), 0, address)
 
     def ring(self, asleep: Sequence[int]) -> None:
         """Stop if one of these words is not 0."""
@@ -133,6 +138,7 @@ class Steps:
         view[:] = memoryview(array.array("q", words))
         self._words, self.run = memory, functools.partial(self._code, address)
         self.registers = view[ir.REGISTERS : ir.FIRST]
+        self.memory = self.registers.cast("B")
         self._rows = []
         return self
 

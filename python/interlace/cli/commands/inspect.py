@@ -1,0 +1,202 @@
+"""``interlace inspect``: where every rank of a job is, from outside, on a live hang or from files.
+
+A process keeps a descriptor of the segment of shared memory that has its record, so whoever may trace it
+may read that, also while it is stopped. Nothing of what is read is trusted, and nothing is written.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interlace.cli.output.consoles import write
+from interlace.cli.output.options import CommandOptions, option
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.one_host.blame import FRESH_SECONDS, follow
+from interlace.runtime.places.one_host.control import CONTROL_BYTES, RECORD, said
+from interlace.runtime.places.one_host.segment import HEADER_BYTES, MAGIC, PAGE, Identity
+from interlace.runtime.record.dump import JOB_AND_RANK
+from interlace.runtime.record.reader import PastOp, RankRecord, read_file, read_rank
+from interlace.runtime.record.recorder import REGION_BYTES
+
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "in the kernel",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "ended",
+}
+_WIDTHS = (5, 8, 8, 44, 17, 9)
+_HEAD = ("rank", "pid", "process", "op", "", "waits for", "called at")
+
+Found = dict[int, RankRecord | None]
+"""The records of a group's ranks; None of those whose process or file is not there."""
+
+
+@dataclass(frozen=True)
+class InspectOptions(CommandOptions):
+    """Say where every rank of a job is, and who keeps the others waiting.
+
+    A PID is of any rank on this host; the others of its groups on this host are found from there. FILEs
+    are what ranks wrote when they failed, or on SIGUSR2; of a folder all that is in it.
+    """
+
+    target: tuple[str, ...] = option(positional=True, nargs="+", metavar="PID|FILE|FOLDER")
+
+
+def inspect(console: Any, options: InspectOptions) -> int:
+    """Print a table of each group, culprits first; returns 0."""
+    groups: dict[tuple[str, str], Found] = defaultdict(dict)
+    for target in options.target:
+        for job, record in _records(target):
+            found, base = groups[job, record.group], _base(record)
+            found.update({base + rank: found.get(base + rank) for rank in range(len(record.ranks))})
+            found[base + record.rank] = record
+    several = len({job for job, _ in groups}) > 1
+    for (job, name), group in sorted(groups.items()):
+        _show(console, name + several * f" of job {job or 'that runs'}", group)
+    return 0
+
+
+def _records(target: str) -> Iterator[tuple[str, RankRecord]]:
+    """The records in ``target``, each with the job that the name of its file begins with."""
+    path = Path(target)
+    if target.isdigit() and not path.exists():
+        yield from (("", record) for record in _of_processes(int(target)))
+        return
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if JOB_AND_RANK.fullmatch(file.name))
+        if not files:
+            raise ValueError(f"no file in {target} is called JOB_rank_RANK, as records are")
+    for file in files:
+        named = JOB_AND_RANK.fullmatch(file.name)
+        yield from ((named[1] if named else "", record) for record in read_file(str(file)))
+
+
+def _base(record: RankRecord) -> int:
+    """Ranks of several hosts are counted from the first of each in the group."""
+    return record.whole.index(record.ranks[0]) if record.ranks[0] in record.whole else 0
+
+
+def _segments(pid: int) -> Iterator[tuple[Identity, RankRecord]]:
+    """The records of a process, one per group, each with what its memory says of itself."""
+    folder = Path(f"/proc/{pid}/fd")
+    for entry in sorted(folder.iterdir()):
+        try:
+            if not os.readlink(entry).startswith("/memfd:interlace"):
+                continue
+            descriptor = os.open(entry, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        try:
+            header = os.pread(descriptor, HEADER_BYTES, 0)
+            if len(header) < HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
+                continue
+            identity = Identity.unpack(header)
+            if identity.nbytes != CONTROL_BYTES:
+                continue
+            head = os.pread(descriptor, PAGE, PAGE)
+            region = os.pread(descriptor, REGION_BYTES, PAGE + RECORD)
+            yield identity, read_rank(region, *said(head))
+        except (InterlaceError, ValueError):  # of a group that is still joining
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _of_processes(pid: int) -> Iterator[RankRecord]:
+    """The records of ``pid`` and of its peers on this host."""
+    try:
+        own = list(_segments(pid))
+    except FileNotFoundError:
+        raise ValueError(f"there is no process {pid}, and no file of that name") from None
+    if not own:
+        raise ValueError(f"process {pid} is in no group of interlace")
+    peers = {other for _, record in own for other in record.pids} - {pid}
+    nonces = {identity.nonce for identity, _ in own}
+    yield from (record for _, record in own)
+    for other in sorted(peers):
+        try:
+            yield from (r for identity, r in _segments(other) if identity.nonce in nonces)
+        except OSError:  # it has ended, or is another user's by now
+            continue
+
+
+def _awaited(record: RankRecord | None) -> int | None:
+    """For whom a rank waits, by place; None for nobody."""
+    op = None if record is None else _last(record)
+    if record is None or op is None or op.ended or record.now / 1e9 - record.since > FRESH_SECONDS:
+        return None
+    return record.waits
+
+
+def _last(record: RankRecord) -> PastOp | None:
+    """What a rank does, or did last."""
+    ops = [*record.collectives[-1:], *record.transfers]
+    return max(ops, key=lambda op: (not op.ended, op.began), default=None)
+
+
+def _show(console: Any, name: str, found: Found) -> None:
+    """Print the table of a group."""
+    waiting = {rank: to for rank, r in found.items() if (to := _awaited(r)) is not None}
+    late = sorted({follow(to, waiting.get, rank) for rank, to in waiting.items()})
+    come = {
+        rank: max([op.number for op in r.collectives], default=0) for rank, r in found.items() if r
+    }
+    latest = max(come.values(), default=0)
+    missing = sorted({*found} - {rank for rank, number in come.items() if number == latest})
+    write(console, f"group {_clean(name)}, {len(found)} ranks")
+    if late:
+        write(console, f"  waited for: {_names(found, late)}", "red")
+    if missing and latest:
+        write(console, f"  have not come to op {latest}: {_names(found, missing)}")
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for rank in sorted(found, key=lambda rank: (rank not in late, come.get(rank, 0), rank)):
+        rows.append(_row(rank, found, waiting.get(rank)))
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, _WIDTHS, strict=False)]
+        write(console, ("  " + " ".join([*cells, row[-1]])).rstrip())
+
+
+def _names(found: Found, ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {_name(found, rank)}" for rank in ranks)
+
+
+def _name(found: Found, rank: int) -> int:
+    for record in found.values():
+        if record is not None and 0 <= rank - _base(record) < len(record.ranks):
+            return int(record.ranks[rank - _base(record)])
+    return rank
+
+
+def _row(rank: int, found: Found, waits: int | None) -> tuple[str, ...]:
+    name, record = str(_name(found, rank)), found[rank]
+    if record is None:
+        return name, "?", "gone", "no record", "", "", ""
+    op, pid = _last(record), str(record.pid)
+    process = _process(record.pid)
+    if op is None:
+        return name, pid, process, "has called nothing", "", "", ""
+    seconds = (record.now - (op.ended or op.began)) / 1e9
+    when = f"ended {seconds:.1f} s ago" if op.ended else f"since {seconds:.1f} s"
+    place = "" if op.site is None else f"{_clean(op.site[1])}:{op.site[2]} {_clean(op.site[0])}"
+    waited = "" if waits is None else f"rank {_name(found, waits + _base(record))}"
+    return name, pid, process, f"{op.number} {_clean(str(op))}"[: _WIDTHS[3]], when, waited, place
+
+
+def _process(pid: int) -> str:
+    """What process ``pid`` does, as the kernel says."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return _STATES.get(state, state)
+
+
+def _clean(text: str) -> str:
+    """``text`` without what could steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,0 +1,339 @@
+"""Hooks of a group: what is called before and after each of its ops, and when the group is over.
+
+While a group has hooks they stand where the communicator asks for plans, and in front of its ``run`` and
+``transfer``. A group without any has nothing of this in its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import profiler
+from torch.utils.dlpack import from_dlpack
+from torch.utils.hooks import RemovableHandle
+
+from interlace.runtime.compat import torch_modes
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.errors import DifferentOpsError, InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.work import ZERO, Work
+
+log = logging.getLogger("interlace")
+
+# Arguments that are filled and not read, of any op and of these; ops that read what they fill.
+FILLED = [
+    "output",
+    "outputs",
+    "output_tensor_list",
+    "output_tensor_lists",
+    "gather_list",
+    "gathered",
+    "received",
+]
+FILLED_BY = (("scatter", "tensor"), ("recv", "tensor"))
+IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HookedOp:
+    """One op of a group as its hooks see it. Raises AttributeError for who sets a field.
+
+    Attributes
+    ----------
+    op : its name, "all_reduce"; all messages are "send" and "recv".
+    group : the group, ``interlace.Group``.
+    sequence : its number on this rank, from 1, since the group has had hooks.
+    inputs, outputs : the tensors, of any shape, that it reads and that it fills, by argument, of a list
+        ``name[i]``; what is reduced in place is in both. In ``after`` also ``result``, what the op made.
+    options : its other arguments, by name.
+    seconds : in ``after``, how long it took, until it was seen to have ended.
+    error : in ``after``, what it failed with; else None.
+
+    >>> def on_rank():
+    ...     with interlace.new_group().register_hook(lambda call: None) as handle:
+    ...         return type(handle).__name__
+    >>> interlace.run(on_rank, 1)
+    ['RemovableHandle']
+    """
+
+    op: str
+    group: Any
+    sequence: int
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    options: Mapping[str, Any]
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+
+class Hook(NamedTuple):
+    """The functions of one registration."""
+
+    before: Callable[[HookedOp], object] | None
+    after: Callable[[HookedOp], object] | None
+    on_abort: Callable[[Any, BaseException], object] | None
+
+
+class Form(NamedTuple):
+    """An internal form: its name, its ``check``, what it fills (see ``internal_form``), and itself."""
+
+    op: str
+    check: Callable[..., Any]
+    fills: bool | None
+    names: Sequence[str]
+    call: Callable[..., Any]
+
+    def named(self, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        names = self.names or [*inspect.signature(self.check).parameters][1:]
+        return zip(names, values, strict=False)
+
+
+_all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
+_profiled = False
+
+
+class OpHooks:
+    """The hooks of one communicator, which are asked in the order in which they were registered."""
+
+    def __init__(self, communicator: Any, shared: OpHooks | None = None) -> None:
+        """``shared``: those of another communicator, which are these too."""
+        self._of, self._plans = weakref.ref(communicator), communicator.plans
+        self._count = 0
+        self._registered: OrderedDict[int, Hook] = shared._registered if shared else OrderedDict()
+        self._over = self._within = False
+        _all.add(self)
+        if log.isEnabledFor(logging.DEBUG) and not shared:
+            self.register(Hook(None, _log, None))
+        elif self._registered or _profiled:
+            self.watch()
+
+    @property
+    def _communicator(self) -> Any:
+        return self._of()
+
+    def register(self, hook: Hook) -> RemovableHandle:
+        for name, function in hook._asdict().items():
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be callable or None, got {function!r}")
+        if not any(hook):
+            raise ValueError("before, after and on_abort are None; one of them must be given")
+        handle = RemovableHandle(self._registered)
+        self._registered[handle.id] = hook
+        self.watch()
+        return handle
+
+    def watch(self) -> None:
+        """Stand in the way of ops, for as long as there are hooks or a profile; from the next op on."""
+        if (communicator := self._communicator) and not self._within:
+            communicator.plans = self
+            vars(communicator).update(run=self.run, transfer=self.transfer)
+
+    def _leave(self) -> None:
+        self._communicator.plans = self._plans
+        for name in ("run", "transfer"):
+            vars(self._communicator).pop(name, None)
+
+    # -- what stands in the place of the communicator's plans, run and transfer ----------------------
+
+    def again(
+        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
+    ) -> tuple[Any]:
+        call = self._call(form.op, form.named((*tensors, *options)))
+        given = call.group, tensors, options, async_op
+        return (self._around(call, functools.partial(form.call, *given)),)
+
+    def run(self, op: str, *arguments: Any, **more: Any) -> Any:
+        call = self._call(op, ())
+        return self._around(call, lambda: call.group.run(op, *arguments, **more))
+
+    def transfer(self, call: Call, start: Any, tensor: torch.Tensor, *peer_and_tag: Any) -> Any:
+        given = tensor, *peer_and_tag
+        seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
+        return self._around(seen, lambda: seen.group.transfer(call, start, *given))
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Of an op in a thread of its own, which was started before."""
+        if self._plans is not None:
+            return self._plans.agree(call)  # type: ignore[no-any-return]
+        return self._communicator.place.exchange(call.message, call.op)  # type: ignore[no-any-return]
+
+    def learn(self, op: str, result: Any) -> None:
+        """Of an op that began before it was watched."""
+        if self._plans is not None:
+            self._plans.learn(op, result)
+
+    # -- an op -------------------------------------------------------------------------------------
+
+    def _call(self, op: str, named: Iterable[tuple[str, Any]]) -> HookedOp:
+        self._count += 1
+        inputs, outputs, options = {}, {}, {}
+        for name, value in named:
+            tensors = dict(_tensors(name, value))
+            if hasattr(value, "_asdict"):
+                options.update(value._asdict())
+            elif not tensors and not (value is None or (isinstance(value, tuple) and not value)):
+                options[name] = value
+            filled = name in FILLED or (op, name) in FILLED_BY
+            if not filled:
+                inputs.update(tensors)
+            if filled or op in IN_PLACE:
+                outputs.update(tensors)
+        if op == "broadcast" and not self._is_source(**options):
+            inputs = {}
+        views = [MappingProxyType(each) for each in (inputs, outputs, options)]
+        return HookedOp(op, self._communicator, self._count, views[0], views[1], views[2])
+
+    def _is_source(self, src: Any = None, group_src: Any = None, **_: Any) -> bool:
+        group = self._communicator
+        return bool(group.rank == group_src if src is None else group.ranks[group.rank] == src)
+
+    def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
+        self._leave()  # hooks see no ops within ops
+        self._within = True
+        hooks, name = list(self._registered.values()), f"interlace:{call.op}"
+        try:
+            with profiler.record_function(name) if _profiled else contextlib.nullcontext():
+                try:
+                    for hook in hooks:
+                        (hook.before or _nothing)(call)
+                except Exception as error:
+                    self._communicator.refuse("" if "peer" in call.options else call.op, error)
+                    raise
+                ended = functools.partial(self._ended, hooks, call, time.perf_counter())
+                try:
+                    result = run()
+                except Exception as error:
+                    ended(error)
+                    raise
+            if isinstance(result, Work):
+                return WatchedWork(result, ended) if hooks else result
+            ended(None, result)
+            return result
+        finally:
+            self._within = False
+            if self._registered or _profiled:
+                self.watch()
+
+    def _ended(
+        self,
+        hooks: Sequence[Hook],
+        call: HookedOp,
+        started: float,
+        error: BaseException | None,
+        result: Any = None,
+    ) -> None:
+        seconds = time.perf_counter() - started
+        outputs = MappingProxyType({**call.outputs, **dict(_tensors("result", result))})
+        call = replace(call, outputs=outputs, seconds=seconds, error=error)
+        if isinstance(error, (InterlaceError, DifferentOpsError)) and not (
+            isinstance(error, PlaceUnavailableError) or self._communicator.closed
+        ):
+            self.over(error)
+        for hook in hooks:
+            (hook.after or _nothing)(call)
+
+    def over(self, cause: BaseException) -> None:
+        """The group is over, because of ``cause``. Of several only the first counts."""
+        over, self._over = self._over, True
+        for hook in [] if over else list(self._registered.values()):
+            try:
+                (hook.on_abort or _nothing)(self._communicator, cause)
+            except Exception:  # the cause is what the caller must see
+                log.exception("a hook on_abort failed")
+
+
+class WatchedWork(Work):
+    """The handle of an op that has hooks: ``ended`` is called once, when the op is seen to have ended."""
+
+    def __init__(self, work: Work, ended: Callable[..., None]) -> None:
+        super().__init__(work._op, work._place, work._outcome, work._outputs)
+        self._ended: Callable[..., None] | None = ended
+        self._raised: Exception | None = None
+        self._once = threading.RLock()
+        if self._outcome is not None:
+            self._outcome.add_done_callback(lambda _: self._at_end())
+
+    def _at_end(self, *, ordered: bool = False) -> None:
+        """Tell the hooks if it has ended, or what they do is ``ordered`` after it on a GPU."""
+        if self._outcome is None or self._ended is None:
+            return
+        if not ordered and not super().is_completed():
+            return
+        with self._once:
+            if self._ended is not None:
+                ended, self._ended = self._ended, None
+                error = super().exception()
+                try:
+                    ended(error, None if error else self._outcome.result().result)
+                except Exception as raised:
+                    self._raised = raised
+
+    def wait(self, timeout: timedelta | float | None = ZERO) -> Any:
+        ordered = False
+        try:
+            result = super().wait(timeout)
+            ordered = True
+        finally:
+            self._at_end(ordered=ordered)
+            with self._once:  # the hooks have ended, too, in whichever thread
+                pass
+        if self._raised is not None:
+            raise self._raised
+        return result
+
+    def is_completed(self) -> bool:
+        completed = super().is_completed()
+        self._at_end()
+        return completed
+
+    def exception(self) -> BaseException | None:
+        return super().exception() or self._raised
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in ``value``, by name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif hasattr(value, "__dlpack__"):
+        with contextlib.suppress(Exception):  # with which the op refuses it, if it does
+            yield name, from_dlpack(value)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _tensors(f"{name}[{index}]", each)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _log(call: HookedOp) -> None:
+    shapes = [
+        f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}"
+        for name, each in {**call.inputs, **call.outputs}.items()
+    ]
+    end = f"{call.seconds:.6f} s" if call.error is None else f"{type(call.error).__name__}"
+    what = call.op, call.sequence, ", ".join(shapes) or "no tensors", end
+    log.debug("rank %d of group %s: %s %d: %s: %s", call.group.rank, list(call.group.ranks), *what)
+
+
+def _profile(starts: bool) -> None:
+    """A profile of torch's has started, or ended: let all groups' ops name themselves in it."""
+    global _profiled
+    _profiled = starts
+    for hooks in list(_all) if starts else ():
+        hooks.watch()
+
+
+torch_modes.when_profiled(_profile)

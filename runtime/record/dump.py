@@ -1,0 +1,196 @@
+"""Files of records: written when a group fails, or on SIGUSR2; what torch's ``fr_trace`` reads, and more.
+
+A file is the pickle that torch's analyser reads, with the records of a rank in all groups behind it, which
+``python -m interlace inspect`` reads without the pickle. Each rank writes its own, and those of ranks that
+it blames, which may not come to it. Nothing here raises, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import re
+import signal
+import stat
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from interlace.runtime.record.reader import PastOp, RankRecord, foot, read_rank
+
+MOST_FILES = 256  # in the folder that nobody has chosen
+VARIABLE = "INTERLACE_RECORD"
+VERSION = "2.10"  # of torch's format
+
+# what fr_trace knows; of what it does not know it compares shapes and states, as of a barrier
+_KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
+          "all_to_all", "barrier")  # fmt: skip
+JOB_AND_RANK = re.compile(r"(.+)_rank_[0-9]+")  # names of files
+_log = logging.getLogger("interlace")
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register(group: Any) -> None:
+    """``group``, a HostGroup, has joined: dump it on SIGUSR2, if the application has no use for that."""
+    _groups.add(group)
+    if threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(ValueError):  # of an interpreter that is not the main one
+            if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+                signal.signal(signal.SIGUSR2, lambda number, frame: dump_all("SIGUSR2 has come"))
+
+
+def known_as(group: Any, ranks: Sequence[int], whole: Sequence[int] = ()) -> None:
+    """Say in the record which ranks of the job are in ``group``; and in ``whole``, if on several hosts."""
+    pids = tuple(group.pids[rank] for rank in range(group.world_size))
+    if group.control is not None:
+        who = group.prefix, group.rank, tuple(ranks), pids, tuple(whole)
+        group.control.recorder.about(who)
+
+
+def dump_all(why: str, level: int = logging.WARNING) -> None:
+    """Write this process's records, and log why and where."""
+    found: dict[tuple[str, int], list[RankRecord]] = {}
+    for group in list(_groups):
+        if record := record_of(group, group.rank):
+            found.setdefault((_tag(group), record.name), []).append(record)
+    for (tag, _), records in sorted(found.items(), key=lambda each: each[0]):
+        _write(records, tag, why, level)
+
+
+def _tag(group: Any) -> str:
+    """What files of a job, or of those that went on after a failure of it, have in common."""
+    while group._parent is not None:
+        group = group._parent
+    return str(group.tag or group.nonce.hex()[:8])
+
+
+def dump(group: Any, why: str, blamed: Iterable[int] = (), level: int = logging.WARNING) -> None:
+    """Write this process's records, and those of ``blamed``, ranks of ``group``, which has failed; once."""
+    if group.dumped or group.control is None:
+        return
+    group.dumped = True
+    dump_all(why, level)
+    for rank in blamed:
+        if rank != group.rank and (record := record_of(group, rank)) is not None:
+            _write([record], _tag(group), "it may not do so itself", logging.DEBUG)
+
+
+def record_of(group: Any, rank: int) -> RankRecord | None:
+    """The record of ``rank`` in ``group``; None if it cannot be read."""
+    control = group.control
+    with contextlib.suppress(Exception):
+        return read_rank(bytes(control.record(rank)), *control.says_of(rank))
+    return None
+
+
+def _write(records: Sequence[RankRecord], tag: str, why: str, level: int) -> None:
+    folder = os.environ.get(VARIABLE, "")
+    if folder == "off" or not records:
+        return
+    try:
+        chosen = folder or os.path.join(tempfile.gettempdir(), f"interlace-{os.getuid()}")
+        _make(chosen, private=not folder)
+        path = os.path.join(chosen, f"{tag}_rank_{records[0].name}")
+        part = f"{path}.{os.getpid()}.{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(part, flags, 0o600), "wb") as file:
+            file.write(pickle.dumps(as_torch(records), protocol=4) + foot(list(records)))
+        os.replace(part, path)
+        _log.log(level, "rank %d: %s; its last ops are in %s", records[0].name, why, path)
+        if not folder:
+            _prune(chosen)
+    except Exception as error:  # a record is not worth another failure
+        with contextlib.suppress(Exception):
+            _log.warning("the record of rank %d cannot be written: %s", records[0].name, error)
+
+
+def _make(folder: str, *, private: bool) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(folder, mode=0o700)
+    found = os.lstat(folder)
+    if private and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()):
+        raise OSError(f"{folder} is not this user's folder")
+
+
+def _prune(folder: str) -> None:
+    found = []
+    for name in filter(JOB_AND_RANK.fullmatch, os.listdir(folder)):
+        with contextlib.suppress(FileNotFoundError):  # other ranks do the same
+            found.append((os.path.getmtime(path := os.path.join(folder, name)), path))
+    for _, path in sorted(found)[:-MOST_FILES]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def as_torch(records: Sequence[RankRecord]) -> dict[str, Any]:
+    """The records of one rank as torch's analyser reads them."""
+    config, status, entries = {}, {}, []
+    for record in records:
+        ranks = list(record.whole or record.ranks)
+        ops = record.collectives
+        ended = [op.number for op in ops if op.ended]
+        config[record.group] = {"name": record.group, "desc": "undefined", "ranks": str(ranks)}
+        status[record.group] = {
+            "last_enqueued_collective": ops[-1].number if ops else -1,
+            "last_started_collective": ops[-1].number if ops else -1,
+            "last_completed_collective": ended[-1] if ended else -1,
+        }
+        entries += [_entry(record, op, len(ranks)) for op in ops]
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    return {
+        "version": VERSION,
+        "pg_config": config,
+        "pg_status": status,
+        "entries": entries,
+        "rank": records[0].name,
+    }
+
+
+def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
+    """One op. Of a call only what must be equal on all ranks is known: sizes are compared, not checked."""
+    terms = op.terms if isinstance(op.terms, tuple) else ()
+    pairs = [term for term in terms if isinstance(term, tuple) and len(term) == 2]
+    sizes = [list(v) for k, v in pairs if str(k).startswith("shape") and isinstance(v, tuple)]
+    dtypes = [str(v).removeprefix("torch.") for k, v in pairs if str(k).startswith("dtype")]
+    inputs = outputs = sizes or [[]]
+    known = op.op if op.op in _KNOWN else "barrier"
+    if known in ("all_gather", "reduce_scatter"):
+        whole = sum(map(math.prod, sizes))
+        inputs, outputs = [[whole]], [[whole // world_size]]
+        if whole % world_size:
+            known = "barrier"
+        if known == "all_gather":
+            inputs, outputs = outputs, inputs
+    later = record.wall - record.now
+    name, file, line = op.site or ("?", "?", 0)
+    return {
+        "record_id": op.number,
+        "pg_id": 0,
+        "process_group": (record.group, "undefined"),
+        "collective_seq_id": op.number,
+        "p2p_seq_id": 0,
+        "op_id": op.number,
+        "profiling_name": f"gloo:{known}",
+        "op": str(op),
+        "time_created_ns": op.began + later,
+        "time_discovered_started_ns": op.began + later,
+        "time_discovered_completed_ns": op.ended + later if op.ended else None,
+        "duration_ms": (op.ended - op.began) / 1e6 if op.ended else None,
+        "input_sizes": inputs,
+        "output_sizes": outputs,
+        "input_dtypes": dtypes,
+        "output_dtypes": dtypes,
+        "state": "completed" if op.ended else "started",
+        "is_p2p": False,
+        "retired": bool(op.ended),
+        "timeout_ms": 0,
+        "frames": [
+            {"name": name, "filename": file, "line": line},
+            {"name": str(op), "filename": "interlace", "line": op.number},
+        ],
+    }

@@ -1,0 +1,182 @@
+"""Memory and descriptors that run out: an error on every rank that names the one without, no crash."""
+
+import ctypes
+import os
+import pathlib
+import re
+import resource
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from faults.crew import LONG, Said, crew, sum_is_right, tried
+from faults.rows import NotHere, Plan, Row, Trial
+from interlace.groups import groups
+
+RANKS = 4
+POOR = 1
+"""The rank that has nothing left."""
+MIB = 1 << 20
+SPARE, WANTED = 64 * MIB, 512 * MIB
+_libc = ctypes.CDLL(None, use_errno=True)
+_NEW_MOUNTS, _PRIVATE = 0x20000, 1 << 18 | 1 << 14
+
+
+def lowered(limit: int, value: int) -> None:
+    resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
+
+
+def as_before(limit: int) -> None:
+    resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
+
+
+class OfFiles:
+    """No file, and so no shared memory, may be larger than 64 MiB."""
+
+    said = r"cannot allocate \d+ bytes of shared memory"
+
+    def __enter__(self) -> None:
+        lowered(resource.RLIMIT_FSIZE, SPARE)
+
+    def __exit__(self, *_: object) -> None:
+        as_before(resource.RLIMIT_FSIZE)
+
+
+class OfAddresses:
+    """64 MiB of addresses are left."""
+
+    said = r"cannot map \d+ bytes"
+
+    def __enter__(self) -> None:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        lowered(resource.RLIMIT_AS, pages * resource.getpagesize() + SPARE)
+
+    def __exit__(self, *_: object) -> None:
+        as_before(resource.RLIMIT_AS)
+
+
+class OfGroup:
+    """A control group of the kernel lets this process have 64 MiB more."""
+
+    said = r"cannot allocate \d+ bytes of shared memory"
+
+    def __enter__(self) -> None:
+        mine = re.search(r"^\d+:memory:(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.M)
+        if mine is None:
+            raise NotHere("needs control groups of memory, version 1")
+        self.before = pathlib.Path("/sys/fs/cgroup/memory" + mine[1])
+        self.folder = self.before / f"interlace-faults-{os.getpid()}"
+        try:
+            self.folder.mkdir()
+            (self.folder / "memory.limit_in_bytes").write_text(str(SPARE))
+            (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            raise NotHere(f"needs root, and control groups that can be made ({error})") from None
+
+    def __exit__(self, *_: object) -> None:
+        (self.before / "cgroup.procs").write_text(str(os.getpid()))
+        self.folder.rmdir()
+
+
+def allocating(join: Any, end: Any, limit: Callable[[], Any], times: int, broken: bool) -> None:
+    """All ranks allocate what one has no memory for; says what that came to, and whether they go on."""
+    api = join()
+    place = groups.default_group().place
+    for _ in range(times):
+        call = partial(place.allocate, WANTED)
+        if api.get_rank() == POOR and not broken:
+            try:
+                with limit():
+                    said = tried(call)
+            except NotHere as reason:
+                end.send((Said("not here", str(reason), 0, 0), None))
+                return
+        else:
+            said = tried(call)
+        end.send((said, tried(partial(sum_is_right, api))))
+
+
+def without_memory(limit: Any, plan: Plan) -> Iterator[Trial]:
+    """The control has memory, so that nothing is wrong."""
+    arguments = limit, plan.trials, plan.broken
+    with crew("shm", RANKS, allocating, *arguments, timeout=LONG / 4) as team:
+        for _ in range(plan.trials):
+            yield judged(team.all_said(seconds=LONG / 2), limit.said)
+
+
+def judged(found: list[Any], text: str) -> Trial:
+    """All have to say the text of the same rank, and to go on."""
+    for each in found:
+        if isinstance(each, tuple) and not isinstance(each, Said) and each[0].kind == "not here":
+            raise NotHere(each[0].text)
+    if ended := [each for each in found if isinstance(each, Said)]:
+        return Trial(False, said=str(ended))
+    begun = max(said.begun for said, _ in found)
+    wrong = [
+        str(pair)
+        for pair in found
+        if not re.search(text, pair[0].text) or f"rank {POOR}" not in pair[0].text
+        or pair[1].text != "True"
+    ]  # fmt: skip
+    return Trial(not wrong, [1e3 * (said.ended - begun) for said, _ in found], "; ".join(wrong))
+
+
+def making_groups(join: Any, end: Any, times: int, broken: bool) -> None:
+    """Groups are made until one rank has no descriptors left, or, in the control, which has, 40 of them.
+
+    It has fewer at first, so that it runs out of them everywhere on the way to a new group.
+    """
+    api = join()
+    for spare in range(times):
+        made: list[Any] = []
+        if api.get_rank() == POOR and not broken:
+            lowered(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + spare)
+
+        def make(into: list[Any] = made) -> None:
+            while len(into) < 40:
+                into.append(api.new_group())
+
+        said = tried(make)
+        as_before(resource.RLIMIT_NOFILE)
+        for group in made:
+            group.close()
+        end.send((said, tried(partial(sum_is_right, api))))
+
+
+def without_descriptors(plan: Plan) -> Iterator[Trial]:
+    with crew("shm", RANKS, making_groups, plan.trials, plan.broken, timeout=LONG / 4) as team:
+        for _ in range(plan.trials):
+            yield judged(team.all_said(seconds=LONG / 2), "[Tt]oo many (open )?files")
+
+
+def with_full_folder(join: Any, end: Any, broken: bool) -> None:
+    """Joins and sums where nothing fits into /dev/shm, of its own; the control keeps memory there."""
+    if _libc.unshare(_NEW_MOUNTS) or _libc.mount(None, b"/", None, _PRIVATE, None):
+        end.send(Said("not here", "needs root, for a /dev/shm of its own", 0, 0))
+        return
+    assert _libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=4096") == 0
+    pathlib.Path("/dev/shm/full").write_bytes(bytes(4096))
+    if broken:
+        named = pathlib.Path(f"/dev/shm/interlace-{os.getpid()}")
+        os.memfd_create = lambda *_: os.open(named, os.O_RDWR | os.O_CREAT)  # type: ignore[assignment]
+    end.send(tried(lambda: sum_is_right(join(), 2 * MIB)))
+
+
+def full_folder(plan: Plan) -> Iterator[Trial]:
+    for _ in range(plan.trials):
+        with crew("shm", RANKS, with_full_folder, plan.broken, timeout=5.0) as team:
+            said = team.all_said(seconds=LONG / 2)
+        if said[0].kind == "not here":
+            raise NotHere(said[0].text)
+        right = all(each.text == "True" for each in said)
+        yield Trial(right, [1e3 * (each.ended - each.begun) for each in said], str(said))
+
+
+def rows() -> list[Row]:
+    return [
+        Row("/dev/shm is full", "shm", full_folder, 5, 1),
+        Row("no memory: the largest file", "shm", partial(without_memory, OfFiles), 20, 3),
+        Row("no memory: addresses", "shm", partial(without_memory, OfAddresses), 20, 3),
+        Row("no memory: control group", "shm", partial(without_memory, OfGroup), 10, 1),
+        Row("no descriptors", "shm", without_descriptors, 20, 1),
+    ]

@@ -1,0 +1,188 @@
+"""Processes that are no ranks: what they send to the sockets of a job while it begins and while it runs."""
+
+import contextlib
+import os
+import random
+import re
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from faults.crew import LONG, Crew, Said, crew, sum_is_right, tried
+from faults.rows import NotHere, Plan, Row, Trial
+from interlace.groups import groups
+from interlace.runtime.places.hosts.links import CONTROL, PACKET_BYTES
+from interlace.runtime.places.one_host import meetings, rendezvous
+from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
+from processes import heard, started
+
+RANKS = 4
+LATE = RANKS - 1
+"""The rank that comes only when the strangers are there."""
+NOBODY = 65534
+IDLE, TALKING = 8, 8
+"""Connections to each socket, on which nothing is said, and garbage."""
+BOUND = 20.0
+PREFIX, THERE = "interlace/faults/0/nonce", "strangers are there"
+
+
+def stranger(rank: int, count: int, _: str, end: Any, port: int, user: int, as_rank: bool) -> None:
+    """Becomes ``user``, learns all addresses from the store, and connects to them; says how often.
+
+    Then it says to rank 0 what the late rank would, too, if ``as_rank``.
+    """
+    try:
+        os.setuid(user)
+    except OSError as error:
+        end.send(f"needs root, to become another user ({error})")
+        return
+    store, chance = TCPStore("127.0.0.1", port, is_master=False), random.Random(9)
+    while not store.check([PREFIX]) or len(nonce := store.get(PREFIX).decode()) != 2 * NONCE_BYTES:
+        time.sleep(1e-3)
+    held = []
+    for peer in range(LATE):
+        while not store.check([key := f"{PREFIX}/{nonce}/{peer}"]):
+            time.sleep(1e-3)
+        address = bytes.fromhex(store.get(key).decode())[meetings._PID_BYTES :]
+        said = [chance.randbytes(chance.randrange(1, 2000)) for _ in range(TALKING)]
+        if as_rank and peer == 0:
+            label = MAGIC, LAYOUT_VERSION, bytes.fromhex(nonce), RANKS, 0, 0, LATE
+            said.append(rendezvous._MESSAGE.pack(*label))
+        for text in [None] * IDLE + said:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.connect(address)
+            held.append(connection)
+            if text is not None:
+                with contextlib.suppress(OSError):  # it was let go before
+                    connection.send(text)
+    end.send(len(held))
+    time.sleep(LONG)
+
+
+def joining(join: Any, end: Any, port: int, believing: bool) -> None:
+    """Joins, the late rank once the strangers are there, and says whether the sum is right."""
+    if believing:
+        rendezvous._uid = lambda _: os.geteuid()
+    store, connect = TCPStore("127.0.0.1", port, is_master=False), meetings.connect
+
+    def late(group: Any, meeting: Any) -> Any:
+        while group.rank == LATE and not store.check([THERE]):
+            time.sleep(1e-3)
+        return connect(group, meeting)
+
+    meetings.connect = late
+    end.send(tried(lambda: sum_is_right(join())))
+
+
+def while_joining(user: int | None, plan: Plan) -> Iterator[Trial]:
+    """Another user knows all that the late rank knows; the control takes it for this user. One of this
+    user, who may do all that ranks may, says only garbage, and in the control what the late rank says."""
+    for _ in range(plan.trials):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        timeout = 2.0 if plan.broken else BOUND
+        with crew("shm", RANKS, joining, store.port, plan.broken, timeout=timeout) as team:
+            who = os.geteuid() if user is None else user
+            rest = team.store.port, who, user is not None or plan.broken
+            with started(stranger, 1, "", *rest) as (_, ends):
+                connected = heard(ends[0], BOUND)
+                if isinstance(connected, str):
+                    raise NotHere(connected)
+                moment = time.monotonic()
+                store.set(THERE, "")
+                said = team.all_said(seconds=BOUND)
+        right = connected > LATE * IDLE and all(each.text == "True" for each in said)
+        yield Trial(right, [1e3 * (each.ended - moment) for each in said], str(said))
+
+
+# -- between hosts -----------------------------------------------------------------------------------
+
+
+def listening(pid: int) -> list[tuple[int, str, int]]:
+    """The ports on which a process takes connections of TCP: family and address of each."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+    found = []
+    for name, family, host in (
+        ("tcp", socket.AF_INET, "127.0.0.1"),
+        ("tcp6", socket.AF_INET6, "::1"),
+    ):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append((family, host, int(fields[1].rpartition(":")[2], 16)))
+    return found
+
+
+def at_work(join: Any, end: Any, port: int, broken: bool) -> None:
+    """Sums until it hears that the strangers have been there, and 200 times more; says how it went.
+
+    In the control rank 1 itself sends garbage to rank 2, through their connection.
+    """
+    api = join()
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    assert sum_is_right(api)
+    end.send("at work")
+
+    def work() -> bool:
+        more = 200
+        enough = torch.zeros(1)
+        while more:
+            if broken and more == 100 and api.get_rank() == 1:
+                links: Any = groups.default_group().place
+                garbage = torch.full((PACKET_BYTES,), 7, dtype=torch.uint8)
+                links._links._gloo.send([garbage], 2, CONTROL)
+            enough[0] = float(store.check([THERE]))
+            api.broadcast(enough, 0)
+            more -= int(enough)
+            assert sum_is_right(api)
+        return True
+
+    end.send(tried(work))
+
+
+def said_to_ports(team: Crew, chance: random.Random) -> int:
+    """Garbage to all ports of all ranks; how many connections that took."""
+    count = 0
+    for process in team.processes:
+        for family, host, port in listening(process.pid):
+            for _ in range(TALKING):
+                with socket.socket(family, socket.SOCK_STREAM) as connection:
+                    connection.settimeout(1.0)
+                    try:
+                        connection.connect((host, port))
+                        connection.sendall(chance.randbytes(chance.randrange(1, 5000)))
+                    except OSError:
+                        continue  # the port is another interface's
+                    count += 1
+    return count
+
+
+def while_working(plan: Plan) -> Iterator[Trial]:
+    chance = random.Random(10)
+    for _ in range(plan.trials):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with crew("hosts", RANKS, at_work, store.port, plan.broken) as team:
+            if ended := [each for each in team.all_said() if isinstance(each, Said)]:
+                yield Trial(False, said=str(ended))
+                continue
+            connected = said_to_ports(team, chance)
+            store.set(THERE, "")
+            said = team.all_said()
+        right = bool(connected) and all(each.text == "True" for each in said)
+        yield Trial(right, [], f"{connected} connections: {said}")
+
+
+def rows() -> list[Row]:
+    return [
+        Row("another user connects", "shm", partial(while_joining, NOBODY), 20, 2),
+        Row("garbage while ranks join", "shm", partial(while_joining, None), 20, 2),
+        Row("garbage to ports of ranks", "hosts", while_working, 5, 1),
+    ]

@@ -1,0 +1,414 @@
+"""Hooks of groups: what they see of which op, what they refuse, when they hear of the end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+import interlace
+from interlace import functional
+from interlace.process_group.group import InterlaceProcessGroup
+from interlace.runtime.core.communicator import Communicator
+from multi.shm.test_blame import LONG, close, members, on_hosts, run
+from tiers import few
+
+PLACES = ["sim", "shm", "hosts"]
+
+
+@pytest.fixture(params=PLACES)
+def on_ranks(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Calls a function with the group of two ranks on each of them: simulated, or threads as processes."""
+    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
+
+    def in_sim(function: Callable[[Communicator], Any]) -> list[Any]:
+        return interlace.run(lambda: function(interlace.new_group()), 2)
+
+    def in_threads(function: Callable[[Communicator], Any]) -> list[Any]:
+        groups = members(
+            "hooks", 2, LONG, **({"host": on_hosts} if request.param == "hosts" else {})
+        )
+        found = run(range(2), lambda rank: function(groups[rank]))
+        close(groups)
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        return found
+
+    return in_sim if request.param == "sim" else in_threads
+
+
+class Seen:
+    """What hooks have seen: ("before" or "after", op, names of inputs, names of outputs)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, interlace.HookedOp]] = []
+        self.ends: list[Any] = []
+
+    def on(self, group: Any) -> Any:
+        return group.register_hook(
+            lambda call: self.calls.append(("before", call)),
+            lambda call: self.calls.append(("after", call)),
+            lambda group, cause: self.ends.append(cause),
+        )
+
+    def names(self, when: str) -> list[tuple[Any, ...]]:
+        return [(c.op, [*c.inputs], [*c.outputs]) for w, c in self.calls if w == when]
+
+
+def every_kind_of_op(group: Communicator) -> None:
+    peer, one = 1 - group.rank, torch.ones(2)
+    interlace.all_reduce(one, group=group)
+    interlace.all_gather(torch.empty(4), one, group=group, async_op=True).wait()
+    interlace.broadcast(one, group_src=1, group=group)
+    interlace.all_reduce_coalesced([one, one], group=group)
+    interlace.barrier(group)
+    interlace.all_gather_object([None, None], 1, group=group)
+    works = [
+        interlace.isend(one, group_dst=peer, group=group),
+        interlace.irecv(torch.empty(2), group_src=peer, group=group),
+    ]
+    for work in works:
+        work.wait()
+    functional.all_reduce(one, group=group).sum()
+
+
+def test_every_kind_of_op_is_seen_before_and_after(on_ranks: Callable[..., list[Any]]) -> None:
+    def on_rank(group: Communicator) -> Seen:
+        seen = Seen()
+        with seen.on(group):
+            every_kind_of_op(group)
+        interlace.all_reduce(torch.ones(1), group=group)
+        return seen
+
+    for rank, seen in enumerate(on_ranks(on_rank)):
+        both = ["tensors[0]", "tensors[1]"]
+        expected = [
+            ("all_reduce", ["tensor"], ["tensor"]),
+            ("all_gather", ["tensor"], ["output"]),
+            ("broadcast", ["tensor"] * rank, ["tensor"]),
+            ("all_reduce_coalesced", both, both),
+            ("barrier", [], []),
+            ("all_gather_object", [], []),
+            ("send", ["tensor"], []),
+            ("recv", [], ["tensor"]),
+            ("all_reduce", ["tensor"], ["tensor"]),
+        ]
+        assert seen.names("before") == expected
+        assert sorted(seen.names("after")) == sorted(expected)  # messages may end in either order
+        ended = [call for when, call in seen.calls if when == "after"]
+        assert sorted(call.sequence for call in ended) == list(range(1, 10))
+        assert all(call.error is None and call.seconds > 0 for call in ended)
+        options = {call.op: dict(call.options) for call in ended}
+        assert options["send"] == {"peer": 1 - rank, "tag": 0}
+        assert options["broadcast"] == {"group_src": 1, "algorithm": "auto"}
+        assert all(call.group.rank == rank for call in ended)
+
+
+def test_after_an_op_its_results_are_there(on_ranks: Callable[..., list[Any]]) -> None:
+    """Of an asynchronous one too, and whoever has waited for it has them looked at."""
+
+    def on_rank(group: Communicator) -> list[float]:
+        sums: list[float] = []
+        with group.register_hook(
+            after=lambda call: sums.append(float(call.outputs["tensor"].sum()))
+        ):
+            interlace.all_reduce(torch.ones(2), group=group)
+            work = interlace.all_reduce(torch.ones(4), group=group, async_op=True)
+            work.wait()
+            assert work.is_completed() and len(sums) == 2
+        return sums
+
+    assert on_ranks(on_rank) == [[4.0, 8.0]] * 2
+
+
+def test_ops_cost_what_they_did_once_there_are_no_hooks(on_ranks: Callable[..., list[Any]]) -> None:
+    def on_rank(group: Communicator) -> bool:
+        first, second = (group.register_hook(before=print) for _ in range(2))
+        assert "run" in vars(group) and group.plans is not None
+        for handle in first, second:
+            handle.remove()
+        group.barrier()
+        interlace.barrier(group)
+        return not {"run", "transfer"} & set(vars(group)) and group.plans is None
+
+    assert on_ranks(on_rank) == [True, True]
+
+
+def test_what_a_hook_refuses_all_refuse(on_ranks: Callable[..., list[Any]]) -> None:
+    def refuse(call: interlace.HookedOp) -> None:
+        if call.group.rank and call.op == "all_reduce":
+            raise LookupError("not today")
+
+    def on_rank(group: Communicator) -> str:
+        with group.register_hook(refuse), pytest.raises((LookupError, ValueError)) as caught:
+            interlace.all_reduce(torch.ones(2), group=group)
+        interlace.all_reduce(x := torch.ones(1), group=group)
+        assert x.item() == 2
+        return str(caught.value)
+
+    assert on_ranks(on_rank) == [
+        "all_reduce: rank 1 cannot take part: LookupError: not today",
+        "not today (on rank 1)",
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_after_raises_the_op_raises(
+    on_ranks: Callable[..., list[Any]], asynchronous: bool
+) -> None:
+    def complain(call: interlace.HookedOp) -> None:
+        raise LookupError("seen too late")
+
+    def on_rank(group: Communicator) -> None:
+        with group.register_hook(after=complain), pytest.raises(LookupError, match="too late"):
+            work = interlace.all_reduce(torch.ones(2), group=group, async_op=asynchronous)
+            assert work is not None
+            for _ in range(2):  # on every later call again
+                with pytest.raises(LookupError):
+                    work.wait()
+            assert isinstance(work.exception(), LookupError)
+            raise LookupError("seen too late")
+
+    on_ranks(on_rank)
+
+
+def test_the_end_of_a_group_is_said_once_with_its_cause(on_ranks: Callable[..., list[Any]]) -> None:
+    def on_rank(group: Communicator) -> None:
+        seen, x = Seen(), torch.ones(1)
+        seen.on(group)
+        with pytest.raises(ValueError, match="shape"):  # no end
+            interlace.all_reduce(torch.ones(1 + group.rank), group=group)
+        assert not seen.ends
+        for _ in range(3):
+            with pytest.raises((ValueError, interlace.InterlaceError)) as caught:
+                if group.rank:
+                    interlace.broadcast(x, group_src=0, group=group)
+                else:
+                    interlace.all_reduce(x, group=group)
+            first = seen.ends[0]
+            assert len(seen.ends) == 1 and "different ops" in str(first)
+            assert str(first) in str(caught.value)
+            assert seen.calls[-1][1].error is caught.value
+
+    on_ranks(on_rank)
+
+
+def test_hooks_that_hooks_register_count_from_the_next_op_on(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    def on_rank(group: Communicator) -> list[int]:
+        seen: list[int] = []
+        with group.register_hook(
+            lambda call: group.register_hook(lambda call: seen.append(call.sequence))
+        ):
+            interlace.all_reduce(torch.ones(1), group=group)
+        interlace.all_reduce(torch.ones(1), group=group)
+        return seen
+
+    assert on_ranks(on_rank) == [[2], [2]]
+
+
+def test_the_cause_of_an_end_is_raised_whatever_hooks_do(caplog: pytest.LogCaptureFixture) -> None:
+    groups, seen = members("cause", 2, LONG), []
+    groups[0].register_hook(on_abort=lambda group, cause: 1 / 0)
+    groups[0].register_hook(on_abort=lambda group, cause: seen.append(cause))
+    groups[1].place.abort("enough")
+    with pytest.raises(interlace.AbortedError, match="enough") as raised:
+        interlace.all_reduce(torch.ones(1), group=groups[0])
+    assert seen == [raised.value] and "division by zero" in caplog.text
+    close(groups)
+
+
+def test_no_functions_and_what_is_none() -> None:
+    def on_rank() -> None:
+        group = interlace.new_group()
+        with pytest.raises(TypeError, match=r"after must be callable or None, got 5 \(on rank 0\)"):
+            group.register_hook(after=5)  # type: ignore[arg-type]
+        with pytest.raises(
+            ValueError, match="before, after and on_abort are None; one of them must"
+        ):
+            group.register_hook()
+
+    interlace.run(on_rank, 1)
+
+
+def test_torchs_api_and_an_abort() -> None:
+    """Through methods of the process group, which hooks of it see; its abort is an end of it."""
+    store, seen, ended = HashStore(), Seen(), threading.Barrier(2)
+
+    def on_rank(rank: int) -> None:
+        group = InterlaceProcessGroup(store, rank, 2, dist.default_pg_timeout, name="hooked")
+        if rank == 0:
+            seen.on(group)
+        group.allreduce([torch.ones(2)]).wait()
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        group.allreduce([torch.ones(2)], options).wait()
+        group.send([torch.ones(1)], 1, 3) if rank == 0 else group.recv([torch.ones(1)], 0, 3).wait()
+        ended.wait(LONG)
+        group.abort() if rank == 0 else group.shutdown()
+
+    assert run(range(2), on_rank) == [None, None]
+    assert [name for name, *_ in seen.names("before")] == ["all_reduce", "all_reduce", "send"]
+    assert [name for name, *_ in seen.names("after")] == ["all_reduce", "all_reduce", "send"]
+    (cause,) = seen.ends
+    assert isinstance(cause, interlace.AbortedError)
+    assert str(cause) == "rank 0 aborted process group 'hooked'"
+
+
+def test_fused_ops_and_layers() -> None:
+    def on_rank() -> list[tuple[Any, ...]]:
+        seen, layer = Seen(), interlace.nn.ColumnParallelLinear(8, 4, bias=False)
+        with seen.on(interlace.new_group()), seen.on(interlace.groups.groups.default_group()):
+            interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4))
+            with torch.no_grad():
+                layer(torch.ones(2, 8))
+        return seen.names("after")
+
+    fused = ("all_gather_matmul", ["input", "weight"], ["result"])
+    first, *rest = interlace.run(on_rank, 2)[0]
+    assert first == fused and rest[-1][0] == "all_gather_matmul", rest
+
+
+# -- check_numerics --------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "kind"),
+    [
+        (torch.float32, NAN, "nan"),
+        (torch.bfloat16, NAN, "nan"),
+        (torch.float8_e5m2, NAN, "nan"),
+        (torch.complex64, complex(0, NAN), "nan"),
+        (torch.float64, -INF, "inf"),
+    ],
+)
+def test_an_input_that_is_no_number_is_refused_on_all_ranks(
+    on_ranks: Callable[..., list[Any]], dtype: torch.dtype, value: Any, kind: str
+) -> None:
+    def on_rank(group: Communicator) -> str:
+        x = torch.ones(2, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+        if group.rank == 1:
+            x[1, 2] = x[1, 1] = value
+        output = torch.full((4, 3), NAN).to(dtype)  # what is only filled may be anything
+        checked = interlace.check_numerics(group, inf=kind == "inf")
+        with pytest.raises(ValueError) as caught, checked:
+            interlace.all_gather(output, x.to(dtype), group=group)
+        with interlace.check_numerics(group):
+            interlace.all_gather(output, torch.ones(2, 3).to(dtype), group=group)
+        assert bool((output.float() if not dtype.is_complex else output.real == 1).all())
+        return str(caught.value)
+
+    said = f"tensor of all_gather has {kind} at [1, 1]"
+    peers = f"all_gather: rank 1 cannot take part: {said}"
+    assert on_ranks(on_rank) == [peers, f"{said} (on rank 1)"]
+
+
+def test_an_array_that_is_no_number_is_refused() -> None:
+    """Of numpy, or whoever has ``__dlpack__``; what cannot be taken as a tensor the op refuses itself."""
+
+    def on_rank() -> None:
+        array, read_only = np.ones(3), np.ones(3)
+        array[interlace.get_rank()] = NAN
+        read_only.flags.writeable = False
+        with interlace.check_numerics():
+            with pytest.raises(ValueError, match=r"tensor of all_reduce has nan at \[[01]\]"):
+                interlace.all_reduce(array)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="read-only"):
+                interlace.all_reduce(read_only)  # type: ignore[arg-type]
+
+    interlace.run(on_rank, 2)
+
+
+def test_infinities_are_numbers_by_default() -> None:
+    def on_rank() -> bool:
+        mask = torch.tensor([0.0, -INF])
+        with interlace.check_numerics():
+            interlace.all_reduce(mask)
+        return bool(mask.isneginf()[1])
+
+    assert interlace.run(on_rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_result_that_is_no_number_ends_the_group(
+    on_ranks: Callable[..., list[Any]], asynchronous: bool
+) -> None:
+    """inf - inf; whoever has not seen it itself hears of it, and from whom."""
+
+    def on_rank(group: Communicator) -> str:
+        x = torch.tensor([1.0, INF if group.rank else -INF])
+        checked, errors = interlace.check_numerics(group), (ValueError, interlace.InterlaceError)
+        with pytest.raises(errors) as caught, checked:
+            work = interlace.all_reduce(x, group=group, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+        return str(caught.value)
+
+    for text in on_ranks(on_rank):
+        assert "tensor of all_reduce has nan at [1] (on rank " in text
+
+
+def test_a_message_that_is_no_number_is_heard_of_by_its_receiver() -> None:
+    groups = members("message", 2, LONG)
+
+    def on_rank(rank: int) -> None:
+        with interlace.check_numerics(groups[rank]):
+            if rank:
+                interlace.recv(torch.empty(1), group_src=0, group=groups[1])
+            else:
+                interlace.send(torch.tensor([NAN]), group_dst=1, group=groups[0])
+
+    sender, receiver = run(range(2), on_rank)
+    assert isinstance(sender, ValueError) and isinstance(receiver, interlace.AbortedError)
+    assert all("tensor of send has nan at [0] (on rank 0)" in str(e) for e in (sender, receiver))
+    close(groups)
+
+
+# -- profiles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
+def test_a_profile_names_every_kind_of_op(place: str) -> None:
+    for names in interlace.run(all_profiled, 2, place=place):
+        assert {
+            f"interlace:{op}" for op in ("all_reduce", "all_gather", "barrier", "recv")
+        } <= names
+
+
+def all_profiled() -> set[str]:
+    """In ``sim`` of one rank only: torch takes one profile of a process at a time."""
+    group = interlace.new_group()
+    if group.place.simulated and group.rank:
+        every_kind_of_op(group)
+        return {f"interlace:{op}" for op in ("all_reduce", "all_gather", "barrier", "recv")}
+    with torch.profiler.profile() as profile:
+        every_kind_of_op(group)
+    return {event.name for event in profile.events()}
+
+
+def test_fused_ops_are_in_a_profile_and_nothing_is_left_of_it() -> None:
+    fused, reduced = ["interlace:all_gather_matmul"], ["interlace:all_reduce"]
+    for names, left in interlace.run(profiled, 2, place="shm"):
+        assert names == fused + reduced + reduced and left == []
+
+
+def profiled() -> tuple[list[str], list[str]]:
+    group = interlace.new_group()
+    with torch.profiler.profile() as profile:
+        interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4), group=group)
+        functional.all_reduce(torch.ones(2), group=group).sum()
+        inner = interlace.new_group()
+        interlace.all_reduce(torch.ones(2), group=inner)
+    for each in group, inner:
+        interlace.barrier(each)
+    left = [name for each in (group, inner) for name in ("run", "transfer") if name in vars(each)]
+    names = [event.name for event in profile.events() if event.name.startswith("interlace:")]
+    return [name for name in names if name != "interlace:new_group"], left

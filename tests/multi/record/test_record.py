@@ -1,0 +1,432 @@
+"""The flight recorder: what is kept of ops, who can read it, and what torch's analyser makes of it."""
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+import interlace
+from interlace.cli.commands.inspect import InspectOptions, inspect
+from interlace.cli.output.consoles import PlainConsole
+from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.record import dump, reader, recorder
+from interlace.runtime.record.reader import PastOp, RankRecord, read_file, read_rank
+from interlace.runtime.record.recorder import ENTRIES, REGION_BYTES, FlightRecorder
+from interlace.runtime.start.connect import connect_place
+from multi.record import record_ranks as ranks
+
+LINES = Path(ranks.__file__).read_text().splitlines()
+SITES = [number for number, line in enumerate(LINES, 1) if line.strip() == ranks.LINE]
+WHO = "a group", 0, (0, 1), (11, 12), ()
+LONG = 120.0
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    found: list[Any] = interlace.run(function, world_size, *arguments, place="shm")
+    return found
+
+
+def shown(*targets: object) -> list[str]:
+    """What ``inspect`` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        inspect(PlainConsole(), InspectOptions(tuple(map(str, targets))))
+    return printed.getvalue().splitlines()
+
+
+def analysed(folder: Path) -> str:
+    """What torch's analyser says of the files in ``folder``."""
+    (prefix,) = {path.name.partition("_rank_")[0] for path in folder.glob("*_rank_*")}
+    command = ["torch.distributed.flight_recorder.fr_trace", str(folder), "-p", f"{prefix}_rank_"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=LONG
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def records_in(folder: Path) -> dict[int, RankRecord]:
+    """The record of each rank that has written a file, or of which another has."""
+    found = {int(path.name.rpartition("_")[2]): path for path in folder.glob("*_rank_*")}
+    return {rank: read_file(str(path))[-1] for rank, path in found.items()}
+
+
+def wait_for(*paths: Path) -> None:
+    end = time.monotonic() + LONG
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, paths
+        time.sleep(0.01)
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_the_last_ops_are_kept_with_their_call_sites() -> None:
+    record, other = on_ranks(
+        ranks.many,
+        2,
+        300,
+    )
+    assert (record.rank, other.rank, record.ranks) == (0, 1, (0, 1))
+    assert record.pids == other.pids and len({*record.pids}) == 2
+    ops = record.collectives
+    assert [op.number for op in ops] == [*range(ops[-1].number - ENTRIES + 1, ops[-1].number + 1)]
+    assert all(0 < op.began <= op.ended for op in ops)
+    assert [op.began for op in ops] == sorted(op.began for op in ops)
+    first = [op for op in ops if op.site and op.site[2] == SITES[0]]
+    assert {str(op) for op in first} == {"all_reduce (4,) float32 sum"}
+    assert len(first) > 200 and {op.site[0] for op in first} == {"many"}
+    assert {op.site[1] for op in ops} == {ranks.__file__}, "an op whose call site is inside"
+    names = [op.op for op in ops if op not in first]
+    assert names[:2] == ["all_gather", "reduce_scatter"] and names[-1] == "all_reduce"
+    assert "broadcast_object_list" in names
+    last = LINES[ops[-1].site[2] - 1]
+    assert "async_op=True" in last, "an op of another thread, called here"
+    assert b"business" not in plain.dumps([record])
+    for mine, theirs in zip(ops, other.collectives, strict=True):
+        assert (mine.number, str(mine), mine.site) == (theirs.number, str(theirs), theirs.site)
+
+
+def test_messages_between_two_ranks_are_kept() -> None:
+    (_, sent), (before, after) = on_ranks(ranks.to_one_another, 2)
+    (send,), (waiting,), (received,) = sent.transfers, before.transfers, after.transfers
+    assert (send.op, send.peer, send.tag) == ("isend", 1, 7) or send.op == "send"
+    assert waiting.peer == received.peer == 0 and waiting.tag == 7
+    assert not waiting.ended and received.ended >= received.began
+    assert waiting.site[0] == "to_one_another"
+
+
+def test_a_log_that_is_full_begins_anew() -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    kept = FlightRecorder(region)
+    kept.about(WHO)
+    for number in range(1, 2000):
+        op = Call("op", (("number", number), ("text", "x" * 300))).message
+        kept.message(number, 0, 0, (0, 0), op)
+        if number % 97 == 0:
+            ops = read_rank(bytes(region), None, 0.0, "").collectives
+            told = [op for op in ops if op.op != "?"]
+            assert [dict(op.terms)["number"] for op in told] == [op.number for op in told]
+            assert ops[-1].number == number and len(told) >= min(number, 40)
+    long = Call("op", (("text", "x" * 5000),)).message
+    kept.message(2000, 0, 0, (0, 0), long)
+    last = read_rank(bytes(region), None, 0.0, "").collectives[-1]
+    assert (last.op, last.terms) == ("op", None), "a text that is too long is left out"
+
+
+def through(depth: int, kept: FlightRecorder, number: int) -> None:
+    """As interlace's own functions are, of which there are several between a call and the recorder."""
+    if depth:
+        through(depth - 1, kept, number)
+    else:
+        kept.message(number, 0, 0, (0, 0), "an op")
+
+
+def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    kept = FlightRecorder(region)
+    kept.about(WHO)
+    space: dict[str, Any] = {"__name__": "interlace.inside"}
+    source = "def through(depth, kept, n):\n    if depth: through(depth - 1, kept, n)\n"
+    exec(source + "    else: kept.message(n, 0, 0, (0, 0), 'an op')", space)
+    monkeypatch.setitem(globals(), "through", space["through"])
+    expected = {}
+    for number, depth in enumerate([1, 1, 5, 1, 3, 3, 5], 1):
+        if number % 2:
+            line = sys._getframe().f_lineno + 1
+            through(depth, kept, number)
+        else:
+            line = sys._getframe().f_lineno + 1
+            through(depth, kept, number)
+        expected[number] = line
+    ops = read_rank(bytes(region), None, 0.0, "").collectives
+    assert {op.number: op.site[2] for op in ops} == expected
+
+
+def test_an_op_that_comes_again_is_not_learned_again() -> None:
+    """That takes 10 us, the short way 0.2: see benchmarks/record_cost.py."""
+    kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
+    op = Call("op").message
+    kept.message(1, 0, 0, (0, 0), op)
+    kept.message(2, 0, 0, (0, 0), op)
+    for number in range(3, 100):
+        if number == 4:
+            kept._put = None  # type: ignore[method-assign,assignment]  # what learning ends with
+        kept.message(number, 0, 0, (0, 0), op)
+
+
+# -- who reads it ----------------------------------------------------------------------------------
+
+
+def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
+    with pytest.raises(InterlaceError, match="SIGKILL"):
+        on_ranks(ranks.killed, 3, str(tmp_path), 300)
+    wait_for(*(next(iter(tmp_path.glob("*_0"))).with_name(name) for name in names_of(tmp_path, 3)))
+    found = records_in(tmp_path)
+    last = {rank: record.collectives[-1] for rank, record in found.items()}
+    assert [*sorted(found)] == [0, 1, 2]
+    assert last[1].ended and last[1].site[2] == SITES[1]
+    for rank in (0, 2):
+        assert last[rank].number == last[1].number + 1 and not last[rank].ended
+        assert last[rank].site[2] == SITES[2]
+        assert "rank 1" in found[rank].failed or found[rank].waits == 1
+    said = analysed(tmp_path)
+    assert "Not all ranks joining collective" in said and "missing ranks: {1}" in said
+    assert f"killed at {ranks.__file__}:{SITES[2]}" in said
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    lines = shown(tmp_path)
+    assert lines[1] == "  waited for: rank 1"
+    assert lines[3].split()[0] == "rank" and lines[4].split()[0] == "1", "the culprit is first"
+
+
+def names_of(folder: Path, count: int) -> list[str]:
+    wait = time.monotonic() + LONG
+    while not (found := [path.name for path in folder.glob("*_rank_*") if "." not in path.name]):
+        assert time.monotonic() < wait
+        time.sleep(0.01)
+    prefix = found[0].rpartition("_")[0]
+    return [f"{prefix}_{rank}" for rank in range(count)]
+
+
+def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
+    told = on_ranks(ranks.other_op, 3, str(tmp_path))
+    assert all("different ops" in text for text in told)
+    said = analysed(tmp_path)
+    assert "Culprit rank" in said and "COLLECTIVE_TYPE_MISMATCH" in said
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "recv"])
+def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
+    result: list[Any] = []
+
+    def run() -> None:
+        result.append(on_ranks(ranks.stopped, 3, str(tmp_path), op))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pids: list[int] = []
+    try:
+        wait_for(*(tmp_path / f"pid.{rank}" for rank in range(3)))
+        pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(3)]
+        end = time.monotonic() + LONG
+        while True:
+            lines = shown(pids[1])
+            words = [line.split() for line in lines]
+            if words[-3][2] == "stopped" and "  waited for: rank 1" in lines:
+                break
+            assert time.monotonic() < end, lines
+            time.sleep(0.05)
+        assert words[-3][:2] == ["1", str(pids[1])], "the culprit is first"
+        assert shown(pids[0])[:2] == shown(pids[2])[:2] == lines[:2], "from any rank"
+        os.kill(pids[0], signal.SIGUSR2)
+        wait_for(*[tmp_path / name for name in names_of(tmp_path, 1)])
+        assert not records_in(tmp_path)[0].collectives[-1].ended or op == "recv"
+        for path in tmp_path.glob("*_rank_*"):
+            path.unlink()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        if pids:
+            end = time.monotonic() + LONG
+            while "waited for" in shown(pids[0])[1] and time.monotonic() < end:
+                time.sleep(0.05)
+            for pid in pids:
+                os.kill(pid, signal.SIGUSR2)
+            wait_for(*[tmp_path / name for name in names_of(tmp_path, 3)])
+        (tmp_path / "enough").touch()
+        thread.join(LONG)
+    assert result == [[True, True, True]]
+    if op == "all_reduce":
+        said = analysed(tmp_path)
+        assert "Culprit" not in said and "missing" not in said, said
+
+
+def test_another_process_is_no_rank(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is in no group of interlace"):
+        shown(os.getppid())
+    with pytest.raises(ValueError, match="no process 99999999"):
+        shown(99999999)
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with pytest.raises(InterlaceError, match="no file of the flight recorder"):
+        shown(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InterlaceError, match="no file of the flight recorder"):
+        shown(tmp_path / "pipe")
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def a_record(text: str = "op") -> RankRecord:
+    ops = [PastOp(n, text, (("shape", (2, 3)),), ("f", "file", 3), n, n + 1) for n in (1, 2)]
+    return RankRecord("a group", 0, (0, 1), (11, 12), (), 1, 1.0, "", ops, [], 5, 6)
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "folder"))
+    (tmp_path / "file").touch()
+    dump._write([a_record()], "0badcafe", "why", logging.WARNING)
+    assert "cannot be written" in caplog.text
+
+
+def test_the_folder_that_nobody_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(dump.VARIABLE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(dump, "MOST_FILES", 2)
+    folder = tmp_path / f"interlace-{os.getuid()}"
+    for number in range(4):
+        dump._write([a_record()], f"{number:08x}", "why", logging.WARNING)
+        os.utime(folder / f"{number:08x}_rank_0", (number, number))
+    assert sorted(path.name for path in folder.iterdir()) == ["00000002_rank_0", "00000003_rank_0"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    dump._write([a_record()], "0badcafe", "why", logging.WARNING)
+    assert "is not this user's folder" in caplog.text
+
+
+def test_nothing_of_a_file_steers_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(reader.foot([a_record("\x1b[31mop\n")]))
+    assert not [line for line in shown(tmp_path / "file") if not line.isprintable()]
+
+
+def test_a_file_is_read_without_its_pickle(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return exec, ("raise SystemExit('run')",)
+
+    (tmp_path / "file").write_bytes(pickle.dumps(Evil()) + reader.foot([a_record()]))
+    assert read_file(str(tmp_path / "file")) == [a_record()]
+
+
+REGIONS: list[bytes] = []
+
+
+def a_region() -> bytes:
+    if not REGIONS:
+        region = memoryview(bytearray(REGION_BYTES))
+        kept = FlightRecorder(region)
+        kept.about(WHO)
+        for number in range(1, 5):
+            kept.message(number, 0, 0, (0, 0), Call("op", (("n", number),)).message)
+        kept.other("send", 1)
+        REGIONS.append(bytes(region))
+    return REGIONS[0]
+
+
+PLACES = st.integers(0, 600) | st.integers(recorder.MESSAGES, recorder.MESSAGES + 400)
+WORDS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-3, 70000)
+CHANGES = st.lists(st.tuples(PLACES | st.integers(recorder.LOG, recorder.LOG + 200), WORDS))
+
+
+@given(CHANGES)
+@settings(max_examples=300)
+def test_any_memory_is_read_or_refused(changes: list[tuple[int, int]]) -> None:
+    region = bytearray(a_region())
+    for place, word in changes:
+        struct.pack_into("<q", region, place, word)
+    with contextlib.suppress(plain.UnreadableError):
+        record = read_rank(bytes(region), 1, 0.0, "")
+        assert record.name in record.ranks
+        dump.as_torch([record])
+        assert all(str(op) for op in record.collectives)
+
+
+@given(st.binary(max_size=64), CHANGES, st.integers(0, 40))
+@settings(max_examples=300)
+def test_any_file_is_read_or_refused(
+    before: bytes, changes: list[tuple[int, int]], cut: int
+) -> None:
+    data = bytearray(before + reader.foot([a_record()]))
+    for place, word in changes:
+        if place + 8 <= len(data):
+            struct.pack_into("<q", data, place, word)
+    with contextlib.suppress(plain.UnreadableError):
+        for record in reader.read_foot(bytes(data[cut:]), "a file"):
+            assert record.collectives is not None
+            dump.as_torch([record])
+
+
+def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the steps that they take within each host; the files of all hosts belong together."""
+    store = HashStore()
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("INTERLACE_TRUST_NETWORK", "1")
+
+    def on_rank(rank: int) -> RankRecord:
+        place = connect_place(store, rank, 3, timeout=LONG, name="hosts", host=f"host {rank // 2}")
+        group = Communicator(place, (10, 11, 12))
+        for _ in range(3):
+            interlace.all_reduce(torch.ones(4), group=group)
+        record = dump.record_of(place.group, place.group.rank)
+        group.barrier()
+        if not rank:
+            place.abort("enough")
+        with contextlib.suppress(InterlaceError):
+            interlace.all_reduce(torch.ones(4), group=group)
+        group.close()
+        assert record is not None
+        return record
+
+    with ThreadPoolExecutor(3) as threads:
+        records = list(threads.map(on_rank, range(3)))
+    for record in records:
+        assert [str(op) for op in record.collectives] == ["all_reduce (4,) float32 sum"] * 3
+        assert [op.number for op in record.collectives] == [1, 2, 3]
+        assert {op.site[0] for op in record.collectives} == {"on_rank"}
+    assert [record.name for record in records] == [10, 11, 12]
+    assert [record.ranks for record in records] == [(10, 11), (10, 11), (12,)]
+    (tag,) = {path.name.partition("_")[0] for path in tmp_path.glob("*_rank_*")}
+    assert tag and {line.split()[0] for line in shown(tmp_path)} >= {"10", "11", "12"}
+
+
+def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
+    """Their groups have one name; what is no record lies beside them."""
+    for job in ("1", "2"):
+        (tmp_path / f"{job}_rank_0").write_bytes(reader.foot([a_record()]))
+    (tmp_path / "notes.txt").write_text("no record")
+    assert [line for line in shown(tmp_path) if line.startswith("group")] == [
+        f"group {a_record().group} of job {job}, {len(a_record().ranks)} ranks"
+        for job in ("1", "2")
+    ]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is called JOB_rank_RANK"):
+        shown(tmp_path / "empty")
+
+
+def test_files_that_others_prune_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(dump.MOST_FILES + 2):
+        (tmp_path / f"{number:08x}_rank_0").touch()
+    unlink, gone = os.unlink, []
+
+    def also_by_another(path: str) -> None:
+        unlink(path)
+        gone.append(path)
+        unlink(path)
+
+    monkeypatch.setattr(dump.os, "unlink", also_by_another)
+    dump._prune(str(tmp_path))
+    assert len(gone) == 2 and len(os.listdir(tmp_path)) == dump.MOST_FILES
