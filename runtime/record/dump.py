@@ -27,9 +27,10 @@ MOST_FILES = 256  # in the folder that nobody has chosen
 VARIABLE = "INTERLACE_RECORD"
 VERSION = "2.10"  # of torch's format
 
-# what fr_trace knows; of what it does not know it compares shapes and states, as of a barrier
+# what fr_trace of every release knows; of all else it compares shapes and states, as of a barrier
+_BARRIER = "all_reduce_barrier"
 _KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
-          "all_to_all", "barrier")  # fmt: skip
+          "all_to_all")  # fmt: skip
 JOB_AND_RANK = re.compile(r"(.+)_rank_[0-9]+")  # names of files
 _log = logging.getLogger("interlace")
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -158,12 +159,12 @@ def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
     sizes = [list(v) for k, v in pairs if str(k).startswith("shape") and isinstance(v, tuple)]
     dtypes = [str(v).removeprefix("torch.") for k, v in pairs if str(k).startswith("dtype")]
     inputs = outputs = sizes or [[]]
-    known = op.op if op.op in _KNOWN else "barrier"
+    known = op.op if op.op in _KNOWN else _BARRIER
     if known in ("all_gather", "reduce_scatter"):
         whole = sum(map(math.prod, sizes))
         inputs, outputs = [[whole]], [[whole // world_size]]
         if whole % world_size:
-            known = "barrier"
+            known = _BARRIER
         if known == "all_gather":
             inputs, outputs = outputs, inputs
     later = record.wall - record.now
@@ -175,7 +176,7 @@ def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
         "collective_seq_id": op.number,
         "p2p_seq_id": 0,
         "op_id": op.number,
-        "profiling_name": f"gloo:{known}",
+        "profiling_name": f"nccl:{known}",  # whichever moved it: torch 2.11 knows no other
         "op": str(op),
         "time_created_ns": op.began + later,
         "time_discovered_started_ns": op.began + later,
