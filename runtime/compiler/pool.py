@@ -6,8 +6,6 @@ along; the kernel is reported and another worker takes its place. Workers end wi
 is interrupted; should this process be killed, they end when they find their input closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -68,9 +68,6 @@ class Call:
         if messages != self.fitting:
             self.compared(messages)
             self.fitting = messages  # a call that comes again is not read again
-
-    def with_term(self, name: str, value: Any) -> Call:
-        return replace(self, terms=(*self.terms, (name, value)))
 
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
         """Every rank's part, by rank; raises as :meth:`verify` does."""

@@ -13,20 +13,16 @@ An algorithm (the launch side of an op) is a sequence of calls on two streams, a
 for all places.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from interlace.runtime.core.launch import KernelLaunch
-    from interlace.runtime.core.memory import SymmetricBuffer, Workspace
-
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 
 T = TypeVar("T")
 

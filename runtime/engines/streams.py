@@ -31,6 +31,7 @@ send to all, for large all-gathers. The term ``algorithm`` of a call, if it is n
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class StreamEngine(Engine):
     def _verify(self, call: Call) -> None:
         """Raise unless all ranks agree on ``call``, which a kernel may do, and on how it would do it."""
         explicit = configuration.OVERRIDE.get()
-        told = call.with_term("configuration", explicit) if explicit else call
+        told = replace(call, terms=(*call.terms, ("configuration", explicit))) if explicit else call
         told.verify(self._communicator.messages(told))
 
     def _told(self, op: str, mine: Any) -> list[Any]:

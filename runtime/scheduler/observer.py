@@ -5,17 +5,14 @@ the race detector of ``interlace.verify`` another. Observers look on: they never
 so a seed means the same schedule with and without them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from interlace.runtime.core.accesses import Atomic
-    from interlace.runtime.core.launch import KernelLaunch
-    from interlace.runtime.scheduler.task import Task
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.scheduler.task import Task
 
 
 class Observer:

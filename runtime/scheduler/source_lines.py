@@ -6,14 +6,11 @@ import linecache
 import os
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.interpreter.session import outwards, source_frames
-
-if TYPE_CHECKING:
-    from interlace.runtime.scheduler.task import Task
-
+from interlace.runtime.scheduler.task import Task
 
 _SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
 _COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")

@@ -19,21 +19,17 @@ schedule. It is a model of stores only: loads are never early, which leaves miss
 race detector.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from interlace.runtime.interpreter.session import active, active_addresses
-
-if TYPE_CHECKING:
-    from interlace.runtime.scheduler.observer import Observer
-    from interlace.runtime.scheduler.task import Task
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.task import Task
 
 PIECES = 4
 DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)

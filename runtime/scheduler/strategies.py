@@ -14,14 +14,11 @@ Replay         a list of segments (task, points), as another run has recorded it
 =============  ====================================================================================
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from interlace.runtime.scheduler.task import Task
+from interlace.runtime.scheduler.task import Task
 
 MEMORY_SWITCH = 0.2
 

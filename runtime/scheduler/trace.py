@@ -19,27 +19,23 @@ In ``sim`` the block goes around the run; in ``shm`` inside ``fn``, and each ran
 part for :func:`~interlace.runtime.scheduler.recording.merge`. Compiled kernels are not seen.
 """
 
-from __future__ import annotations
-
 import contextvars
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
+from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler import recording as recordings
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.recording import RecordedSpan, Recording, Signal, Slot
-
-if TYPE_CHECKING:
-    import torch
-
-    from interlace.runtime.core.accesses import Atomic
-    from interlace.runtime.scheduler.task import Task
+from interlace.runtime.scheduler.task import Task
 
 _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 

@@ -50,11 +50,12 @@ def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:
         )
 
 
-def scaled(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
-    """A dense copy of ``tensor``, multiplied by the factor of a PREMUL_SUM; in the tensor's dtype."""
+def dense(tensor: torch.Tensor, op: str, factor: Factor) -> tuple[torch.Tensor, str]:
+    """What an engine reduces, and how: ``tensor``, multiplied by the factor of a PREMUL_SUM; its dtype."""
+    if factor is None:
+        return tensor.contiguous(), op
     if isinstance(factor, torch.Tensor):
         factor = factor.detach().to(tensor.device)
-    assert factor is not None
     wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no product of its own
     # a factor of one element has a shape, and may have more dimensions than the tensor
-    return (wide * factor).to(tensor.dtype).view(tensor.shape).contiguous()
+    return (wide * factor).to(tensor.dtype).view(tensor.shape).contiguous(), "sum"

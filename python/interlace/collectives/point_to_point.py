@@ -124,8 +124,7 @@ def isend(
     [([True, True], 1.0), ([True, True], 0.0)]
     """
     communicator = resolve(group).on(tensor)
-    peer = _peer("dst", dst, group_dst, communicator)
-    return _isend(communicator, tensor, peer, tag)
+    return _isend(communicator, tensor, _peer("dst", dst, group_dst, communicator), tag)
 
 
 def irecv(

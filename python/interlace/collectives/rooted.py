@@ -109,10 +109,7 @@ def checked_reduce(
         call = dense.remember(communicator, key, Call("reduce", terms))
 
     def start() -> Event | None:
-        if factor is None:
-            made, reducing = data.contiguous(), name
-        else:
-            made, reducing = reduce_ops.scaled(data, factor), "sum"
+        made, reducing = reduce_ops.dense(data, name, factor)
         event = communicator.engine.reduce(call, made, root, reducing)
         if rank != root:
             return event

@@ -45,10 +45,7 @@ def checked_all_reduce(
         return (lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call)
 
     def start() -> Event | None:
-        if factor is None:
-            made, reducing = data.contiguous(), name
-        else:
-            made, reducing = reduce_ops.scaled(data, factor), "sum"
+        made, reducing = reduce_ops.dense(data, name, factor)
         serving = chosen_algorithm.serving(communicator, algorithm)
         event = serving.all_reduce(call, made, reducing)
         return dense.copied_back(communicator, [data], [made], event)
@@ -238,10 +235,8 @@ def checked_reduce_scatter(
         call = dense.remember(communicator, key, Call("reduce_scatter", terms))
 
     def start() -> Event | None:
-        if factor is None:
-            made, reducing = [each.contiguous() for each in inputs], name
-        else:
-            made, reducing = [reduce_ops.scaled(each, factor) for each in inputs], "sum"
+        made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
+        reducing = name if factor is None else "sum"
         serving = chosen_algorithm.serving(communicator, algorithm)
         return dense.filled(
             communicator,

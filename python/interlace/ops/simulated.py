@@ -54,16 +54,12 @@ def _copies(tensor: torch.Tensor, size: int) -> Outputs:
     return [[tensor]] + [[tensor.clone()] for _ in range(size - 1)]
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
 def _reduced(op: str, inputs: Tensors, reduce_op: str) -> torch.Tensor:
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
     reduce_ops.check_dtype(op, name, "input", inputs[0].dtype)
     total = shapes.like(inputs[0])
-    if _has_values(total):
+    if not (total.is_meta or isinstance(total, FakeTensor)):
         reductions.fold(name, [each.contiguous() for each in inputs], total)
     return total
 

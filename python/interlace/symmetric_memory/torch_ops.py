@@ -59,21 +59,15 @@ def fused_all_gather_matmul(
     communicator = resolve(group_name)
     last = gather_dim % A.dim() == A.dim() - 1
     if not Bs or A.dtype not in checks.FLOAT_DTYPES:
-        whole = _gathered(communicator, A, gather_dim)
-        return whole if return_A else None, [
-            _multiplied(whole, B, 0 if last else gather_dim) for B in Bs
-        ]
+        whole, dim = _gathered(communicator, A, gather_dim), 0 if last else gather_dim
+        rows = whole.movedim(dim, 0)  # with the strides of torch's op: ``dim`` is outermost
+        return whole if return_A else None, [torch.matmul(rows, B).movedim(0, dim) for B in Bs]
     started = fused.all_gather_matmul(communicator, A, Bs, [], gather_dim, return_A, "auto", None)
     products = list(finish(started))
     whole_or_none = products.pop() if return_A else None
     if whole_or_none is not None and last:
         whole_or_none = whole_or_none.contiguous()
     return whole_or_none, products
-
-
-def _multiplied(tensor: Tensor, weight: Tensor, dim: int) -> Tensor:
-    """With the strides of torch's op: ``dim`` is outermost."""
-    return torch.matmul(tensor.movedim(dim, 0), weight).movedim(0, dim)
 
 
 def _gathered(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:

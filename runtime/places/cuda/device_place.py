@@ -53,6 +53,7 @@ class DevicePlace(Place):
     asynchronous : whether the op under way is; its items then go to streams of the group's own.
     launches : the kernels that this rank has loaded.
     events : CUDA events that were used and are not needed just now.
+    replays : whether graphs may run ops of which the host does not know.
     high_priority : whether the group's own streams have precedence over others. Set before they are made.
     """
 
@@ -77,7 +78,7 @@ class DevicePlace(Place):
         self._deferred: list[Callable[[], None]] | None = None
         self._buffers: list[SymmetricBuffer] = []
         self._epochs: dict[int, int] = {}  # by address of the own memory: what its EPOCH comes to
-        self._captured = False
+        self.replays = False
         self._kept: list[Any] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
         self._side: torch.cuda.Stream | None = None
@@ -135,7 +136,7 @@ class DevicePlace(Place):
         handle = driver.current_stream(self._index)
         capture = driver.capture_of(handle)
         if capture:
-            self._captured = True
+            self.replays = True
         return handle, capture
 
     @property
@@ -281,7 +282,7 @@ class DevicePlace(Place):
     def words_for(self, workspace: Workspace) -> tuple[driver.Driver | None, int]:
         """For signals of the op in ``workspace``: what writes them, or None for kernels; its epoch."""
         self.caller()
-        if self._captured:
+        if self.replays:
             return None, 0
         finished = self._epochs[workspace.buffer.addresses[self.rank]]
         return self._stream_words(), finished + 1
@@ -344,11 +345,6 @@ class DevicePlace(Place):
     def ops_finished(self, buffer: SymmetricBuffer) -> int:
         """The number of ops' ends enqueued in a workspace; replays of graphs are not counted."""
         return self._epochs.get(buffer.addresses[self.rank], 0)
-
-    @property
-    def replays(self) -> bool:
-        """Whether graphs may run ops of which the host does not know."""
-        return self._captured
 
     def trouble(self, doing: str) -> Exception | None:
         return self.failure

@@ -18,16 +18,15 @@ Agreement is as for every call (``Place.agree``). If it has changed, as with sha
 the long way goes on with the answers that are there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.hooks import Form
 from interlace.runtime.core.kernel_arguments import ALIGNMENT
 from interlace.runtime.core.memory import CHANNELS, Workspace
@@ -47,9 +46,6 @@ from interlace.runtime.places.cuda.plan_recorder import (
 )
 from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point, StreamTarget
 from interlace.runtime.tuning import configuration
-
-if TYPE_CHECKING:
-    from interlace.runtime.core.communicator import Communicator
 
 MOST_PLANS = 512
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))

@@ -42,7 +42,7 @@ class Point:
     that no point needs any more, and gets this one's: one is made for every op under way, not for every op.
     """
 
-    __slots__ = ("_event", "_pool", "_recorded", "number", "target")
+    __slots__ = ("_event", "_pool", "number", "recorded", "target")
 
     def __init__(
         self,
@@ -52,23 +52,19 @@ class Point:
     ) -> None:
         self.target = target
         self.number = next(_numbers)  # of two points in one stream the later one has the larger
-        self._event, self._recorded, self._pool = event, False, pool
+        self._event, self.recorded, self._pool = event, False, pool
 
     def __del__(self) -> None:
         # who waits for the event waits for this recording of it, even if another one follows
         if self._pool is not None and self._event is not None and not self.target[1]:
             self._pool.append(self._event)
 
-    @property
-    def recorded(self) -> bool:
-        return self._recorded
-
     def record(self) -> torch.cuda.Event:
         """The CUDA event, recorded now if it was not."""
         if self._event is None:
             self._event = self._pool.pop() if self._pool else torch.cuda.Event()
-        if not self._recorded:
-            self._recorded = True
+        if not self.recorded:
+            self.recorded = True
             self._event.record(stream_of(self.target[0]))
         return self._event
 

@@ -5,24 +5,20 @@ call returns, so events are always complete, and the order of the calls is the o
 What a stream waits for must therefore be published by a peer, or by this rank before the wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from interlace.kernels.signal import ABORT_WORD, CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime.core.errors import AbortedError
+from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.one_host.atomics import Cells, load_acquire, store_release
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
-
-if TYPE_CHECKING:
-    from interlace.runtime.core.launch import KernelLaunch
 
 
 class CompletedEvent(Event):

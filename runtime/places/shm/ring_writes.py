@@ -11,8 +11,6 @@ All ranks write alike, for what one gains depends on the others: the last rank m
 others look its decision up. A look that comes too early or late is one op in another way, no error.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections import deque

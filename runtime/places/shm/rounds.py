@@ -18,15 +18,14 @@ Behind the slots are places for data of middle size, which goes with its message
 Ops are given addresses, which their operands are counted from: those of the inputs, then of the outputs.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
 from interlace.runtime.places.one_host.group import HostGroup
@@ -34,9 +33,6 @@ from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
 from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
 from interlace.runtime.places.shm.ring_writes import RingWrites
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SLOT_BYTES = 1 << 20
 SLOTS = 4

@@ -357,8 +357,7 @@ def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
 
 
 def outcome_of(*timed: Timed) -> Tuned:
-    request = TuneRequest("all_gather_matmul", torch.float32, 8, 8, 8, (), 1.0)
-    return Tuned(request, list(timed), [])
+    return Tuned(list(timed), [])
 
 
 def test_only_right_and_clearly_faster_candidates_win() -> None:

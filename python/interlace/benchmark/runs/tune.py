@@ -182,7 +182,6 @@ class _Search:
 class Tuned:
     """The result of tuning one shape. ``skipped``: candidates that could not be run, and why."""
 
-    request: TuneRequest
     timed: list[Timed]
     skipped: list[tuple[TuneCandidate, str]]
 
@@ -222,7 +221,7 @@ def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> T
     while True:
         tried = replace(request, candidates=tuple(left))
         try:
-            return Tuned(tried, run(tried), skipped)
+            return Tuned(run(tried), skipped)
         except CandidateError as error:
             found: Any = getattr(error, "original", error)  # of a rank
             if found.index == 0:

@@ -308,12 +308,8 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
     return plain.reduce_scatter(communicator, whole, options.reduce_op, options.scatter_dim)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
 def _no_gradient(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("interlace's ops on scaled operands have no gradients")
 
 
-NO_GRADIENT = (_setup, _no_gradient)
+NO_GRADIENT = (lambda ctx, inputs, output: None, _no_gradient)
