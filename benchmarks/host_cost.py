@@ -100,6 +100,7 @@ class _Host:
     def __init__(self, world_size: int, *, peers: bool) -> None:
         self.world_size, self.direct_access = world_size, peers
         self.group = self  # of processes, which waits
+        self.names = range(world_size)
         self._child = 0
 
     def allocate(self, nbytes: int) -> Any:
@@ -121,6 +122,10 @@ class _Host:
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         return [payload] * self.world_size
+
+    exchanged, control = exchange, None
+
+    def known_as(self, ranks: Any) -> None: ...
 
     def wait_until(self, predicate: Callable[[], bool], doing: str, waited_for: Any) -> None:
         while not predicate():

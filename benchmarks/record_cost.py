@@ -22,12 +22,11 @@ CALLS = 2000
 class Headers(recorder.FlightRecorder):
     """A recorder that keeps neither op nor call site nor time."""
 
-    def message(self, number: int, length: int, extent: int, where: Any, op: Any) -> None:
-        at, (segment, offset) = (
-            recorder.MESSAGES + number % recorder.ENTRIES * recorder.ENTRY,
-            where,
-        )
-        recorder._entry(self._bytes, at, number, length, extent, segment, offset, 0, 0, 0)
+    def begins(
+        self, ring: int, number: int, one: int, two: int, three: int, four: int, op: Any
+    ) -> None:
+        at = ring + number % recorder.ENTRIES * recorder.ENTRY
+        recorder._entry(self._bytes, at, number, one, two, three, four, 0, 0, 0)
 
 
 def on_rank(blocks: int) -> list[float]:

@@ -57,7 +57,7 @@ FOLDERS = {
     "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
     "runtime/places/cuda": "runtime/compat runtime/core runtime/engines runtime/tuning",
     "runtime/places/cuda_processes": (
-        "runtime/compat runtime/core runtime/places/cuda runtime/places/one_host"
+        "runtime/compat runtime/core runtime/places/cuda runtime/places/one_host runtime/record"
     ),
     "runtime/places/nvshmem": (
         "runtime/compat runtime/compiler runtime/core runtime/places/cuda "

@@ -112,7 +112,14 @@ class Communicator:
 
     def agree(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
-        return self.parts(Call(op, part=mine))
+        return self.told(Call(op, part=mine))
+
+    def told(self, call: Call) -> list[Any]:
+        """As :meth:`parts`, of a call that is no more than that."""
+        parts = self.parts(call)
+        if self.plans is not None:
+            self.plans.launched()
+        return parts
 
     def parts(self, call: Call) -> list[Any]:
         """Every rank's part of ``call``, by rank; raises unless all fit together. Collective, host only."""
@@ -180,7 +187,7 @@ class Communicator:
         Collective over this group, so that every rank counts the same generations. Raises ValueError on
         every rank if they ask for different ``ranks``.
         """
-        self.parts(Call("new_group", (("ranks", list(ranks)),)))
+        self.told(Call("new_group", (("ranks", list(ranks)),)))
         self._generation += 1  # not for what a rank refused, for that one does not come here
         if self.rank not in ranks:
             return None

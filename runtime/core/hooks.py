@@ -169,6 +169,10 @@ class OpHooks:
             return self._plans.agree(call)  # type: ignore[no-any-return]
         return self._communicator.place.exchange(call.message, call.op)  # type: ignore[no-any-return]
 
+    def launched(self) -> None:
+        if self._plans is not None:
+            self._plans.launched()
+
     def learn(self, op: str, result: Any) -> None:
         """Of an op that began before it was watched."""
         if self._plans is not None:

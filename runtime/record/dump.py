@@ -18,7 +18,7 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from interlace.runtime.record.reader import PastOp, RankRecord, foot, read_rank
@@ -47,10 +47,29 @@ def register(group: Any) -> None:
 
 def known_as(group: Any, ranks: Sequence[int], whole: Sequence[int] = ()) -> None:
     """Say in the record which ranks of the job are in ``group``; and in ``whole``, if on several hosts."""
-    pids = tuple(group.pids[rank] for rank in range(group.world_size))
     if group.control is not None:
+        pids = tuple(group.pids[rank] for rank in range(group.world_size))
         who = group.prefix, group.rank, tuple(ranks), pids, tuple(whole)
         group.control.recorder.about(who)
+
+
+def began(group: Any, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
+    """An op begins that is no message to all ranks of ``group``; its number there, 0 if none is kept."""
+    return 0 if (control := group.control) is None else control.recorder.other(op, peer, tag)
+
+
+def ended(group: Any, number: int) -> None:
+    """What :func:`began` has ended."""
+    if number and (control := group.control) is not None:
+        control.recorder.other_ended(number)
+
+
+@contextlib.contextmanager
+def recorded(group: Any, op: bytes | str) -> Iterator[None]:
+    """Around an op that :func:`began` is for; what it raises leaves it open."""
+    number = began(group, op)
+    yield
+    ended(group, number)
 
 
 def dump_all(why: str, level: int = logging.WARNING) -> None:

@@ -59,9 +59,10 @@ class RankRecord:
     """What a rank of a group did last.
 
     ``ranks`` are those of the group on its host, as ranks of the job, and ``rank`` is one of these by its
-    place there; ``pids`` are their processes. ``whole`` are all ranks of a group on several hosts, else
-    empty. ``waits`` is for whom the rank has said at ``since`` (s) that it waits, by place, or None.
-    ``now`` and ``wall`` are when it was read, in ns of the monotonic clock and since 1970.
+    place there; ``pids`` are their processes. ``whole`` are all ranks of a group on several hosts, or on
+    GPUs, whose ops are no messages of the host's ranks; else empty. ``waits`` is for whom the rank has
+    said at ``since`` (s) that it waits, by place, or None. ``now`` and ``wall`` are when it was read, in ns
+    of the monotonic clock and since 1970.
     """
 
     group: str
@@ -106,7 +107,7 @@ class RankRecord:
 
     @property
     def collectives(self) -> list[PastOp]:
-        """The ops of all ranks, in their order; of several hosts without what these do within each."""
+        """The ops of all ranks, in their order; without what hosts do for them."""
         found = [op for op in self.others if op.peer < 0] if self.whole else self.messages
         return sorted(found, key=lambda op: op.number)
 
@@ -138,13 +139,14 @@ def _entries(region: bytes, start: int) -> list[PastOp]:
     found = []
     for slot in range(at.ENTRIES):
         entry = _ENTRY.unpack_from(region, start + slot * at.ENTRY)
-        number, peer, tag, _, _, began, ended, told = entry
+        number, peer, tag, count, _, began, ended, told = entry
         if number > 0 and number % at.ENTRIES == slot and began > 0:
             op, terms = _op(_text(region, told, told >> at.OFFSET))
             site = _text(region, told, told)
             site = site if _is_site(site) else None
-            peer, tag = (peer, tag) if start == at.OTHERS else (-1, 0)
-            found.append(PastOp(number, op, terms, site, began, max(ended, 0), peer, tag))
+            if start == at.MESSAGES:
+                peer, tag, count = -1, 0, number
+            found.append(PastOp(count, op, terms, site, began, max(ended, 0), peer, tag))
     return found
 
 

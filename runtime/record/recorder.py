@@ -4,7 +4,8 @@ The region, which only the rank itself writes::
 
     0         ABOUT    length (int64), then who the rank is, as plain data: the group, its ranks, processes
     4096      MESSAGES the last ENTRIES messages to all ranks, by number; also what peers read of them
-              OTHERS   as many entries of what are no such messages: ops between two ranks, between hosts
+              OTHERS   as many entries of what are no such messages: ops of two ranks, of hosts, on GPUs;
+               their words are peer (-1: all ranks), tag, and the op's number of its kind
               LOG      generation (int64), then two halves of texts, used in turn: length (2 bytes), text
 
 An entry is eight int64 words: number, four of the op's own, when it began and when it ended (monotonic ns;
@@ -23,8 +24,10 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from time import monotonic_ns as _now
 from types import CodeType, FrameType
@@ -95,7 +98,8 @@ class FlightRecorder:
         self._lines: dict[tuple[int, int], tuple[CodeType, int]] = {}  # keeps what has the address
         self._placed: dict[bytes, int] = {}
         self._generation, self._room, self._at = 0, HALF, 0
-        self._others = 0
+        self._others, self._lock = itertools.count(1), threading.RLock()
+        self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks, of all
 
     def about(self, who: object) -> None:
         """Say who the rank is."""
@@ -104,10 +108,10 @@ class FlightRecorder:
             self._bytes[8 : 8 + len(text)] = text
             self._words[0] = len(text)
 
-    def message(
-        self, number: int, length: int, extent: int, where: tuple[int, int], op: bytes | str
+    def begins(
+        self, ring: int, number: int, one: int, two: int, three: int, four: int, op: bytes | str
     ) -> None:
-        """The entry of a message to all ranks; ``op``: its text, or the message of its call."""
+        """Entry ``number`` of MESSAGES or OTHERS; ``op``: its text, or the message of its call."""
         try:
             depth, code, instruction, told = self._ops[op]
             frame = _frame(depth)
@@ -115,18 +119,17 @@ class FlightRecorder:
                 told = told & _OP | self._sites[id(frame.f_code) << 12 | frame.f_lasti]
         except (KeyError, ValueError):  # so deep is nothing in this thread
             told = self._learned(op)
-        at, (segment, offset) = MESSAGES + number % ENTRIES * ENTRY, where
-        _entry(self._bytes, at, number, length, extent, segment, offset, _now(), 0, told)
+        at = ring + number % ENTRIES * ENTRY
+        _entry(self._bytes, at, number, one, two, three, four, _now(), 0, told)
 
     def ended(self, number: int) -> None:
         """The op of message ``number`` has ended."""
         self._words[(MESSAGES >> 3) + number % ENTRIES * ENTRY_WORDS + ENDED] = _now()
 
     def other(self, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
-        """Another op begins; its number. ``peer``: with whom, -1 for all ranks."""
-        self._others = number = self._others + 1
-        at = OTHERS + number % ENTRIES * ENTRY
-        _entry(self._bytes, at, number, peer, tag, 0, 0, _now(), 0, self._learned(op))
+        """Another op begins; its entry's number. ``peer``: with whom, -1 for all ranks."""
+        number = next(self._others)
+        self.begins(OTHERS, number, peer, tag, next(self._numbers[peer < 0]), 0, op)
         return number
 
     def other_ended(self, number: int) -> None:
@@ -136,6 +139,10 @@ class FlightRecorder:
 
     def _learned(self, op: bytes | str) -> int:
         """Where the texts of ``op`` and of its call site are; for the callee of what it began in."""
+        with self._lock:
+            return self._learn(op, *outside(_frame(2)))
+
+    def _learn(self, op: bytes | str, frame: FrameType | None, depth: int) -> int:
         if self._room < _RESERVE or len(self._ops) >= _MOST_OPS:
             self._turn()
         known, place = self._ops.get(op), caller.get()
@@ -143,7 +150,6 @@ class FlightRecorder:
         if place is not None:  # in a thread where no depth leads to the caller
             self._ops.setdefault(op, (_NOWHERE, None, -1, told))
             return told | self._site(*place)
-        frame, depth = outside(_frame(2))
         if frame is None:
             self._ops[op] = depth + 1, None, -1, told
             return told

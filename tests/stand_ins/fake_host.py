@@ -7,6 +7,7 @@ host that is threads, with memory that is the CPU's, and a watchdog that looks w
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from interlace.runtime.places.cuda.residency import Residency, residency
 from interlace.runtime.places.cuda.turns import Turns, run_threads
 from interlace.runtime.places.cuda.watchdog import Watchdog
 from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
+from interlace.runtime.places.one_host.control import CONTROL_BYTES, Control
+from interlace.runtime.places.one_host.segment import Identity, SharedSegment
+from interlace.runtime.record import dump as record
 from stand_ins import fake_cuda
 
 CPU = torch.device("cpu")
@@ -40,10 +44,14 @@ class ThreadHost:
     name = "shm"
     direct_access = True
     linger = 0.0
+    _parent, dumped, nonce = None, False, bytes(16)
 
     def __init__(self, turns: Turns, rank: int, world_size: int, key: Any = "world") -> None:
         self.rank, self.world_size = rank, world_size
         self.group = self
+        self.names, self.pids = range(world_size), [os.getpid()] * world_size
+        self.prefix = self.tag = str(key)
+        self.control: Control | None = None
         self.turns, self._key = turns, key
         self._meetings = 0
         self.dead: Exception | None = None
@@ -53,6 +61,8 @@ class ThreadHost:
         self._meetings += 1
         key = (self._key, self._meetings)
         return self.turns.meet(key, self.rank, self.world_size, bring, doing)
+
+    def known_as(self, ranks: Sequence[int]) -> None: ...
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         return self.meet(payload, doing)
@@ -81,7 +91,10 @@ class ThreadHost:
     def trouble(self, doing: str) -> Exception | None:
         return self.dead
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, blamed: Sequence[int] = ()) -> None:
+        if self.control is not None:
+            self.control.abort(reason)
+        record.dump(self, reason, blamed)
         self.turns.fail(reason)
 
     def close(self) -> None:
@@ -125,9 +138,16 @@ def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0)
     """Run ``function`` on every rank; what it returned, by rank."""
     turns = Turns(world_size, timeout)
     fake_cuda.gpu().let_hosts_run = lambda: let_others_run(turns)
+    headers = [Identity(bytes(16), rank, world_size, CONTROL_BYTES) for rank in range(world_size)]
+    mappings = [SharedSegment(header).mapping for header in headers]  # with the record of each rank
+
+    hosts = [ThreadHost(turns, rank, world_size) for rank in range(world_size)]
 
     def main(rank: int) -> Any:
-        place = ThreadPlace(ThreadHost(turns, rank, world_size), CPU, timeout=timeout)  # type: ignore[arg-type]
+        host = hosts[rank]
+        host.control = Control(rank, mappings)
+        record.register(host)
+        place = ThreadPlace(host, CPU, timeout=timeout)
         groups.install(place)
         with torch.cuda.stream(torch.cuda.Stream()):
             result = function()
@@ -135,4 +155,8 @@ def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0)
             place.settle()
         return result
 
-    return run_threads(main, world_size, turns)
+    try:
+        return run_threads(main, world_size, turns)
+    finally:
+        for host in hosts:
+            host.control = None  # whatever still keeps the host

@@ -68,6 +68,7 @@ class PlanAgreement(Protocol):
 
     def agree(self, call: Call) -> list[bytes]: ...
     def mismatch(self) -> Exception | None: ...
+    def launched(self) -> None: ...
 
 
 class Plans:
@@ -208,6 +209,7 @@ class Plans:
         bases = call.addresses, [result.data_ptr() for result in results]
         for step in plan.steps:
             self._repeat(step, bases, call.arguments, results)
+        self._agreement.launched()
         return results[0] if plan.tree is WHOLE else built(plan.tree, results)
 
     def _will_lease(self, steps: Sequence[PlanStep]) -> bool:
@@ -300,8 +302,13 @@ class Plans:
         tables = self._communicator.tables.lasting.values()
         return [*tables, *(buffer.peers for buffer in buffers), *memory]
 
+    def launched(self) -> None:
+        """The host has enqueued all that it has agreed on."""
+        self._agreement.launched()
+
     def learn(self, op: str, result: Any) -> None:
         """The call of ``op`` that went the long way has returned ``result``."""
+        self.launched()
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:
             return

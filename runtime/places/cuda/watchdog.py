@@ -82,6 +82,7 @@ class Watchdog:
 
     def look(self, place: Any) -> None:
         problem = self._problem(place)
+        place.reached({b.addresses[place.rank]: int(m[EPOCH_WORD]) for b, m in self._headers})
         if problem is not None:
             place.fail(problem)
 

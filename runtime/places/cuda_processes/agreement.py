@@ -47,12 +47,14 @@ from functools import partial
 from typing import Any
 
 from interlace.kernels.signal import HEADER_WORDS
-from interlace.runtime.core.call import Call, compare
+from interlace.runtime.core.call import CALLS, Call, compare
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.core.place import Place
+from interlace.runtime.places.cuda_processes.op_record import OpRecord
 from interlace.runtime.places.one_host.atomics import Words
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
+from interlace.runtime.record import dump as record
 
 NOTES = 256
 MOST_KEPT = 1024
@@ -78,7 +80,9 @@ class _AgreedCall:
 
 
 class Agreement:
-    """One rank's side, made by all. ``number``: of its last call; ``differs``: of the first mismatch."""
+    """One rank's side, made by all. ``number``: of its last call; ``differs``: of the first mismatch;
+    ``ops``: the record of what was agreed on.
+    """
 
     def __init__(self, processes: Place) -> None:
         self._processes: Any = processes
@@ -104,13 +108,19 @@ class Agreement:
         self._problem: Exception | None = None
         self.differs = 0
         self._lock = threading.Lock()
+        self.ops = OpRecord(processes)
+
+    def launched(self) -> None:
+        """The host has enqueued all of the call that was agreed on last."""
+        self.ops.launched()
 
     # -- the two ways of a call ----------------------------------------------------------------
 
     def agree(self, call: Call) -> list[bytes]:
         """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
+        self.ops.begins(call.message)
         if not self._boards:
-            return list(self._processes.exchange(call.message, call.op))
+            return list(self._processes.exchanged(call.message, call.op))
         message = call.message
         known = self._known.get(message)
         if known is None:
@@ -165,7 +175,9 @@ class Agreement:
         """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
         if not self._boards:
             return list(self._processes.exchange(payload, doing))
-        return self._exchange(payload, doing, keep=False)
+        op = payload if payload.startswith(CALLS) else doing
+        with record.recorded(self._processes.group, op):
+            return self._exchange(payload, doing, keep=False)
 
     def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
         """``keep``: the same is likely to be said again."""

@@ -55,7 +55,9 @@ class HostMessages:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Send ``tensor`` as ``Engine.send`` does; waits for what makes ``tensor``."""
-        return self._engine.send(Call("send"), tensor.detach().to("cpu", copy=True), peer, tag)
+        return self._engine.send(
+            _call("send", tensor), tensor.detach().to("cpu", copy=True), peer, tag
+        )
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Receive into ``tensor`` as ``Engine.recv`` does."""
@@ -64,4 +66,8 @@ class HostMessages:
         def then(outcome: Outcome) -> Outcome:
             return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
 
-        return _Brought(self._engine.recv(Call("recv"), arrived, peer, tag), then)
+        return _Brought(self._engine.recv(_call("recv", tensor), arrived, peer, tag), then)
+
+
+def _call(op: str, tensor: torch.Tensor) -> Call:
+    return Call(op, (("dtype", tensor.dtype), ("shape", tuple(tensor.shape))))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,6 +31,7 @@ from interlace.runtime.places.cuda.stream import DeviceEvent, Point
 from interlace.runtime.places.cuda.watchdog import Watchdog
 from interlace.runtime.places.cuda_processes.agreement import Agreement
 from interlace.runtime.places.cuda_processes.messages import HostMessages
+from interlace.runtime.record import dump as record
 
 _places: weakref.WeakSet[DeviceProcessPlace] = weakref.WeakSet()
 
@@ -41,7 +42,7 @@ class DeviceProcessPlace(DevicePlace):
     ``timeout``, in seconds, bounds every wait on the device; others have the bound of ``processes``.
     """
 
-    def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
+    def __init__(self, processes: Any, device: torch.device, *, timeout: float) -> None:
         super().__init__(processes.rank, processes.world_size, device, poll_seconds=timeout)
         self.processes = processes
         self.timeout = timeout
@@ -50,6 +51,11 @@ class DeviceProcessPlace(DevicePlace):
         self._memory: Any = None
         self._closed = False
         _places.add(self)
+
+    def known_as(self, ranks: Sequence[int]) -> None:
+        self.processes.known_as(ranks)
+        group = self.processes.group
+        record.known_as(group, [ranks[rank] for rank in group.names], ranks)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         return self._agreement.exchange(payload, doing)
@@ -82,7 +88,7 @@ class DeviceProcessPlace(DevicePlace):
         return place
 
     def bound(self) -> float:
-        return self.processes.bound()
+        return float(self.processes.bound())
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout = self._poll_seconds = seconds
@@ -117,11 +123,21 @@ class DeviceProcessPlace(DevicePlace):
 
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)
-        self._watched().look_after()
+        self._enqueued(workspace.buffer)
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
         super().counts(buffer, programs)
+        self._enqueued(buffer)
+
+    def _enqueued(self, buffer: SymmetricBuffer) -> None:
+        """The end of an op, or of a part of it, was enqueued in ``buffer``."""
+        epoch = None if self.replays else self.ops_finished(buffer)
+        self._agreement.ops.enqueued(buffer.addresses[self.rank], epoch)
         self._watched().look_after()
+
+    def reached(self, epochs: Mapping[int, int]) -> None:
+        """How many ops the device has ended in each of the own workspaces, by address."""
+        self._agreement.ops.reached(epochs)
 
     def _watched(self) -> Watchdog:
         if self._watchdog is None:
@@ -147,6 +163,14 @@ class DeviceProcessPlace(DevicePlace):
         if self.failure is not None:
             return self.failure
         return self._agreement.mismatch() or self.processes.trouble(doing)
+
+    def fault(self, reason: str) -> None:
+        self.processes.fault(reason)
+
+    def fail(self, error: Exception) -> None:
+        if self.failure is None:
+            self._agreement.ops.failed(error)
+        super().fail(error)
 
     def abort(self, reason: str) -> None:
         """Implements ``Place.abort``; on this rank's GPU and its peers' every wait ends, too."""

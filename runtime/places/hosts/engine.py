@@ -41,6 +41,7 @@ from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks, RankTensor
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.transfers import HostTransfers
+from interlace.runtime.record import dump as record
 
 SMALL_BYTES = 1 << 16
 _MOST_CALLS = 256
@@ -64,8 +65,8 @@ class HostsEngine(Engine):
     @contextmanager
     def _agreed(self, call: Call) -> Iterator[None]:
         """Around what moves the bytes of ``call``, which is compared before."""
-        with self._place.recorded(call):
-            call.verify(self._place.exchange(call.message, call.op))
+        with record.recorded(self._place.group, call.message):
+            call.verify(self._place.exchanged(call.message, call.op))
             with self._place.guarded(call.op):
                 yield
 
@@ -74,8 +75,7 @@ class HostsEngine(Engine):
             pass
 
     def parts(self, call: Call) -> list[Any]:
-        with self._place.recorded(call):
-            return call.compared(self._place.exchange(call.message, call.op))
+        return call.compared(self._place.exchange(call.message, call.op))
 
     def _within(self, op: str, *key: Any) -> Call:
         """The call for a step within the host; ``key`` is all that it depends on."""
@@ -271,10 +271,10 @@ class HostsEngine(Engine):
         return reduced
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        return self._transfers.send(tensor, peer, tag)
+        return self._transfers.send(call, tensor, peer, tag)
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        return self._transfers.recv(tensor, peer, tag)
+        return self._transfers.recv(call, tensor, peer, tag)
 
 
 def _copy(output: torch.Tensor, input: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.runtime.core import plain
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import CALLS
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import (
@@ -132,7 +132,7 @@ class HostsPlace(CpuPlace):
             timeout=timeout,
             prefix=f"{prefix}/host {self.map.index(rank)}",
         )
-        self.group.name, self.group.names = rank, self.local_ranks
+        self.group.name, self.group.names, self.group.within = rank, self.local_ranks, True
         processes = repr([(card.host, card.pid) for card in self._cards]).encode()
         self.group.tag = hashlib.blake2b(processes, digest_size=4).hexdigest()
         self.local = ShmPlace(self.group)
@@ -153,7 +153,7 @@ class HostsPlace(CpuPlace):
                 on_failure=self._on_failure,
                 awaited=self._awaited,
             )
-            self._transfers = HostTransfers(self._links, self.local_ranks, self.local_engine)
+            self._transfers = HostTransfers(self._links, self.group, self.local_engine)
             self._roll = HostsRoll(self._links, prefix)
             own = PrefixStore(f"{prefix}/links", self._store)
             self._links.connect(own, address, step, job_secret(), prefix)
@@ -186,15 +186,6 @@ class HostsPlace(CpuPlace):
     def known_as(self, ranks: Sequence[int]) -> None:
         self._known = tuple(ranks)
         record.known_as(self.group, [ranks[rank] for rank in self.local_ranks], ranks)
-
-    @contextmanager
-    def recorded(self, call: Call) -> Iterator[None]:
-        """Around an op of all hosts: the record of this host's group has it apart from what is within."""
-        control = self.group.control
-        number = 0 if control is None else control.recorder.other(call.message)
-        yield
-        if control is not None:
-            control.recorder.other_ended(number)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
         members = "-".join(map(str, ranks))
@@ -300,6 +291,10 @@ class HostsPlace(CpuPlace):
         return sorted({self._links.culprit(peer) for peer in peers})
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        with record.recorded(self.group, payload if payload.startswith(CALLS) else doing):
+            return self.exchanged(payload, doing)
+
+    def exchanged(self, payload: bytes, doing: str) -> list[bytes]:
         """Within each host; then first ranks of hosts swap their hosts' messages, and hand them out."""
         check_size(payload, self.rank, doing)
         with self._lock, self.guarded(doing):

@@ -33,7 +33,9 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.hosts import packets
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.packets import Packet
+from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.record import dump as record
 
 _SLOTS = 1 << 20  # payloads under way between two ranks that may be told apart
 
@@ -48,10 +50,13 @@ class _Announced:
 
 
 class _Transfer(Future[Outcome]):
-    """The end of a transfer, which says for whom it is waited."""
+    """The end of a transfer, which says for whom it is waited, and is in the record of its host's group."""
 
-    def __init__(self, mail: HostTransfers, peer: int | None) -> None:
+    def __init__(self, mail: HostTransfers, call: Call, peer: int | None, tag: int) -> None:
         super().__init__()
+        other = mail.rank if peer is None else peer  # as in ``shm/mail.py``
+        number = record.began(mail.group, call.message, other, tag)
+        self.add_done_callback(lambda _: record.ended(mail.group, number))
         self.waited = False
         self._mail, self.peers = mail, () if peer is None else (peer,)
         self.started, self.bound = time.monotonic(), mail.bound()
@@ -90,13 +95,13 @@ class _SendingToHost:
 
 
 class HostTransfers:
-    """The point-to-point messages of one rank. ``local_ranks`` are those of its host, by local rank."""
+    """The point-to-point messages of one rank. ``group`` is that of its host's ranks."""
 
     def __init__(
-        self, links: HostLinks, local_ranks: tuple[int, ...], local_engine: Callable[[], Engine]
+        self, links: HostLinks, group: HostGroup, local_engine: Callable[[], Engine]
     ) -> None:
-        self._links, self._rank, self.bound = links, links.rank, links.bound
-        self._local = {rank: index for index, rank in enumerate(local_ranks)}
+        self._links, self.rank, self.bound, self.group = links, links.rank, links.bound, group
+        self._local = {rank: index for index, rank in enumerate(group.names)}
         self._local_engine: Any = local_engine
         self._within = Call("a message within the host")
         self._worker = OrderedWorker("interlace messages")
@@ -108,7 +113,7 @@ class HostTransfers:
         self.awaited: int | None = None
         """For whom the caller waits."""
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+    def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
         self._links.check()
         content = tensor.dtype, tensor.numel()
@@ -118,19 +123,19 @@ class HostTransfers:
             work: Any = None
             if tensor.numel() and peer not in self._local:
                 work = self._links.send_payload(tensor, peer, number % _SLOTS)
-            elif tensor.numel() and peer != self._rank:
+            elif tensor.numel() and peer != self.rank:
                 work = self._local_engine().send(self._within, tensor, self._local[peer], number)
-            end = _Transfer(self, peer)
+            end = _Transfer(self, call, peer, tag)
             sending = self._sending[peer, number] = _SendingToHost(tensor, work, tag, end)
             packet = Packet(packets.ANNOUNCED, tag, number, content)
             self._submit(lambda: self._post(peer, packet))
         self._fail_late()
         return sending.future
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+    def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Begin to receive from ``peer``, or from whoever sends first if None."""
         self._links.check()
-        posted = _Posted(tensor, peer, tag, _Transfer(self, peer))
+        posted = _Posted(tensor, peer, tag, _Transfer(self, call, peer, tag))
         with self._lock:
             announced = take_first(self._announced, posted.fits)
             if announced is None:
@@ -155,13 +160,13 @@ class HostTransfers:
             except InterlaceError as error:
                 self._links.fail(error)
             except Exception as error:
-                self._links.fail(InterlaceError(f"rank {self._rank}: a message failed: {error!r}"))
+                self._links.fail(InterlaceError(f"rank {self.rank}: a message failed: {error!r}"))
 
         with suppress(AbortedError):  # closed: all futures have failed
             self._worker.submit(guarded)
 
     def _post(self, peer: int, packet: Packet) -> None:
-        if peer == self._rank:
+        if peer == self.rank:
             self.on_packet(peer, packet)
         else:
             self._links.send_packet(peer, packet)
@@ -190,7 +195,7 @@ class HostTransfers:
         """Receive the bytes; into memory of our own if they do not fit the caller's tensor."""
         source, number, target = announced.source, announced.number, posted.tensor
         about = announced.tag, source, announced.dtype, announced.numel
-        error = mismatch(target, self._rank, *about)
+        error = mismatch(target, self.rank, *about)
         if error is not None:
             target = torch.empty(announced.numel, dtype=announced.dtype)
         try:
@@ -207,7 +212,7 @@ class HostTransfers:
             self._post(source, Packet(packets.REFUSED, isinstance(error, TypeError), number, text))
 
     def _receive(self, target: torch.Tensor, source: int, number: int) -> None:
-        if source == self._rank:
+        if source == self.rank:
             target.copy_(self._sending[source, number].tensor.view(target.shape))
         elif source in self._local:
             self._local_engine().recv(self._within, target, self._local[source], number).result()
@@ -233,7 +238,7 @@ class HostTransfers:
         for future, doing, peer, tag in late:
             behind = () if peer is None else (self._links.culprit(peer),)
             name = "any rank" if peer is None else f"rank {peer}"
-            text = f"rank {self._rank}: {doing} {name} (tag {tag}) has waited {future.bound:g} s"
+            text = f"rank {self.rank}: {doing} {name} (tag {tag}) has waited {future.bound:g} s"
             text += f" for ranks {list(behind)}" if behind else ""
             error = CollectiveTimeoutError(text, behind)
             if future in ended:
@@ -252,7 +257,7 @@ class HostTransfers:
             _settle(future, error)
 
     def close(self) -> None:
-        self.fail(AbortedError(f"rank {self._rank} has closed the group"))
+        self.fail(AbortedError(f"rank {self.rank} has closed the group"))
         self._worker.close(1.0)
         self._local_engine = None  # which holds the place
 

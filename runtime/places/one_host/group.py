@@ -49,6 +49,7 @@ from interlace.runtime.places.one_host.segment import (
 from interlace.runtime.places.one_host.shared_ranges import SharedRanges
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
 from interlace.runtime.record import dump as record
+from interlace.runtime.record.recorder import MESSAGES
 
 SETTLE_SECONDS = 0.02
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
@@ -90,6 +91,7 @@ class HostGroup:
         self.sequence = 0
         self._unusable = ""
         self.dumped, self.tag = False, ""  # of the record's files
+        self.within = False  # a group of several hosts, which records messages of two ranks itself
         self.control: Control | None = None  # while joining, and after leaving
         self.blame = Blame(self)
         self.options: Any = None  # torch's, of an op that the caller waits for
@@ -268,7 +270,9 @@ class HostGroup:
             self.check_usable()
             raise InterlaceError(f"rank {self.name}: the group is still joining")
         self.sequence = sequence = self.sequence + 1
-        control.recorder.message(sequence, len(payload), extent, where, op)
+        segment, offset = where
+        kept = control.recorder
+        kept.begins(MESSAGES, sequence, len(payload), extent, segment, offset, op)
         if control.written[sequence & 1] is not payload:  # the same object only once
             control.write(sequence, payload)
         if not sequence % LOOK:

@@ -34,6 +34,7 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.control import BOXES, BOXES_BYTES, Control
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.record import dump as record
 
 SLOTS = 4
 _SENT, _TAKEN, _FIRST_SLOT, _HEADER = 0, 64, 128, 32
@@ -74,11 +75,11 @@ class _Moving(MessageEnd):
         return super().done()
 
     def set_result(self, result: Outcome) -> None:
-        self.mail.ended(self.number)
+        record.ended(self.mail._group, self.number)
         super().set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        self.mail.ended(self.number)
+        record.ended(self.mail._group, self.number)
         super().set_exception(exception)
 
     @property
@@ -180,13 +181,9 @@ class Mail:
 
     def _began(self, call: Call, peer: int | None, tag: int) -> int:
         """The number in the record of what begins; a rank with itself stands for any rank."""
-        control = self._group.control
-        other = self._rank if peer is None else peer
-        return 0 if control is None else control.recorder.other(call.message, other, tag)
-
-    def ended(self, number: int) -> None:
-        if (control := self._group.control) is not None:
-            control.recorder.other_ended(number)
+        if self._group.within:
+            return 0
+        return record.began(self._group, call.message, self._rank if peer is None else peer, tag)
 
     # -- keeping messages moving ---------------------------------------------------------------
 

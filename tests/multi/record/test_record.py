@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -39,6 +39,8 @@ LINES = Path(ranks.__file__).read_text().splitlines()
 SITES = [number for number, line in enumerate(LINES, 1) if line.strip() == ranks.LINE]
 WHO = "a group", 0, (0, 1), (11, 12), ()
 LONG = 120.0
+
+T = TypeVar("T")
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -121,14 +123,14 @@ def test_a_log_that_is_full_begins_anew() -> None:
     kept.about(WHO)
     for number in range(1, 2000):
         op = Call("op", (("number", number), ("text", "x" * 300))).message
-        kept.message(number, 0, 0, (0, 0), op)
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, op)
         if number % 97 == 0:
             ops = read_rank(bytes(region), None, 0.0, "").collectives
             told = [op for op in ops if op.op != "?"]
             assert [dict(op.terms)["number"] for op in told] == [op.number for op in told]
             assert ops[-1].number == number and len(told) >= min(number, 40)
     long = Call("op", (("text", "x" * 5000),)).message
-    kept.message(2000, 0, 0, (0, 0), long)
+    kept.begins(recorder.MESSAGES, 2000, 0, 0, 0, 0, long)
     last = read_rank(bytes(region), None, 0.0, "").collectives[-1]
     assert (last.op, last.terms) == ("op", None), "a text that is too long is left out"
 
@@ -138,7 +140,7 @@ def through(depth: int, kept: FlightRecorder, number: int) -> None:
     if depth:
         through(depth - 1, kept, number)
     else:
-        kept.message(number, 0, 0, (0, 0), "an op")
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, "an op")
 
 
 def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +149,8 @@ def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) ->
     kept.about(WHO)
     space: dict[str, Any] = {"__name__": "interlace.inside"}
     source = "def through(depth, kept, n):\n    if depth: through(depth - 1, kept, n)\n"
-    exec(source + "    else: kept.message(n, 0, 0, (0, 0), 'an op')", space)
+    entry = f"{recorder.MESSAGES}, n, 0, 0, 0, 0, 'an op'"
+    exec(f"{source}    else: kept.begins({entry})", space)
     monkeypatch.setitem(globals(), "through", space["through"])
     expected = {}
     for number, depth in enumerate([1, 1, 5, 1, 3, 3, 5], 1):
@@ -166,12 +169,12 @@ def test_an_op_that_comes_again_is_not_learned_again() -> None:
     """That takes 10 us, the short way 0.2: see benchmarks/record_cost.py."""
     kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
     op = Call("op").message
-    kept.message(1, 0, 0, (0, 0), op)
-    kept.message(2, 0, 0, (0, 0), op)
+    kept.begins(recorder.MESSAGES, 1, 0, 0, 0, 0, op)
+    kept.begins(recorder.MESSAGES, 2, 0, 0, 0, 0, op)
     for number in range(3, 100):
         if number == 4:
             kept._put = None  # type: ignore[method-assign,assignment]  # what learning ends with
-        kept.message(number, 0, 0, (0, 0), op)
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, op)
 
 
 # -- who reads it ----------------------------------------------------------------------------------
@@ -331,7 +334,7 @@ def a_region() -> bytes:
         kept = FlightRecorder(region)
         kept.about(WHO)
         for number in range(1, 5):
-            kept.message(number, 0, 0, (0, 0), Call("op", (("n", number),)).message)
+            kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, Call("op", (("n", number),)).message)
         kept.other("send", 1)
         REGIONS.append(bytes(region))
     return REGIONS[0]
@@ -370,20 +373,78 @@ def test_any_file_is_read_or_refused(
             dump.as_torch([record])
 
 
+def on_hosts(on_rank: Callable[[Communicator], T]) -> list[T]:
+    """What ``on_rank(group)`` returns on 3 ranks, which are threads, of 2 hosts; by rank."""
+    store = HashStore()
+
+    def main(rank: int) -> T:
+        place = connect_place(store, rank, 3, timeout=LONG, name="hosts", host=f"host {rank // 2}")
+        try:
+            return on_rank(Communicator(place, (10, 11, 12)))
+        except BaseException:
+            place.abort("a rank has failed")
+            raise
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as threads:
+        patch.setenv("INTERLACE_TRUST_NETWORK", "1")
+        return list(threads.map(main, range(3)))
+
+
+def test_messages_between_hosts_are_kept() -> None:
+    """As those within a host are, and once; ops of all ranks have the same numbers beside them."""
+
+    def on_rank(group: Communicator) -> list[RankRecord]:
+        place: Any = group.place
+        found: list[RankRecord] = []
+
+        def keep() -> None:
+            record = dump.record_of(place.group, place.group.rank)
+            assert record is not None
+            found.append(record)
+
+        vector = torch.ones(4)
+        if group.rank:
+            work = interlace.irecv(vector, 10, tag=group.rank, group=group)
+            keep()
+            group.barrier()
+            work.wait()
+        else:
+            group.barrier()
+            sent = [interlace.isend(vector, 10 + peer, tag=peer, group=group) for peer in (1, 2)]
+            for work in sent:
+                work.wait()
+        group.barrier()
+        keep()
+        group.close()
+        return found
+
+    (sender,), *receivers = on_hosts(on_rank)
+    assert [(op.op, op.peer, op.tag, op.number) for op in sender.transfers] == [
+        ("send", 1, 1, 1),
+        ("send", 2, 2, 2),
+    ]
+    assert all(op.ended >= op.began for op in sender.transfers)
+    for rank, (before, after) in enumerate(receivers, 1):
+        (waiting,), (received,) = before.transfers, after.transfers
+        assert (waiting.op, waiting.peer, waiting.tag) == ("recv", 0, rank)
+        assert not waiting.ended and received.ended >= received.began == waiting.began
+        assert str(received).startswith(f"recv 0 tag {rank} float32 4")
+        assert received.site[0] == "on_rank"
+    for record in (sender, *(after for _, after in receivers)):
+        assert [(op.number, op.op) for op in record.collectives] == [(1, "barrier"), (2, "barrier")]
+
+
 def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the steps that they take within each host; the files of all hosts belong together."""
-    store = HashStore()
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
-    monkeypatch.setenv("INTERLACE_TRUST_NETWORK", "1")
 
-    def on_rank(rank: int) -> RankRecord:
-        place = connect_place(store, rank, 3, timeout=LONG, name="hosts", host=f"host {rank // 2}")
-        group = Communicator(place, (10, 11, 12))
+    def on_rank(group: Communicator) -> RankRecord:
+        place: Any = group.place
         for _ in range(3):
             interlace.all_reduce(torch.ones(4), group=group)
         record = dump.record_of(place.group, place.group.rank)
         group.barrier()
-        if not rank:
+        if not group.rank:
             place.abort("enough")
         with contextlib.suppress(InterlaceError):
             interlace.all_reduce(torch.ones(4), group=group)
@@ -391,8 +452,7 @@ def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert record is not None
         return record
 
-    with ThreadPoolExecutor(3) as threads:
-        records = list(threads.map(on_rank, range(3)))
+    records = on_hosts(on_rank)
     for record in records:
         assert [str(op) for op in record.collectives] == ["all_reduce (4,) float32 sum"] * 3
         assert [op.number for op in record.collectives] == [1, 2, 3]

@@ -96,7 +96,7 @@ def check_tensor_meta(
         if check_shape_stride:
             terms.append(("shape of local_tensor", tuple(local_tensor.shape)))
             terms.append(("stride of local_tensor", tuple(local_tensor.stride())))
-    communicator.parts(Call("check_tensor_meta", tuple(terms)))
+    communicator.told(Call("check_tensor_meta", tuple(terms)))
 
 
 def spec_to_bytes(spec: Any) -> int:

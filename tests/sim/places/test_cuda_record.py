@@ -1,0 +1,145 @@
+"""The flight recorder on GPUs: ops as hosts agree on them, their ends as the device tells them.
+
+On the fake GPU; the watchdog looks when it is told to.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.record import dump
+from interlace.runtime.record.reader import RankRecord, read_file
+from multi.record.test_record import analysed, shown
+from stand_ins import fake_host
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import install
+from stand_ins.fake_host import look, own_place
+
+
+def own_record() -> RankRecord:
+    place: Any = own_place()
+    record = dump.record_of(place.processes, place.rank)
+    assert record is not None
+    return record
+
+
+def ops() -> list[tuple[str, bool]]:
+    """Those of this rank that are no allocation, and whether each has ended."""
+    found = [(str(op), bool(op.ended)) for op in own_record().collectives]
+    return [(op, ended) for op, ended in found if not op.startswith("an allocation")]
+
+
+def looked() -> list[tuple[str, bool]]:
+    """The ops, when the watchdog has seen the headers as they are now."""
+    look()
+    torch.cuda.synchronize()
+    look()
+    return ops()
+
+
+@pytest.mark.parametrize("algorithm", ["copy", "kernel", "low_latency"])
+def test_an_op_ends_when_the_device_says_so(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeGpu(eager=0.0))
+    text = f"all_reduce (4,) float32 sum {algorithm}"
+
+    def on_rank() -> RankRecord:
+        vector = torch.ones(4)
+        for number in range(3):  # the first is watched, the last is from its plan
+            interlace.all_reduce(vector, algorithm=algorithm)  # type: ignore[arg-type]
+            assert ops()[-1] == (text, False)
+            torch.cuda.synchronize()
+            assert looked() == [(text, True)] * (number + 1)
+        work = interlace.all_reduce(vector, algorithm=algorithm, async_op=True)  # type: ignore[arg-type]
+        assert work is not None and ops()[-1] == (text, False)
+        interlace.barrier()
+        assert [each[1] for each in ops()] == [True] * 3 + [False, True], "nothing was enqueued"
+        work.wait()
+        torch.cuda.synchronize()
+        assert looked() == [(text, True)] * 4 + [("barrier", True)]
+        return own_record()
+
+    one, other = fake_host.run(on_rank, 2)
+    assert one.whole == other.whole == (0, 1)
+    assert {op.site[:2] for op in one.collectives} == {("on_rank", __file__)}
+    for mine, theirs in zip(one.collectives, other.collectives, strict=True):
+        assert (mine.number, str(mine), mine.site) == (theirs.number, str(theirs), theirs.site)
+
+
+def test_an_op_of_several_parts_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> bool:
+        place: Any = own_place()
+        kept = place._agreement.ops
+        kept.begins("an op of two parts")
+        kept.enqueued(1, 5)
+        kept.reached({1: 5})
+        assert ops() == [("an op of two parts", False)], "the host is not through"
+        kept.enqueued(2, 7)
+        kept.launched()
+        kept.reached({1: 6, 2: 6})
+        assert ops() == [("an op of two parts", False)]
+        kept.reached({1: 6, 2: 7})
+        return ops() == [("an op of two parts", True)]
+
+    assert fake_host.run(on_rank, 1) == [True]
+
+
+def test_who_does_not_come_is_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait gives up on the device, and its record says for whom."""
+    install(monkeypatch, FakeGpu(eager=0.0))
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+
+    def on_rank() -> None:
+        vector = torch.ones(4)
+        for _ in range(2):
+            interlace.all_reduce(vector, algorithm="copy")
+        torch.cuda.synchronize()
+        looked()
+        own_place().set_timeout(1e-4)
+        own_place().processes.meet(None, "all have waits of a hundred polls")
+        if interlace.get_rank() == 1:
+            return
+        interlace.all_reduce(vector, algorithm="copy")
+        torch.cuda.synchronize()
+        looked()
+        own_place().check()
+
+    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1"):
+        fake_host.run(on_rank, 3)
+    found = {int(path.name[-1]): read_file(str(path))[-1] for path in tmp_path.iterdir()}
+    last = {rank: record.collectives[-1] for rank, record in found.items()}
+    assert [*sorted(last)] == [0, 1, 2], "rank 1 is blamed, and writes nothing itself"
+    assert last[1].ended and last[1].number == last[0].number - 1
+    assert not last[0].ended and "gave up waiting for rank 1" in found[0].failed
+    said = analysed(tmp_path)
+    assert "Not all ranks joining collective" in said and "missing ranks: {1}" in said
+    assert shown(tmp_path)[1] == "  waited for: rank 1"
+
+
+def test_after_a_capture_no_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a replay counts epochs up of which the host does not know."""
+    install(monkeypatch, FakeGpu(eager=0.0))
+
+    def on_rank() -> list[bool]:
+        vector = torch.ones(4)
+        interlace.all_reduce(vector, algorithm="copy")
+        torch.cuda.synchronize()
+        looked()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        interlace.all_reduce(vector, algorithm="copy")
+        graph.capture_end()
+        for _ in range(3):
+            graph.replay()
+        interlace.all_reduce(vector, algorithm="copy")
+        torch.cuda.synchronize()
+        return [ended for _, ended in looked()]
+
+    assert fake_host.run(on_rank, 2) == [[True, False, False]] * 2
