@@ -94,7 +94,7 @@ class _Words:
 class _Host:
     """A host's place whose peers say what this rank says: at once, or in a process of their own."""
 
-    name, linger = "shm", 0.0
+    name, linger, joining = "shm", 0.0, 0.0
     rank = 0
 
     def __init__(self, world_size: int, *, peers: bool) -> None:

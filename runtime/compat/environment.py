@@ -42,9 +42,9 @@ def write_log() -> None:
 
     Raises ValueError if that is no level.
     """
-    level, log = os.environ.get("INTERLACE_DEBUG", ""), logging.getLogger("interlace")
-    if level not in ("", *LEVELS):
-        raise ValueError(f"INTERLACE_DEBUG must be one of {', '.join(LEVELS)}, got {level!r}")
+    value, log = os.environ.get("INTERLACE_DEBUG", ""), logging.getLogger("interlace")
+    if (level := value.lower()) not in ("", *LEVELS):
+        raise ValueError(f"INTERLACE_DEBUG must be one of {', '.join(LEVELS)}, got {value!r}")
     if level:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))

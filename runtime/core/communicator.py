@@ -85,7 +85,7 @@ class Communicator:
         self._out_of_step = ""  # since which call, once ranks have called different ops
         self.hooks = OpHooks(self, hooks)
         self._since = time.perf_counter()
-        self._log("made")
+        self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
     def on(self, *values: Any) -> Communicator:
         """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""

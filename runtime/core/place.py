@@ -132,6 +132,7 @@ class Place(ABC):
     program_limit: int = 1 << 30
     worker: Any = None
     alone = False
+    joining = 0.0  # seconds that it took to meet the other processes
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
     nodes: Nodes | None = None

@@ -43,7 +43,7 @@ class ThreadHost:
 
     name = "shm"
     direct_access = True
-    linger = 0.0
+    linger = joining = 0.0
     _parent, dumped, nonce = None, False, bytes(16)
 
     def __init__(self, turns: Turns, rank: int, world_size: int, key: Any = "world") -> None:

@@ -44,7 +44,7 @@ class DeviceProcessPlace(DevicePlace):
 
     def __init__(self, processes: Any, device: torch.device, *, timeout: float) -> None:
         super().__init__(processes.rank, processes.world_size, device, poll_seconds=timeout)
-        self.processes = processes
+        self.processes, self.joining = processes, processes.joining
         self.timeout = timeout
         self._agreement = Agreement(processes)
         self._watchdog: Watchdog | None = None

@@ -112,6 +112,7 @@ class HostsPlace(CpuPlace):
             if near is not None:
                 raise
             raise self._why(error, watch) from error
+        self.joining = time.monotonic() - self.group.since
         self._links.start(self._on_packet, self._roll.lose, self._transfers.expire)
         self.group.beyond = self._links.culprit
         if parent is not None:

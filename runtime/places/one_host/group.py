@@ -82,7 +82,7 @@ class HostGroup:
             raise ValueError(f"world size {world_size} is more than the {most} ranks of one host")
         if world_size > 1 and meeting is None:
             raise ValueError(f"store must not be None for world size {world_size}")
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.since = rank, world_size, time.monotonic()
         self.name, self.names = rank, tuple(range(world_size))
         self.beyond: Callable[[int], int] = lambda name: name
         self.prefix, self.timeout = prefix, timeout

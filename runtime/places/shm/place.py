@@ -6,6 +6,7 @@ of streams run in the calling thread; async ops in one thread per group, in the 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -78,6 +79,7 @@ class ShmPlace(CpuPlace):
 
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size, self.group = group.rank, group.world_size, group
+        self.joining = time.monotonic() - group.since
         self.check = group.check
         self.alone = group.world_size == 1
         self.worker = OrderedWorker("interlace ops")

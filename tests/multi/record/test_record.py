@@ -263,7 +263,7 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
         assert "Culprit" not in said and "missing" not in said, said
 
 
-def test_another_process_is_no_rank(tmp_path: Path) -> None:
+def test_another_process_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="is in no group of interlace"):
         shown(os.getppid())
     with pytest.raises(ValueError, match="no process 99999999"):
@@ -274,6 +274,13 @@ def test_another_process_is_no_rank(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InterlaceError, match="no file of the flight recorder"):
         shown(tmp_path / "pipe")
+
+    def refused(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied")  # as what /proc has of another user
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(ValueError, match=rf"is of uid {os.getuid()}, .* run this as that user"):
+        shown(os.getpid())
 
 
 # -- files -----------------------------------------------------------------------------------------

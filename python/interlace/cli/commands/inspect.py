@@ -114,6 +114,12 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
         own = list(_segments(pid))
     except FileNotFoundError:
         raise ValueError(f"there is no process {pid}, and no file of that name") from None
+    except PermissionError:
+        owner = os.stat(f"/proc/{pid}").st_uid
+        raise ValueError(
+            f"process {pid} is of uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
+            "CAP_SYS_PTRACE, may read its record; run this as that user, or by sudo"
+        ) from None
     if not own:
         raise ValueError(f"process {pid} is in no group of interlace")
     peers = {other for _, record in own for other in record.pids} - {pid}
