@@ -19,8 +19,11 @@ from interlace.groups.groups import default_group
 from interlace.kernels.signal import EPOCH_WORD, HEADER_WORDS
 from interlace.runtime.compat import releases
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Layout, Workspace
+from interlace.runtime.interpreter.session import program_function
 from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.scheduler.scheduler import Program, Scheduler
 from interlace.runtime.scheduler.strategies import Random
 from interlace.runtime.scheduler.task import Task
 
@@ -228,3 +231,17 @@ TRITON, TORCH = (releases.release(releases.installed(name)) for name in ("Triton
 def mended(rule: str) -> bool:
     """Whether the installed Triton compiles kernels that break ``rule`` so that they do not."""
     return MENDED.get(rule, (99, 0)) <= TRITON
+
+
+def run_alone(launch: KernelLaunch) -> None:
+    """The programs of a kernel on rank 0, once more, while no other rank does anything."""
+    scheduler = Scheduler(0, block_polls=False, timeout=300)
+
+    def programs() -> None:
+        body = program_function(launch.kernel, launch.arguments)
+        for index in range(launch.extents[0]):
+            program = Program(launch.name, launch.op, index, (index, 0, 0), launch.extents)
+            scheduler.spawn(0, f"program {index}", body, program=program)
+
+    scheduler.spawn(0, "host", programs)
+    scheduler.run()

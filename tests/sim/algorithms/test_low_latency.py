@@ -16,11 +16,19 @@ from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_
 from interlace.runtime.algorithms import low_latency
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
-from interlace.runtime.interpreter.session import program_function
 from interlace.runtime.places.sim.place import SimStream
-from interlace.runtime.scheduler.scheduler import Program, Scheduler
 from interlace.runtime.tuning import auto
-from support import POISON_BYTE, failure, noise, payload, poison, poisoned, slow_rank, starved
+from support import (
+    POISON_BYTE,
+    failure,
+    noise,
+    payload,
+    poison,
+    poisoned,
+    run_alone,
+    slow_rank,
+    starved,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 U8, I16, I32, I64 = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -232,20 +240,6 @@ def test_growing_and_shrinking_with_a_slow_rank(slow: int) -> None:
 
 
 # -- giving up -------------------------------------------------------------------------------------
-
-
-def run_alone(launch: KernelLaunch) -> None:
-    """The kernel on rank 0, once more, while no other rank does anything."""
-    scheduler = Scheduler(0, block_polls=False, timeout=300)
-
-    def programs() -> None:
-        body = program_function(launch.kernel, launch.arguments)
-        for index in range(launch.extents[0]):
-            program = Program(launch.name, launch.op, index, (index, 0, 0), launch.extents)
-            scheduler.spawn(0, f"program {index}", body, program=program)
-
-    scheduler.spawn(0, "host", programs)
-    scheduler.run()
 
 
 @pytest.mark.parametrize("op", ["all_gather", "all_reduce", "broadcast"])

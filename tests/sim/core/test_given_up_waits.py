@@ -25,12 +25,11 @@ from interlace.kernels.signal import (
 )
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, SymmetricBuffer
-from interlace.runtime.interpreter.session import program_function
 from interlace.runtime.places.sim.place import SimPlace, SimStream
-from interlace.runtime.scheduler.scheduler import Program, Scheduler
+from interlace.runtime.scheduler.scheduler import Scheduler
 from interlace.runtime.tuning.configuration import override
 from mutants.mutations import Edit, Mutant, mutated
-from support import POISON_BYTE, noise
+from support import POISON_BYTE, noise, run_alone
 
 TILES = {f"block_{axis}": 16 for axis in "mnk"} | {"block_elements": 16, "programs": 2}
 NUMBERS = noise(0, 0, (32, 16))
@@ -114,20 +113,6 @@ class Seen:
             mock.patch.object(SimPlace, "allocate", noting_allocate),
         ):
             yield
-
-
-def run_alone(launch: KernelLaunch) -> None:
-    """Run the programs of one kernel, and nothing else."""
-    scheduler = Scheduler(0, block_polls=False, timeout=300)
-
-    def programs() -> None:
-        body = program_function(launch.kernel, launch.arguments)
-        for index in range(launch.extents[0]):
-            program = Program(launch.name, launch.op, index, (index, 0, 0), launch.extents)
-            scheduler.spawn(0, f"program {index}", body, program=program)
-
-    scheduler.spawn(0, "host", programs)
-    scheduler.run()
 
 
 def run_again(op: Callable[[], None], *, credit: int, void: bool = False) -> tuple[bool, bool]:

@@ -12,6 +12,16 @@ import pytest
 import torch
 
 import interlace
+from gpu.device_ranks import (
+    all_to_all,
+    asynchronous_gather,
+    fused_gather,
+    fused_scatter,
+    pipelined_gather,
+    pipelined_scatter,
+    reduced_product,
+    unfused_gather,
+)
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import MOST_PASSING_TABLES
@@ -29,35 +39,6 @@ ANY_NUMBER_OF_QUEUES = pytest.mark.usefixtures("connections")
 
 def virtual(function: Callable[[], Any], world_size: int) -> list[Any]:
     return interlace.run(function, world_size, place="cuda")
-
-
-def gather(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, weight, algorithm="fused")
-
-
-def gather_pipelined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, weight, algorithm="pipelined")
-
-
-def gather_asynchronously(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    work = interlace.all_gather_matmul(x, weight, algorithm="fused", async_op=True)
-    return work.wait()
-
-
-def gather_unfused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return interlace.all_gather_matmul(x, weight, algorithm="unfused")
-
-
-def scatter(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_reduce_scatter(x, weight, algorithm="fused")
-
-
-def scatter_pipelined(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_reduce_scatter(x, weight, algorithm="pipelined")
-
-
-def reduced_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return interlace.matmul_all_reduce(x, weight, algorithm="fused")
 
 
 def all_reduce(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -90,12 +71,6 @@ def all_gather(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def all_gather_low_latency(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty(interlace.get_world_size() * ROWS, INNER)
     interlace.all_gather(out, x)
-    return out
-
-
-def all_to_all(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    interlace.all_to_all_single(out, x)
     return out
 
 
@@ -133,12 +108,12 @@ def fake_gpu() -> FakeGpu:
 
 # what the whole output is, where every rank's input is filled with its value
 OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
-    gather: lambda values, rank: values,
-    gather_pipelined: lambda values, rank: values,
-    gather_asynchronously: lambda values, rank: values,
-    gather_unfused: lambda values, rank: values,
-    scatter: lambda values, rank: [sum(values)],
-    scatter_pipelined: lambda values, rank: [sum(values)],
+    fused_gather: lambda values, rank: values,
+    pipelined_gather: lambda values, rank: values,
+    asynchronous_gather: lambda values, rank: values,
+    unfused_gather: lambda values, rank: values,
+    fused_scatter: lambda values, rank: [sum(values)],
+    pipelined_scatter: lambda values, rank: [sum(values)],
     reduced_product: lambda values, rank: [sum(values)],
     all_reduce: lambda values, rank: [sum(values)],
     all_reduce_copy: lambda values, rank: [sum(values)],
@@ -220,7 +195,7 @@ def test_virtual_ranks_replay_in_queues_of_their_own(monkeypatch: pytest.MonkeyP
     """A graph goes to the GPU whole, and not in step: the limit that docs/gpu.md tells of."""
     gpu = install(monkeypatch, FakeGpu(5, connections=1))
     with pytest.raises(DeviceHang):
-        virtual(replaying(gpu, gather, 1), 2)
+        virtual(replaying(gpu, fused_gather, 1), 2)
 
 
 @ANY_NUMBER_OF_QUEUES
@@ -230,7 +205,7 @@ def test_two_graphs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
         x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
-        graphs, outputs, ops = [], [], (gather, all_reduce_copy, scatter)
+        graphs, outputs, ops = [], [], (fused_gather, all_reduce_copy, fused_scatter)
         for op in ops:
             op(x, weight)
         for op in ops:
@@ -321,12 +296,12 @@ def test_what_was_never_called_cannot_be_captured(
     def on_rank() -> None:
         weight = torch.eye(INNER)
         if warm_up:
-            gather(torch.ones(ROWS, INNER), weight)
+            fused_gather(torch.ones(ROWS, INNER), weight)
         rows = warm_up[0] if warm_up else ROWS
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
-        gather(torch.ones(rows, INNER), weight)
+        fused_gather(torch.ones(rows, INNER), weight)
         graph.capture_end()
 
     if not message:
@@ -378,7 +353,7 @@ def test_an_asynchronous_op_that_is_not_waited_for_ends_the_capture(
 
     def on_rank() -> None:
         x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
-        gather_asynchronously(x, weight)
+        asynchronous_gather(x, weight)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
