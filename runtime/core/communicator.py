@@ -235,7 +235,12 @@ class Communicator:
         worker = place.worker
         idle = worker is None or not worker.unfinished or worker.inside
         if idle and (not async_op or place.alone):
-            made = self._started(op, start)
+            try:
+                started = start()
+            except BaseException as error:
+                self._failed(op, error)
+                raise
+            made = NOTHING if started is None else _outcome(started)
             if self.plans is not None:
                 self.plans.learn(op, made.result)
             if made.event is not None:
@@ -252,21 +257,22 @@ class Communicator:
         return future.result().result
 
     def _started(self, op: str, start: Start) -> Outcome:
-        """The outcome of the launch side of an op, which may have been queued."""
+        """The outcome of the launch side of an op that was queued."""
         if self._out_of_step:  # since an op that was queued before this one
             raise self._over(op)
         try:
-            made = start()
+            return _outcome(start())
         except BaseException as error:
-            self.place.recorder = None
-            if isinstance(error, (TypeError, ValueError, InterlaceError)):
-                self._number(error, own=False)
-            elif self.world_size > 1:  # no agreed error: the other ranks would wait for this one
-                self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
+            self._failed(op, error)
             raise
-        if made is None:
-            return NOTHING
-        return made if isinstance(made, Outcome) else Outcome(None, made)
+
+    def _failed(self, op: str, error: BaseException) -> None:
+        """The launch side of ``op`` failed: the other ranks wait for this one, but for agreed errors."""
+        self.place.recorder = None
+        if isinstance(error, (TypeError, ValueError, InterlaceError)):
+            self._number(error, own=False)
+        elif self.world_size > 1:
+            self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
 
     def transfer(
         self,
@@ -462,6 +468,10 @@ def internal_form(
 
     form = Form(op, check, fills, names, run)
     return run
+
+
+def _outcome(made: Outcome | Event | None) -> Outcome:
+    return made if isinstance(made, Outcome) else Outcome(None, made)
 
 
 def _refuse_other_tensors(op: str) -> None:

@@ -4,6 +4,7 @@
 internal forms take both. What the functions are for: ``rootless.py``.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,18 +47,18 @@ def checked_broadcast(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("broadcast", terms))
-
-    def start() -> Event | None:
-        engine = communicator.engine
-        if algorithm != "auto":
-            engine = chosen_algorithm.serving(communicator, algorithm)
-        if is_root or data.is_contiguous():
-            return engine.broadcast(call, data.contiguous(), root)
-        return dense.filled(
-            communicator, [data], lambda made: engine.broadcast(call, made[0], root)
-        )
-
+    start = functools.partial(_launch_broadcast, communicator, call, data, root, algorithm)
     return start, (tensor,), call
+
+
+def _launch_broadcast(
+    communicator: Communicator, call: Call, data: torch.Tensor, root: int, algorithm: str
+) -> Event | None:
+    made = data.contiguous()
+    event = chosen_algorithm.serving(communicator, algorithm).broadcast(call, made, root)
+    if made is data or communicator.rank == root:
+        return event
+    return dense.copied_back(communicator, [data], [made], event)
 
 
 _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
@@ -91,7 +92,7 @@ def broadcast(
 def checked_reduce(
     communicator: Communicator, tensor: torch.Tensor, dst: Rank, group_dst: Rank, op: Any = "sum"
 ) -> PreparedCall:
-    rank, root = communicator.rank, checks.group_rank("dst", dst, group_dst, communicator)
+    root = checks.group_rank("dst", dst, group_dst, communicator)
     data = checks.target("tensor", tensor, communicator)
     name, factor = checks.reduce_op(op)
     if factor is not None:
@@ -107,15 +108,23 @@ def checked_reduce(
             ("root", root),
         )
         call = dense.remember(communicator, key, Call("reduce", terms))
-
-    def start() -> Event | None:
-        made, reducing = reduce_ops.dense(data, name, factor)
-        event = communicator.engine.reduce(call, made, root, reducing)
-        if rank != root:
-            return event
-        return dense.copied_back(communicator, [data], [made], event)
-
+    start = functools.partial(_launch_reduce, communicator, call, data, name, factor, root)
     return start, (tensor,), call
+
+
+def _launch_reduce(
+    communicator: Communicator,
+    call: Call,
+    data: torch.Tensor,
+    name: str,
+    factor: reduce_ops.Factor,
+    root: int,
+) -> Event | None:
+    made, name = reduce_ops.dense(data, name, factor)
+    event = communicator.engine.reduce(call, made, root, name)
+    if made is data or communicator.rank != root:
+        return event
+    return dense.copied_back(communicator, [data], [made], event)
 
 
 _reduce = internal_form("reduce", checked_reduce)

@@ -5,6 +5,7 @@ ranks have to agree on, and returns what hands dense tensors to the group's engi
 it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 """
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -41,16 +42,21 @@ def checked_all_reduce(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("all_reduce", terms))
-    if factor is None and algorithm == "auto" and data.is_contiguous():
-        return (lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call)
-
-    def start() -> Event | None:
-        made, reducing = reduce_ops.dense(data, name, factor)
-        serving = chosen_algorithm.serving(communicator, algorithm)
-        event = serving.all_reduce(call, made, reducing)
-        return dense.copied_back(communicator, [data], [made], event)
-
+    start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
     return start, (tensor,), call
+
+
+def _launch_all_reduce(
+    communicator: Communicator,
+    call: Call,
+    data: torch.Tensor,
+    name: str,
+    factor: reduce_ops.Factor,
+    algorithm: str,
+) -> Event | None:
+    made, name = reduce_ops.dense(data, name, factor)
+    event = chosen_algorithm.serving(communicator, algorithm).all_reduce(call, made, name)
+    return event if made is data else dense.copied_back(communicator, [data], [made], event)
 
 
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)

@@ -67,8 +67,9 @@ class HostEngine(Engine):
     def barrier(self, call: Call) -> None:
         if self.world_size > 1:
             with self._group.collective_lock:
-                self._steps.begin(call)
-                if not self._steps.meet(("barrier",)):
+                key = ("barrier",)
+                if not self._steps.begin(call, key=key):
+                    self._steps.meet(key)
                     self._steps.end()
 
     def parts(self, call: Call) -> list[Any]:
@@ -124,8 +125,7 @@ class HostEngine(Engine):
                 where = 0, 0
                 if self._group.shared_ranges:
                     where = self._where(*laid_out(), addresses)
-            self._steps.begin(call, extent, where)
-            alike = None if where[0] else self._steps.again(key, addresses)
+            alike = self._steps.begin(call, extent, where, None if where[0] else key, addresses)
             if not alike:
                 most = most or extent
                 self._move_anew(alike, key, addresses, extent, laid_out(), where[0], most, apart)
@@ -287,35 +287,38 @@ class HostEngine(Engine):
         """``tensor`` = the reduction, on ``root`` only unless that is None."""
         if self.world_size == 1:
             return
-        rank, nbytes, dtype, rounds = self.rank, tensor.nbytes, tensor.dtype, self._rounds
+        nbytes, dtype, steps = tensor.nbytes, tensor.dtype, self._steps
         with self._group.collective_lock:
             # reducing everything everywhere is worth it for few ranks only
-            limit = MEDIUM_DATA if rounds.opened and self.world_size <= 4 else SMALL_DATA
-            if nbytes > limit:
+            if nbytes > SMALL_DATA and (
+                nbytes > MEDIUM_DATA or not self._rounds.opened or self.world_size > 4
+            ):
                 self._reduce_large(call, tensor, op, root)
-                self._steps.end()
+                steps.end()
                 return
-            self._steps.begin(call, nbytes)
-            here, by_sum = root is None or root == rank, sums(op, dtype)
-            by_sum = by_sum and (root is not None or self._steps.alike())
-            key, addresses = None, (tensor.data_ptr(),)
+            here, key = root is None or root == self.rank, None
+            by_sum = sums(op, dtype) and (root is not None or steps.alike())
             if by_sum:
                 key = "reduce", nbytes, dtype, here
-            if not self._steps.again(key, addresses):
-
-                def stage(doing: Doing) -> None:
-                    beside(doing, self._data(rank, nbytes), (0, INPUT), nbytes)
-
-                def reduce(doing: Doing) -> None:
-                    if here:
-                        sources = [self._data(peer, nbytes) for peer in range(self.world_size)]
-                        what = "sum" if by_sum else op
-                        doing.reduce(what, dtype, (0, INPUT), sources, tensor.numel())
-
-                self._steps.meet(key, addresses, stage, reduce)
-                self._steps.end()
+            if not steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),)):
+                self._reduce_anew(key, tensor, op, here)
+                steps.end()
             if by_sum and op == "avg" and here:
                 divide(tensor, self.world_size)
+
+    def _reduce_anew(self, key: Key | None, tensor: torch.Tensor, op: str, here: bool) -> None:
+        """The rest of :meth:`_reduce` where no steps were kept. ``here``: the result is wanted."""
+        nbytes, what = tensor.nbytes, op if key is None else "sum"
+
+        def stage(doing: Doing) -> None:
+            beside(doing, self._data(self.rank, nbytes), (0, INPUT), nbytes)
+
+        def reduce(doing: Doing) -> None:
+            if here:
+                sources = [self._data(peer, nbytes) for peer in range(self.world_size)]
+                doing.reduce(what, tensor.dtype, (0, INPUT), sources, tensor.numel())
+
+        self._steps.meet(key, (tensor.data_ptr(),), stage, reduce)
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         steps, rounds = self._steps, self._rounds
@@ -375,7 +378,7 @@ class HostEngine(Engine):
                     rounds.reduce_scatter(key, addresses, parts(), to, dtype, op)
                 steps.end()
                 return
-            steps.begin(call, extent)
+            alike = steps.begin(call, extent, (0, 0), key, addresses)
 
             def stage(doing: Doing) -> None:
                 for owner, (address, nbytes) in enumerate(parts()):
@@ -386,7 +389,7 @@ class HostEngine(Engine):
                 what = "sum" if by_sum else op
                 doing.reduce(what, dtype, to, sources, output.numel())
 
-            if not steps.again(key, addresses):
+            if not alike:
                 steps.meet(key, addresses, stage, reduce)
                 steps.end()
             if by_sum and op == "avg":

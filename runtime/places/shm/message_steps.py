@@ -35,8 +35,8 @@ from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, RING,
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
 from interlace.runtime.record.recorder import ENDED, ENTRIES, ENTRY
 
-NUMBER, ENTRY_AT, AT, LENGTH, SMALL, MEDIUM, BEFORE, INPUT, OUTPUT = range(1, 10)
-"""Registers: of the message, its entry, its area, its bytes; places of data; rounds before; then all
+NUMBER, LENGTH, BEFORE, ENTRY_AT, AT, SMALL, MEDIUM, INPUT, OUTPUT = range(1, 10)
+"""Registers: of the message, its bytes; rounds before; its entry, its area, places of data; then all
 addresses."""
 
 MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
@@ -51,7 +51,15 @@ KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds h
 Key = tuple[Any, ...]
 Addresses = Sequence[int]
 _memmove = ctypes.memmove
-_registers = struct.Struct(f"<{INPUT - NUMBER}q").pack_into
+
+# By the message's number, modulo ENTRIES: its entry, its area, places of data.
+_TURNS = [
+    (n * ENTRY, (n & 1) * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * MEDIUM_DATA)
+    for n in range(ENTRIES)
+]
+assert not (ENTRIES % 2 or ENTRIES % PLACES or ENTRIES % MEDIUM_PLACES)
+# By the number of addresses.
+_PACKED = [struct.Struct(f"<{INPUT - NUMBER + n}q").pack_into for n in range(2 * MOST_RANKS + 1)]
 
 
 class Listed(Steps):
@@ -101,13 +109,14 @@ class AtOnce:
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
         self.op = ""
-        self.registers = [0] * (INPUT + 2 * group.world_size)
+        self.memory = bytearray(8 * (INPUT + 2 * group.world_size))
+        self.registers = memoryview(self.memory).cast("q")
 
     def _at(self, operand: Operand) -> int:
         if isinstance(operand, int):
             return operand
         number, register = operand
-        return number + self.registers[register]
+        return number + int(self.registers[register])
 
     def copy(self, target: Operand, source: Operand, nbytes: int) -> None:
         _memmove(self._at(target), self._at(source), nbytes)
@@ -159,12 +168,23 @@ class HostSteps:
         self._kept: dict[Key, Steps] = {}
         self._kept_bytes = 0
 
-    def begin(self, call: Call, extent: int = 0, where: tuple[int, int] = (0, 0)) -> Control:
-        """An op begins: write its message, unsent."""
+    def begin(
+        self,
+        call: Call,
+        extent: int = 0,
+        where: tuple[int, int] = (0, 0),
+        key: Key | None = None,
+        addresses: Addresses = (),
+    ) -> bool | None:
+        """An op begins: write its message, and do the steps kept for ``key``, if any, as :meth:`meet`.
+
+        None if there are none; then the message is unsent.
+        """
         self.call = call
         message = call.message
         self.control, self.sequence = self._group.begin(message, message, extent, where)
-        return self.control
+        steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
+        return None if steps is None or not call.equal_fits else self._run(steps, addresses)
 
     def end(self) -> None:
         """The op has ended, unless the steps that were kept have said so."""
@@ -172,9 +192,9 @@ class HostSteps:
 
     def alike(self) -> bool:
         """Whether it is known, on every rank or on none, that all use machine code, or that none does."""
-        if self._alike is None:
-            words = [int(view[HOW]) for view in self.control.views]
-            if all(0 < word >> 1 < self.sequence for word in words):  # said before the last message
+        if self._alike is None and (control := self._group.control) is not None:
+            words, last = [int(view[HOW]) for view in control.views], self._group.sequence
+            if all(0 < word >> 1 <= last for word in words):  # said before the last message
                 self._alike = len({word & 1 for word in words}) == 1
         return self._alike is True
 
@@ -208,17 +228,7 @@ class HostSteps:
             if key:
                 listed.end()
             self._keep(key, listed)
-        return bool(self.again(key, addresses))
-
-    def again(self, key: Key | None, addresses: Addresses) -> bool | None:
-        """Do the steps kept for ``key``, if any, as :meth:`meet`; None, and nothing is done, if not."""
-        steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
-        if steps is None or not self.call.equal_fits:
-            return None
-        alike = self._run(steps, addresses)
-        if not self.sequence % LOOK:
-            self.control.spread.look()
-        return alike
+        return self._run(self._kept[key], addresses)
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
         """Do what ``write`` writes."""
@@ -236,22 +246,13 @@ class HostSteps:
         """For what is to be done now, by Python."""
         steps = self._at_once
         steps.op = self.call.op
-        steps.registers[NUMBER:INPUT] = self._numbers()
-        steps.registers[INPUT : INPUT + len(addresses)] = addresses
+        self._fill(steps.memory, addresses)
         return steps
 
-    def _numbers(self) -> tuple[int, ...]:
-        """The registers before the addresses."""
-        sequence = self.sequence
-        return (
-            sequence,
-            sequence % ENTRIES * ENTRY,
-            (sequence & 1) * AREA,
-            len(self.call.message),
-            sequence % PLACES * SMALL_DATA,
-            sequence % MEDIUM_PLACES * MEDIUM_DATA,
-            self.rounds,
-        )
+    def _fill(self, registers: bytearray | memoryview, addresses: Addresses) -> None:
+        number, length = self.sequence, len(self.call.message)
+        head = registers, 8 * NUMBER, number, length, self.rounds
+        _PACKED[len(addresses)](*head, *_TURNS[number % ENTRIES], *addresses)
 
     def _met(self) -> bool:
         """Send the message, wait for everyone's, and compare them."""
@@ -279,10 +280,7 @@ class HostSteps:
 
     def _run(self, steps: Steps, addresses: Addresses) -> bool:
         """Whether the list ran to its end, rather than to a meeting of messages that are not equal."""
-        registers = steps.registers
-        _registers(steps.memory, 8 * NUMBER, *self._numbers())
-        for number, address in enumerate(addresses, INPUT):
-            registers[number] = address
+        self._fill(steps.memory, addresses)
         stopped = steps.run(0)
         while stopped >= 0:
             kind = steps.kinds[stopped]
@@ -297,6 +295,8 @@ class HostSteps:
                 self._verify()
                 return False
             stopped = steps.run(stopped)
+        if not self.sequence % LOOK:
+            self.control.spread.look()
         return True
 
     def _keep(self, key: Key, steps: Steps) -> None:
