@@ -65,7 +65,12 @@ def connect_place(
         place = ShmPlace(HostGroup(meeting, rank, world_size, timeout=timeout, prefix=prefix))
     else:
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
-    rendezvous.forget(store, rank, key, nonce)  # joining has waited for everybody
+    try:
+        rendezvous.forget(store, rank, key, nonce)  # joining has waited for everybody
+        place.exchange(b"", f"joining group {prefix!r}")  # from now on nobody needs the store
+    except BaseException:
+        place.close()
+        raise
     return place
 
 

@@ -20,8 +20,8 @@ connections for data, which wakes its own thread out of gloo (no wait of gloo ca
 for packets stays until the rank leaves the group: by it those who are left agree on how to go on
 (``roll.py``). A rank whose packets end without "I have left" has died. The group's timeout
 is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
-gloo awaits the rest of a message that has begun to come even from a rank that has died; so for what is
-large enough to come in parts another thread waits, however long, and the caller until the group fails.
+gloo never ends the wait for a message that has begun to come from a rank that has died, or to go to it. So
+another thread waits for gloo, however long, and the caller until the group fails.
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
 _ANSWER = 1.0  # seconds for a rank to say whom it waits for; a stopped process says nothing
-# Seconds after the bound: closing connections ends waits, but not gloo's for a message that has begun to
-# come. To find out who is late takes less; a rank whose connection ends before is said to have died.
+# Seconds after the bound until gloo ends a wait, and closes all connections. To find out who is late takes
+# less; a rank whose connection ends before is said to have died.
 LATE = 5.0
 _JUST_NOW = 1.0  # seconds
 _MOST_UNDER_WAY = 64  # packets to one peer
-_WHOLE = 64 << 10  # bytes that come in one piece
 _SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
 
 _links: weakref.WeakSet[HostLinks] = weakref.WeakSet()
@@ -172,13 +171,15 @@ class HostLinks:
         secret: bytes,
         group: str,
     ) -> None:
-        """Connect with all, who prove that they know ``secret``. Collective; ``store`` is for this only.
+        """Connect with all of ``group``, who prove that they know ``secret``, by ``store``. Collective.
 
         ``step(peers)`` is called meanwhile, and may raise: gloo, and the store, are then left waiting.
         """
+        from interlace.runtime.compat.torch_groups import PrefixStore
 
         def connect() -> None:
-            self._gloo = _connected(store, self.rank, self.world_size, address, self.timeout)
+            own = PrefixStore(f"{group}/links", store)
+            self._gloo = _connected(own, self.rank, self.world_size, address, self.timeout)
             if not self._closed.is_set():
                 self._authenticate(secret, group)
 
@@ -191,6 +192,7 @@ class HostLinks:
             self._closed.set()
             if self._gloo is not None:
                 self._sever(_SEVER_DATA)
+            self._apart.close(0.0)
             raise
 
     def start(
@@ -254,9 +256,7 @@ class HostLinks:
                 for peer, tensor in parts:
                     if tensor.numel():
                         started.append((peer, begin([bytes_of(tensor)], peer, OP_TAG)))
-            if all(tensor.nbytes <= _WHOLE for _, tensor in (*sends, *receives)):
-                finish()
-            else:
+            if started:
                 self._moved = moved = Future[None]()
                 self._apart.submit(lambda: _settle(moved, finish))
                 self.check()  # from now on a failure ends it
@@ -328,6 +328,10 @@ class HostLinks:
             else:
                 self._on_packet(peer, received)
 
+    def _listener(self, peer: int) -> threading.Thread:
+        """Ends with the connection."""
+        return self._threads[self.peers.index(peer)]
+
     def _lost(self, peer: int, error: Exception) -> None:
         """A connection has ended: fail the group, unless the peer has left or the group has failed."""
         if peer not in self._left:
@@ -392,7 +396,7 @@ class HostLinks:
 
     def _broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
         """Why gloo failed: what the listener of that peer has found out, or will in a moment."""
-        listener = self._threads[self.peers.index(peer)]
+        listener = self._listener(peer)
         if listener.ident is not None and listener is not threading.current_thread():
             until = time.monotonic() + _VERDICT  # what the peer has said before is read there first
             while listener.is_alive() and not self._ended.is_set() and time.monotonic() < until:
@@ -449,7 +453,7 @@ class HostLinks:
         self._ended.set()
         self.send_all(Packet(LEFT), self.peers)
         for peer in self.peers:
-            if under_way := self._under_way[peer]:
+            if (under_way := self._under_way[peer]) and self._listener(peer).is_alive():
                 with contextlib.suppress(RuntimeError):
                     under_way[-1].wait(_GOODBYE)  # and with it those before
         self._sever(_SEVER_DATA)

@@ -12,7 +12,7 @@ from interlace.runtime.core import plain
 
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
-ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED, ASKED, AWAITS, ROW = range(1, 9)
+ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED, ASKED, AWAITS, ROW, VALUE = range(1, 10)
 _CONTENTS = {
     ANNOUNCED: (torch.dtype, int),
     RECEIVED: type(None),
@@ -21,7 +21,8 @@ _CONTENTS = {
     REFUSED: bytes,
     ASKED: type(None),
     AWAITS: type(None),
-    ROW: (int, int, str),
+    ROW: (int, int),
+    VALUE: (bytes, bytes, bytes),
 }
 _LENGTH = struct.Struct("<I")
 

@@ -18,8 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,22 +37,17 @@ from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
+from interlace.runtime.places.hosts.link_store import LinkStore, Told
 from interlace.runtime.places.hosts.links import HostLinks
-from interlace.runtime.places.hosts.packets import ROW, Packet
-from interlace.runtime.places.hosts.roll import WHERE, HostsRoll
+from interlace.runtime.places.hosts.packets import ROW, VALUE, Packet
+from interlace.runtime.places.hosts.roll import HostsRoll
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host import meetings
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.signed_store import (
-    glance,
-    job_secret,
-    need_secret,
-    signed,
-)
+from interlace.runtime.places.one_host.signed_store import glance, job_secret, need_secret
 from interlace.runtime.places.one_host.waiting import Interruption, Patience
-from interlace.runtime.places.one_host.worker import apart
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 from interlace.runtime.record import dump as record
 
@@ -66,7 +60,6 @@ _HEARSAY = (
     1.0  # seconds after joining has failed, for ranks of another host to say who has died there
 )
 _FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
-DIGITS = 16  # at the end of a group's name that no other has
 _places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
 
@@ -96,10 +89,10 @@ class HostsPlace(CpuPlace):
         self.map = HostMap.of([card.host for card in cards])
         self.local_ranks = self.map.hosts[self.map.index(rank)]
         """The ranks of this group on this rank's host, by local rank."""
-        self._store, self._cards, self._prefix, self._timeout = store, cards, prefix, timeout
+        self._cards, self._prefix, self._timeout = cards, prefix, timeout
         self._parent = parent
         need_secret(rank)
-        self._lock = threading.RLock()
+        self._lock, self._told = threading.RLock(), Told()
         self._engine_lock = threading.Lock()
         self._local_communicator: Communicator | None = None
         self._known: tuple[int, ...] = tuple(range(self.world_size))
@@ -107,11 +100,11 @@ class HostsPlace(CpuPlace):
         doing, known = f"joining group {prefix!r}", dict(enumerate(cards))
         watch = functools.partial(cards[rank].check_living, doing, known)
         try:
-            self._join(near, hopeless, watch)
+            self._join(store, near, hopeless, watch)
         except InterlaceError as error:
             if near is not None:
                 raise
-            raise self._why(error, watch) from error
+            raise self._why(store, error, watch) from error
         self.joining = time.monotonic() - self.group.since
         self._links.start(self._on_packet, self._roll.lose, self._transfers.expire)
         self.group.beyond = self._links.culprit
@@ -120,14 +113,16 @@ class HostsPlace(CpuPlace):
         _places.add(self)
 
     def _join(
-        self, near: HostGroup | None, hopeless: Interruption | None, watch: Callable[[], None]
+        self,
+        store: Store,
+        near: HostGroup | None,
+        hopeless: Interruption | None,
+        watch: Callable[[], None],
     ) -> None:
         """Meet the ranks of this host, then those of others. ``watch()`` raises if one here has ended."""
-        from interlace.runtime.compat.torch_groups import PrefixStore
-
         rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
         self.group = near or HostGroup(
-            StoreMeeting(self._store, lambda found: watch()),
+            StoreMeeting(store, lambda found: watch()),
             self.local_ranks.index(rank),
             len(self.local_ranks),
             timeout=timeout,
@@ -156,22 +151,23 @@ class HostsPlace(CpuPlace):
             )
             self._transfers = HostTransfers(self._links, self.group, self.local_engine)
             self._roll = HostsRoll(self._links, prefix)
-            own = PrefixStore(f"{prefix}/links", self._store)
-            self._links.connect(own, address, step, job_secret(), prefix)
+            self._links.connect(store, address, step, job_secret(), prefix)
         except BaseException:
             self.local.close()
             raise
 
-    def _why(self, error: InterlaceError, watch: Callable[[], None]) -> InterlaceError:
+    def _why(
+        self, store: Store, error: InterlaceError, watch: Callable[[], None]
+    ) -> InterlaceError:
         """Why joining has failed. Only ranks of its host see that a process ended, and tell the others."""
         key, until = f"{self._prefix}/died", time.monotonic() + _HEARSAY
         while True:
             try:
                 watch()
             except PeerDiedError as death:
-                self._store.set(key, str(death))
+                store.set(key, str(death))
                 return death
-            if (said := glance(self._store, key)) is not None:
+            if (said := glance(store, key)) is not None:
                 return InterlaceError(f"rank {self.rank}: joining has failed: {said.decode()}")
             if time.monotonic() > until:
                 return error
@@ -196,16 +192,17 @@ class HostsPlace(CpuPlace):
         near = self.group.subgroup(self._near(ranks), f"{members}/{generation}")
         if near.world_size == len(ranks):
             return ShmPlace(near)
-        return HostsPlace(
-            self._store,
-            own,
-            cards,
-            timeout=self._timeout,
-            prefix=prefix,
-            near=near,
-            parent=self,
-            hopeless=lambda doing, waited_for: self.trouble(doing),
-        )
+        with closing(LinkStore(self._links, self._told, prefix, ranks)) as store:
+            return HostsPlace(
+                store,
+                own,
+                cards,
+                timeout=self._timeout,
+                prefix=prefix,
+                near=near,
+                parent=self,
+                hopeless=lambda doing, waited_for: self.trouble(doing),
+            )
 
     def _near(self, ranks: Sequence[int]) -> list[int]:
         """Those of ``ranks`` on this host, by local rank."""
@@ -223,36 +220,19 @@ class HostsPlace(CpuPlace):
         if group.world_size == len(left):
             return ShmPlace(group)
         try:
-            return HostsPlace(
-                signed(self._served(left, name, over)),
-                left.index(self.rank),
-                [self._cards[rank] for rank in left],
-                timeout=self._timeout,
-                prefix=name,
-                near=group,
-                hopeless=over,
-            )
+            with closing(LinkStore(self._links, self._told, name, left)) as store:
+                return HostsPlace(
+                    store,
+                    left.index(self.rank),
+                    [self._cards[rank] for rank in left],
+                    timeout=self._timeout,
+                    prefix=name,
+                    near=group,
+                    hopeless=over,
+                )
         except BaseException:
             group.close()
             raise
-
-    def _served(self, left: Sequence[int], name: str, over: Interruption) -> Store:
-        """A new store, which the first of ``left`` serves: the old one may have ended with its rank."""
-        from interlace.runtime.compat.torch_groups import TCPStore
-
-        first = left[0]
-        if self.rank == first:
-            store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
-            self._roll.say(WHERE, f"{name[-DIGITS:]} {self.address} {store.port}")
-            return store
-        patience = Patience(self.rank, self._timeout, over)
-        step = functools.partial(patience.step, f"joining group {name!r}", (first,))
-        while not (where := self._roll.said(first, WHERE)).startswith(name[-DIGITS:]):
-            step()
-        _, address, port = where.split(" ")
-        wait = timedelta(seconds=self._timeout)
-        connected = functools.partial(TCPStore, address, int(port), is_master=False, timeout=wait)
-        return apart("interlace store", connected, step)
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout = self._links.timeout = seconds
@@ -383,6 +363,8 @@ class HostsPlace(CpuPlace):
     def _on_packet(self, source: int, packet: Packet) -> None:
         if packet.kind == ROW:
             self._roll.take(source, packet)
+        elif packet.kind == VALUE:
+            self._told.take(packet)
         else:
             self._transfers.on_packet(source, packet)
 

@@ -22,10 +22,9 @@ from interlace.runtime.places.hosts.links import LATE, HostLinks
 from interlace.runtime.places.hosts.packets import ROW, Packet
 from interlace.runtime.places.one_host.control import ATTEMPT, RESULT
 
-WHERE = -1  # beside ATTEMPT and RESULT, a text: the store that serves an attempt
-_COLUMNS = {ATTEMPT: 1, RESULT: 2, WHERE: 3}
+_COLUMNS = {ATTEMPT: 1, RESULT: 2}
 
-_LastWords = tuple[int, int, int, str]
+_LastWords = tuple[int, int, int]
 
 
 class HostsRoll:
@@ -36,7 +35,7 @@ class HostsRoll:
         self.pids = dict(enumerate(links.pids))
         self._links, self._lock = links, threading.RLock()
         self._members: Set[int] = frozenset(range(links.world_size))
-        self._rows: list[_LastWords] = [(0, 0, 0, "")] * links.world_size
+        self._rows: list[_LastWords] = [(0, 0, 0)] * links.world_size
         self._heard: list[dict[int, _LastWords]] = [{} for _ in self._rows]
         """What each rank has told of those that are gone."""
         self._gone: set[int] = set()
@@ -55,10 +54,10 @@ class HostsRoll:
             self._members = frozenset(members)
         self.tell()
 
-    def said(self, rank: int, what: int) -> Any:
+    def said(self, rank: int, what: int) -> int:
         return self._rows[rank][_COLUMNS[what]]
 
-    def say(self, what: int, value: Any) -> None:
+    def say(self, what: int, value: int) -> None:
         with self._lock:
             row: Any = list(self._rows[self.rank])
             row[0] += 1

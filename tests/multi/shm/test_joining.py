@@ -354,3 +354,27 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
             group.close()
 
     assert [each.result() for each in both(join)] == [[b"0", b"1"]] * 2
+
+
+def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while another rank, which is slower, still takes away what it has left there."""
+    forget, ended = rendezvous.forget, threading.Event()
+
+    def slowly(store: Any, rank: int, key: str, nonce: str) -> None:
+        if rank:
+            ended.wait(
+                0.5
+            )  # seconds; a rank that waits for this one does not end the store meanwhile
+            assert not ended.is_set()
+        forget(store, rank, key, nonce)
+
+    monkeypatch.setattr(rendezvous, "forget", slowly)
+    store = HashStore()
+
+    def join(rank: int) -> None:
+        place = connect_place(store, rank, 2, timeout=LONG, name="joining")
+        ended.set()
+        place.close()
+
+    for result in both(join):
+        result.result()
