@@ -70,6 +70,32 @@ class Outcome:
 NOTHING = Outcome(None, None)
 
 
+class Continued(Future[Outcome]):
+    """Done when ``first`` and then ``change`` of its outcome are; to ask for it may move messages."""
+
+    def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
+        super().__init__()
+        self._first, self._change = first, change
+        self.peers = getattr(first, "peers", ())
+        first.add_done_callback(self._settle)
+
+    def _settle(self, done: Future[Outcome]) -> None:
+        try:
+            self.set_result(self._change(done.result()))
+        except BaseException as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        self._first.result(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._first.exception(timeout) or super().exception(timeout)
+
+    def done(self) -> bool:
+        return self._first.done() and super().done()
+
+
 class Stream(ABC):
     """An ordered queue of work of one rank."""
 

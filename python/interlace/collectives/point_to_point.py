@@ -21,7 +21,7 @@ from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.stream import Continued, Outcome
 from interlace.runtime.core.work import Work
 
 LARGEST_TAG = 2**31 - 1
@@ -70,36 +70,13 @@ def _irecv(
         if data.is_contiguous():
             return engine.recv(call, data, peer, tag)
         made = torch.empty(data.shape, dtype=data.dtype, device=data.device)
-        return _Filled(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
+        return Continued(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
 
     def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
         event = dense.copied_back(communicator, [data], [made], outcome.event)
         return Outcome(outcome.result, event, outcome.source)
 
     return communicator.transfer(call, start, tensor, peer, tag)
-
-
-class _Filled(Future[Outcome]):
-    """A receive into a stand-in, copied at its end. Waits for ``first``: that may move the message."""
-
-    def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
-        super().__init__()
-        self._first, self._change = first, change
-        self.peers = getattr(first, "peers", ())
-        first.add_done_callback(self._settle)
-
-    def _settle(self, done: Future[Outcome]) -> None:
-        try:
-            self.set_result(self._change(done.result()))
-        except BaseException as error:
-            self.set_exception(error)
-
-    def result(self, timeout: float | None = None) -> Outcome:
-        self._first.result(timeout)
-        return super().result(timeout)
-
-    def done(self) -> bool:
-        return self._first.done() and super().done()
 
 
 def isend(

@@ -72,8 +72,8 @@ def fuse(
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         nodes.in_order(graph)
-        _erase_dead(graph, replaced)
-        graph.lint()
+        # torch takes waits for impure; those of what was replaced are not
+        graph.eliminate_dead_code(lambda node: node not in replaced and node.is_impure())
     return report
 
 
@@ -86,14 +86,6 @@ def _other(node: fx.Node) -> Candidate:
     made = nodes.value(node)
     text = "" if made is None else "x".join(map(str, made.shape))
     return Candidate(op, nodes.source_line(node), "none", text, 0, False, reason)
-
-
-def _erase_dead(graph: fx.Graph, replaced: set[fx.Node]) -> None:
-    """Nodes that nobody reads any more. torch takes waits for impure; those of ``replaced`` are not."""
-    for node in reversed(list(graph.nodes)):
-        unread = node.op == "call_function" and not node.users
-        if unread and (node in replaced or not node.is_impure()):
-            graph.erase_node(node)
 
 
 def _consider(

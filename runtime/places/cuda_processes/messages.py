@@ -13,38 +13,9 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.core.stream import Continued, Event, Outcome
 
 Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
-
-
-class _Brought(Future[Outcome]):
-    """Done when ``inner``, on the host, and ``then`` are; asking for this moves ``inner``'s messages."""
-
-    def __init__(self, inner: Future[Outcome], then: Callable[[Outcome], Outcome]) -> None:
-        super().__init__()
-        self._inner, self._then = inner, then
-        inner.add_done_callback(self._follow)
-
-    def _follow(self, inner: Future[Outcome]) -> None:
-        try:
-            outcome = self._then(inner.result())
-        except BaseException as error:
-            self.set_exception(error)
-        else:
-            self.set_result(outcome)
-
-    def result(self, timeout: float | None = None) -> Outcome:
-        self._inner.exception(timeout)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._inner.exception(timeout)
-        return super().exception(timeout)
-
-    def done(self) -> bool:
-        self._inner.done()
-        return super().done()
 
 
 class HostMessages:
@@ -66,7 +37,7 @@ class HostMessages:
         def then(outcome: Outcome) -> Outcome:
             return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
 
-        return _Brought(self._engine.recv(_call("recv", tensor), arrived, peer, tag), then)
+        return Continued(self._engine.recv(_call("recv", tensor), arrived, peer, tag), then)
 
 
 def _call(op: str, tensor: torch.Tensor) -> Call:
