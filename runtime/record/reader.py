@@ -137,9 +137,8 @@ def read_rank(region: bytes, waits: int | None, since: float, failed: str) -> Ra
 
 def _entries(region: bytes, start: int) -> list[PastOp]:
     found = []
-    for slot in range(at.ENTRIES):
-        entry = _ENTRY.unpack_from(region, start + slot * at.ENTRY)
-        number, peer, tag, count, _, began, ended, told = entry
+    entries = _ENTRY.iter_unpack(region[start : start + at.ENTRIES * at.ENTRY])
+    for slot, (number, peer, tag, count, _, began, ended, told) in enumerate(entries):
         if number > 0 and number % at.ENTRIES == slot and began > 0:
             op, terms = _op(_text(region, told, told >> at.OFFSET))
             site = _text(region, told, told)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.atomics import compare_and_swap
 from interlace.runtime.places.one_host.control import ATTEMPT, RESULT
@@ -155,7 +156,9 @@ def _card(raw: bytes) -> SocketCard:
     """The process and the address that a rank has put into the store."""
     pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
     if not address.startswith(b"\0"):
-        raise ValueError("no address of an abstract socket")
+        raise UnreadableError(
+            "what a rank has put into the store is no address of an abstract socket"
+        )
     return int.from_bytes(pid, "little"), address
 
 

@@ -1,13 +1,15 @@
 """Plain data that processes tell each other: it comes back as it was; what nobody sends does nothing."""
 
 import builtins
+import contextlib
 import math
 import pathlib
 import pickle
 import random
 import re
+import resource
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,9 +24,11 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import packets
 from interlace.runtime.places.hosts import place as hosts_place
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.places.one_host import rendezvous
-from interlace.runtime.places.one_host.segment import Identity
+from interlace.runtime.places.one_host import meetings, rendezvous
+from interlace.runtime.places.one_host.control import said
+from interlace.runtime.places.one_host.segment import PAGE, Identity
 from interlace.runtime.places.one_host.signed_store import SignedStore
+from interlace.runtime.record import dump, reader, recorder
 from interlace.runtime.tuning.calibration import Link, LinkProtocol
 from tiers import few, thorough
 
@@ -119,6 +123,43 @@ def label(data: bytes) -> Any:
     return END._sender(data, 3)
 
 
+def _region() -> bytes:
+    """The record of a rank with ops of all kinds."""
+    region = memoryview(bytearray(recorder.REGION_BYTES))
+    kept = recorder.FlightRecorder(region)
+    kept.about(("a group", 0, (4, 5), (11, 12), (4, 5)))
+    terms = ("shape", (4,)), ("dtype", torch.float32), ("reduce op", "sum")
+    for number in (1, 2):
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, Call("all_reduce", terms).message)
+        kept.other(Call("send", terms).message, peer=1, tag=7)
+        kept.other_ended(kept.other("barrier"))
+    return bytes(region)
+
+
+REGION = _region()
+PLACES = 0, recorder.MESSAGES, recorder.OTHERS, recorder.LOG
+"""In a region: whose it is, its entries, its texts."""
+
+
+def shown(records: list[reader.RankRecord]) -> None:
+    """What is done with what was read."""
+    for record in records:
+        assert record.name in record.ranks and record.pid in record.pids
+        dump.as_torch([record])
+        assert all(str(op) for op in (*record.collectives, *record.transfers))
+
+
+def memory(data: bytes) -> None:
+    """``data`` in the memory of a record, at a place by its first byte."""
+    at = PLACES[data[0] % len(PLACES)] if data else 0
+    region = REGION[:at] + data[1:] + REGION[at + len(data) - 1 :] if data else REGION
+    shown([reader.read_rank(region[: len(REGION)], 1, 0.0, "")])
+
+
+def records_in(data: bytes) -> None:
+    shown(reader.read_foot(data + reader._FOOT.pack(len(data), reader._MAGIC), "a file"))
+
+
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "plain": plain.loads,
     "call": lambda data: compare([data, Call("barrier").message]),
@@ -129,6 +170,13 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "segment": Identity.unpack,
     "label": label,
     "signed value": stored,
+    "address": meetings._card,
+    "what a rank says": lambda data: said(data[:PAGE].ljust(PAGE, b"\0")),
+}
+RECORDS: dict[str, Callable[[bytes], Any]] = {
+    "memory of a record": memory,
+    "file of records": lambda data: shown(reader.read_foot(data, "a file")),
+    "records of a file": records_in,
 }
 VALID = [
     plain.dumps([b"one", b"two"]),
@@ -140,47 +188,71 @@ VALID = [
     packets.Packet(packets.ANNOUNCED, 1, 2, (torch.float32, 5)).pack().numpy().tobytes(),
     packets.Packet(packets.ABORT, content=b"because").pack().numpy().tobytes(),
     Identity(bytes(16), 0, 2, 4096).pack(),
+    (7).to_bytes(8, "little") + b"\0interlace",
     pickle.dumps(Evil()),
 ]
+VALID_RECORDS = [
+    reader.foot([reader.read_rank(REGION, None, 0.0, "")]),
+    plain.dumps([reader.read_rank(REGION, 1, 0.0, "why")]),
+    *(bytes((index,)) + REGION[at : at + 600] for index, at in enumerate(PLACES)),
+    pickle.dumps(Evil()),
+]
+KINDS = {"messages": (DECODERS, VALID), "records": (RECORDS, VALID_RECORDS)}
 deep = b"l\1\0\0\0" * 5000 + b"N"
 records = b"R\4\0\0\0Card" * 5000
 many = b"t\xff\xff\xff\xff"
 
 
 @st.composite
-def damaged(draw: Any) -> bytes:
+def damaged(draw: Any, valid: list[bytes]) -> bytes:
     """A valid message with some bytes replaced, removed or put in."""
-    data = bytearray(draw(st.sampled_from(VALID)))
+    data = bytearray(draw(st.sampled_from(valid)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
         data[at : at + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))
     return bytes(data)
 
 
-def tried(data: bytes) -> None:
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """Within this no more than 256 MiB can be had; what tracemalloc counts takes ten times as long."""
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def tried(data: bytes, decoders: dict[str, Callable[[bytes], Any]] = DECODERS) -> None:
     """Every decoder returns, or says that it cannot read it; it runs nothing and takes little memory."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    for name, decode in DECODERS.items():
+    for name, decode in decoders.items():
         try:
             decode(data)
         except (InterlaceError, ValueError, TypeError) as error:
             # a misuse is what a call that was read says of its terms
             assert isinstance(error, InterlaceError) or name.startswith("call"), (name, error)
+            assert not isinstance(error.__cause__, MemoryError), (name, error)
     assert tracemalloc.get_traced_memory()[1] - before < LEAST_BYTES + 200 * len(data)
     assert not evil_has_run()
 
 
 @pytest.mark.parametrize("examples", few([200, 2000], 200))
-def test_garbage_is_refused(examples: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_garbage_is_refused(kind: str, examples: int) -> None:
+    decoders, valid = KINDS[kind]
+
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.one_of(damaged(), st.binary(max_size=400)))
+    @given(st.one_of(damaged(valid), st.binary(max_size=400)))
     @example(deep)
     @example(records)
     @example(many)
     @example(pickle.dumps(Evil()))
     def on(data: bytes) -> None:
-        tried(data)
+        tried(data, decoders)
 
     tracemalloc.start()
     try:
@@ -190,17 +262,37 @@ def test_garbage_is_refused(examples: int) -> None:
 
 
 @thorough
-@settings(max_examples=5000, deadline=None)
-@given(st.integers(0, 1 << 64))
-def test_100000_damaged_messages_are_refused(seed: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_100000_damaged_ones_are_refused(kind: str) -> None:
     """Twenty by one seed: hypothesis takes longer to draw one than all decoders to refuse it."""
-    chance = random.Random(seed)
-    for _ in range(20):
-        data = bytearray(chance.choice(VALID))
-        for _ in range(chance.randint(1, 4)):
-            at = chance.randint(0, len(data))
-            data[at : at + chance.randint(0, 8)] = chance.randbytes(chance.randint(0, 8))
-        tried(bytes(data))
+    decoders, valid = KINDS[kind]
+
+    @settings(max_examples=5000, deadline=None)
+    @given(st.integers(0, 1 << 64))
+    def on(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(20):
+            data = bytearray(chance.choice(valid))
+            for _ in range(chance.randint(1, 4)):
+                at = chance.randint(0, len(data))
+                data[at : at + chance.randint(0, 8)] = chance.randbytes(chance.randint(0, 8))
+            tried(bytes(data), decoders)
+
+    with little_memory():
+        on()
+
+
+def test_who_takes_more_memory_is_found() -> None:
+    """The control of the limit, also where the reader makes another error of it."""
+
+    def greedy(data: bytes) -> None:
+        try:
+            bytes(1 << 31)
+        except Exception as error:
+            raise plain.UnreadableError("too much") from error
+
+    with little_memory(), pytest.raises(AssertionError, match="greedy"):
+        tried(b"", {"greedy": greedy})
 
 
 def test_a_pickle_would_have_run() -> None:
