@@ -32,7 +32,7 @@ from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, PreparedCall, Start, Terms
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.errors import DifferentOpsError, InterlaceError
+from interlace.runtime.core.errors import DeadlockError, DifferentOpsError, InterlaceError
 from interlace.runtime.core.hooks import Form, Hook, HookedOp, OpHooks, log
 from interlace.runtime.core.memory import Arena, Layout, Tables, Workspace
 from interlace.runtime.core.place import Nodes, Place, positive_seconds
@@ -106,7 +106,8 @@ class Communicator:
         if own and f"on rank {self.rank}" not in text and not isinstance(error, InterlaceError):
             text = f"{text} (on rank {self.rank})"
         note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
-        if self.ranks != tuple(range(self.world_size)) and not text.endswith(note):
+        whose = isinstance(error, DeadlockError) or text.endswith(note)  # said already
+        if self.ranks != tuple(range(self.world_size)) and not whose:
             text += note
         error.args = (text, *error.args[1:])
 

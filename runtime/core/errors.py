@@ -5,6 +5,7 @@ the rank. Everything else derives from :class:`InterlaceError`, so one ``except`
 """
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +69,17 @@ class BlockedWait:
 
 
 class DeadlockError(InterlaceError):
-    """No program and no user code of any rank can go on.
+    """No program and no user code of any rank can go on; of processes, of the ranks that it names.
 
-    ``blocked`` lists every :class:`BlockedWait`; ``seed`` replays the schedule.
+    ``blocked`` lists every :class:`BlockedWait`; ``seed`` replays the schedule, and is None of processes.
     """
 
-    def __init__(self, blocked: list[BlockedWait], seed: int, finished: list[str]) -> None:
+    def __init__(
+        self, blocked: list[BlockedWait], seed: int | None = None, finished: Sequence[str] = ()
+    ) -> None:
         self.blocked, self.seed, self.finished = blocked, seed, finished
-        lines = [f"deadlock: nothing can run (seed {seed}):"]
+        why = "ranks wait for each other" if seed is None else f"nothing can run (seed {seed})"
+        lines = [f"deadlock: {why}:"]
         lines += [f"  {wait}" for wait in blocked]
         lines += [f"  {line}" for line in finished]
         super().__init__("\n".join(lines))

@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import SignedStore
 from interlace.runtime.places.one_host.waiting import usable_cores
+from interlace.runtime.places.one_host.worker import Helper
 from interlace.runtime.places.shm.place import ShmPlace
 
 Setup = Callable[[Place], Any]
@@ -161,4 +161,4 @@ def _end_with_parent(parent_thread_stays: bool) -> None:
         mp_connection.wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+    Helper("parent watch", watch).start()

@@ -2,7 +2,7 @@
 
 Every rank tells rank 0 that it came, and waits until rank 0 tells it that all have. Both ways are messages
 between two ranks, with a number of their own for every monitored barrier of the group, so a rank that comes
-late to one is not taken to have come to the next.
+late to one is not taken to have come to the next. If one has not come rank 0 tells that to those that have.
 """
 
 import time
@@ -17,6 +17,7 @@ from interlace.collectives import point_to_point
 from interlace.groups.groups import resolve
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.core.work import Work
 
 FIRST_TAG = (1 << 30) + 1
 
@@ -52,7 +53,9 @@ def _monitored_barrier(
             said.wait()
             raise refused
         try:
-            point_to_point._irecv(communicator, token, 0, tag).wait(max(seconds, 1e-3))
+            _received(communicator, token, 0, tag).wait(max(seconds, 1e-3))
+            if (number := int(token.item())) < 0:
+                raise CollectiveTimeoutError(f"rank {-number} failed to pass it", (-number,))
         except InterlaceError as error:
             raise CollectiveTimeoutError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
@@ -67,15 +70,22 @@ def _monitored_barrier(
         )
 
 
+def _received(communicator: Communicator, token: torch.Tensor, peer: int, tag: int) -> Work:
+    """A receive whose end is early if ``peer`` cannot come, for it waits for this rank elsewhere."""
+    work = point_to_point._irecv(communicator, token, peer, tag)
+    vars(work._outcome)["early"] = True
+    return work
+
+
 def _collect(
     communicator: Communicator, token: torch.Tensor, tag: int, seconds: float, wait_all_ranks: bool
 ) -> None:
     deadline = time.monotonic() + seconds
     milliseconds = round(seconds * 1000)
-    late = []
+    late: dict[int, str] = {}
     tokens = [torch.empty_like(token) for _ in range(communicator.world_size)]
     works = [
-        point_to_point._irecv(communicator, tokens[peer], peer, tag)
+        _received(communicator, tokens[peer], peer, tag)
         for peer in range(1, communicator.world_size)
     ]
     if works and seconds <= 0:
@@ -86,23 +96,24 @@ def _collect(
         try:
             work.wait(max(deadline - time.monotonic(), 1e-3))
         except InterlaceError as error:
-            late.append(peer)
-            over = not isinstance(error, CollectiveTimeoutError)
-            if over or not wait_all_ranks:
+            late[peer] = f"\n{error}" if work.exception() is not None else ""
+            if not isinstance(error, CollectiveTimeoutError):  # the group is over
                 peer = error.rank if isinstance(error, PeerDiedError) else peer
                 text = f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms"
-                text += f"\n{error}" if over else ""
-                raise CollectiveTimeoutError(text, (peer,)) from error
-    if late:
-        names = ", ".join(map(str, late))
-        raise CollectiveTimeoutError(
-            f"[Rank 0]: Ranks {names} failed to pass monitoredBarrier in {milliseconds} ms",
-            tuple(late),
-        )
+                raise CollectiveTimeoutError(f"{text}\n{error}", (peer,)) from error
+            if not wait_all_ranks:
+                break
     for each in tokens[1:]:
         token.copy_(torch.maximum(token, each))
-    for peer in range(1, communicator.world_size):
-        point_to_point._isend(communicator, token, peer, tag)
+    if late:
+        token.fill_(-next(iter(late)))
+    for peer, work in enumerate(works, 1):
+        if not late or (work.is_completed() and work.exception() is None):
+            point_to_point._isend(communicator, token, peer, tag)
+    if late:
+        names = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, late))}"
+        text = f"[Rank 0]: {names} failed to pass monitoredBarrier in {milliseconds} ms"
+        raise CollectiveTimeoutError(text + "".join(late.values()), tuple(late))
 
 
 def monitored_barrier(
@@ -111,8 +122,10 @@ def monitored_barrier(
     """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
 
     ``timeout``: seconds or a timedelta, the group's by default; 0 always fails. ``wait_all_ranks``: name
-    every missing rank rather than the first; a rank that died is named at once. Blocks. In ``sim``, which
-    has no clock, a rank that never comes is a DeadlockError, which names it too.
+    every missing rank rather than the first; a rank that died is named at once, and so is one of the same
+    host that cannot come, for it waits in another op for a rank that waits here, if nothing else is to be
+    done in their processes. Blocks. In ``sim``, which has no clock, a rank that never comes is a
+    DeadlockError, which names it too.
 
     Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came; ValueError on all
     for a ``timeout`` less than 0. Semantics and messages: ``torch.distributed.monitored_barrier``.

@@ -61,7 +61,7 @@ from interlace.runtime.places.hosts.packets import (
 )
 from interlace.runtime.places.one_host.blame import aborted_by, follow
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
-from interlace.runtime.places.one_host.worker import OrderedWorker, apart
+from interlace.runtime.places.one_host.worker import Helper, OrderedWorker, apart
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
@@ -153,10 +153,10 @@ class HostLinks:
         """The op that this rank is in, for errors."""
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
         self._threads = [
-            threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"rank {peer}")
+            Helper(f"rank {peer}", self._listen, (peer,), lambda: self._pending())
             for peer in self.peers
         ]
-        self._threads.append(threading.Thread(target=self._watch, daemon=True, name="timeout"))
+        self._threads.append(Helper("timeout", self._watch))
         self._gloo: Any = None
         self._ticked, self._woke = math.inf, -math.inf
         self._under_way: dict[int, deque[Any]] = {peer: deque() for peer in self.peers}
@@ -200,10 +200,13 @@ class HostLinks:
         on_packet: Callable[[int, Packet], None],
         on_gone: Callable[[int], None],
         on_tick: Callable[[], None],
+        pending: Callable[[], object],
     ) -> None:
         """Begin to listen, once. ``on_packet`` is called in a peer's thread, with its rank and a packet;
-        then ``on_gone``, once it is gone; ``on_tick`` now and then, at least ten times in ``timeout``."""
+        then ``on_gone``, once it is gone; ``on_tick`` now and then, at least ten times in ``timeout``.
+        ``pending()``: whether something may follow on a packet."""
         self._on_packet, self._on_gone, self._on_tick = on_packet, on_gone, on_tick
+        self._pending = pending
         self._ticked = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -468,7 +471,7 @@ class HostLinks:
         )
         nothing: Any = lambda *_: None  # noqa: E731
         self._on_failure = self._on_packet = self._on_gone = self._on_tick = nothing
-        self._awaited = self.bound = nothing
+        self._awaited = self.bound = self._pending = nothing
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:

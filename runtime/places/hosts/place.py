@@ -106,7 +106,8 @@ class HostsPlace(CpuPlace):
                 raise
             raise self._why(store, error, watch) from error
         self.joining = time.monotonic() - self.group.since
-        self._links.start(self._on_packet, self._roll.lose, self._transfers.expire)
+        transfers = self._transfers
+        self._links.start(self._on_packet, self._roll.lose, transfers.expire, transfers.pending)
         self.group.beyond = self._links.culprit
         if parent is not None:
             parent._children.add(self)

@@ -219,6 +219,10 @@ class HostTransfers:
         else:
             self._links.receive_payload(target, source, number % _SLOTS)
 
+    def pending(self) -> bool:
+        """Whether a message is under way."""
+        return bool(self._posted or self._sending)
+
     def expire(self) -> None:
         """End transfers that take longer than their bound; the group, if one is waited for."""
         now = time.monotonic()

@@ -22,6 +22,8 @@ After the header page::
     2504 WAITS  int64: 1 + the rank that the owner waits for, 0 at first
     2512 SINCE  float64: when it last said so, by the monotonic clock
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
+    2528 CLAIM, SEEN  int64, released by the owner: for whom it waits, and the circle of such waits that it
+         has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
     2560 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
     4096 area for messages of even numbers
     4096 + AREA    for those of odd numbers
@@ -68,6 +70,7 @@ _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
 ATTEMPT, RESULT = 2032 // 8, 2040 // 8
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET, HOW = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8, 2520 // 8
+CLAIM, SEEN = 2528 // 8, 2536 // 8
 _ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
 _AREAS = 4096
 _TEXT = 64
@@ -204,13 +207,28 @@ class Control:
 
     def elsewhere(self, rank: int, since: float) -> str:
         """Where else ``rank`` waits; empty if it has not said so ``since`` then."""
+        (when,) = _FLOAT64.unpack_from(self._bytes[rank], _ELSEWHERE)
+        return self.claim_text(rank) if when >= since else ""
+
+    def make_claim(self, claim: int, text: str) -> None:
+        """Say for whom the owner waits, see ``deadlock.py``."""
+        self.say_elsewhere(text, 0.0)
+        self._own.release(CLAIM, claim)
+
+    def claim(self, rank: int) -> int:
+        return self.words[rank].acquired(CLAIM)
+
+    def see(self, circle: int) -> None:
+        """Say that the owner has seen the circle of this hash."""
+        self._own.release(SEEN, circle)
+
+    def seen(self, rank: int) -> int:
+        return self.words[rank].acquired(SEEN)
+
+    def claim_text(self, rank: int) -> str:
+        """What ``rank`` has said last on where it waits."""
         theirs = self._bytes[rank]
-        (when,), (length,) = (
-            _FLOAT64.unpack_from(theirs, _ELSEWHERE),
-            _INT64.unpack_from(theirs, _ELSEWHERE + 8),
-        )
-        if when < since:
-            return ""
+        (length,) = _INT64.unpack_from(theirs, _ELSEWHERE + 8)
         text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
         return text.decode(errors="replace")
 

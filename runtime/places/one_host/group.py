@@ -39,14 +39,15 @@ from interlace.runtime.places.one_host.control import (
     Control,
     check_size,
 )
+from interlace.runtime.places.one_host.deadlock import Kind, LastingWait
 from interlace.runtime.places.one_host.segment import (
     Identity,
     Mapping,
+    SharedRanges,
     SharedSegment,
     agreed_identities,
     map_segment,
 )
-from interlace.runtime.places.one_host.shared_ranges import SharedRanges
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
 from interlace.runtime.record import dump as record
 from interlace.runtime.record.recorder import MESSAGES
@@ -326,20 +327,25 @@ class HostGroup:
         while not predicate():
             patience.step(doing, others)
 
-    def patience(self, timeout: float | None = None, bound: float | None = None) -> Patience:
+    def patience(
+        self,
+        timeout: float | None = None,
+        bound: float | None = None,
+        kind: Kind = Kind.OF_OP,
+    ) -> Patience:
         """For one wait: step it after every poll that failed. ``bound`` in seconds, by default as of now.
 
         ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
         """
-        judge = None if timeout else self.blame
+        wait = LastingWait(self.blame, kind)
         bell = None if self.control is None else self.control.bell
         return Patience(
             self.name,
             timeout or bound or self.bound(),
-            self.blame.look,
+            wait.look,
             spins=self._spins,
             bell=bell,
-            judge=judge,
+            judge=None if timeout else wait,
         )
 
     def bound(self) -> float:
@@ -363,7 +369,7 @@ class HostGroup:
             nonlocal patience, last
             doing = str(wait)
             if patience is None or doing != last:
-                patience, last = self.patience(), doing
+                patience, last = self.patience(kind=Kind.OF_MANY), doing
             patience.step(doing, [rank for rank in peers if not self.has_left(rank)])
 
         return idle

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, Bell
-from interlace.runtime.places.one_host.blame import Blame
+from interlace.runtime.places.one_host.deadlock import LastingWait
 
 CHECK_SECONDS = 1e-3
 YIELD_SECONDS = 1e-3
@@ -72,7 +72,7 @@ class Patience:
         *,
         spins: int = SPINS,
         bell: Bell | None = None,
-        judge: Blame | None = None,
+        judge: LastingWait | None = None,
     ) -> None:
         self._bell, self._judge = bell, judge
         self._rank = rank
@@ -110,9 +110,10 @@ class Patience:
                 return
             self._suspect = False
             if waited > self._timeout:
-                late = tuple(self._judge.culprits(waited_for) if self._judge else waited_for)
+                blame = self._judge and self._judge.blame
+                late = tuple(blame.culprits(waited_for) if blame else waited_for)
                 text = f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
-                text += self._judge.whereabouts(late) if self._judge else ""
+                text += blame.whereabouts(late) if blame else ""
                 raise self._told(CollectiveTimeoutError(text, late))
         if waited < YIELD_SECONDS:
             _yield_core()

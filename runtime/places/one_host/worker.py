@@ -1,4 +1,4 @@
-"""One thread that runs functions in the order of submission: async ops of a CPU place."""
+"""Threads of interlace's own; one runs functions in the order of submission: async ops of a CPU place."""
 
 import contextvars
 import queue
@@ -14,6 +14,20 @@ from interlace.runtime.core.errors import AbortedError
 T = TypeVar("T")
 
 _Item = tuple["Future[Any]", Callable[[], Any], contextvars.Context]
+
+
+class Helper(threading.Thread):
+    """A thread that calls no op of its own accord, nor what may call one while ``at_work`` is false."""
+
+    def __init__(
+        self,
+        name: str,
+        target: Callable[..., object],
+        args: tuple[Any, ...] = (),
+        at_work: Callable[[], object] = lambda: False,
+    ) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self.at_work = at_work
 
 
 def apart(name: str, function: Callable[[], T], step: Callable[[], None]) -> T:
@@ -60,7 +74,7 @@ class OrderedWorker:
             self.unfinished += 1
             self._items.put((future, function, context))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = Helper(self._name, self._run, at_work=lambda: self.unfinished)
                 self._thread.start()
         return future
 

@@ -21,7 +21,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -33,7 +33,9 @@ from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.control import BOXES, BOXES_BYTES, Control
+from interlace.runtime.places.one_host.deadlock import Kind
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.worker import Helper
 from interlace.runtime.record import dump as record
 
 SLOTS = 4
@@ -56,7 +58,7 @@ class _Moving(MessageEnd):
         self.refused = mail.refused
         self.mail, self.doing, self.peers, self.number = mail, doing, peers, 0
         self.started, self.bound = time.monotonic(), mail.bound()
-        self.suspect = self.waited = False
+        self.suspect = self.waited = self.early = self.followed = False
 
     def result(self, timeout: float | None = None) -> Outcome:
         if not self.settled:
@@ -81,6 +83,10 @@ class _Moving(MessageEnd):
     def set_exception(self, exception: BaseException | None) -> None:
         record.ended(self.mail._group, self.number)
         super().set_exception(exception)
+
+    def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
+        self.followed = True
+        super().add_done_callback(fn)
 
     @property
     def settled(self) -> bool:
@@ -194,7 +200,8 @@ class Mail:
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
         """Move messages until ``future`` is done; it fails if that is hopeless."""
-        patience = self._group.patience(bound=future.bound)
+        kind = Kind.OF_OP if timeout is None else Kind.EARLY if future.early else Kind.OF_CALLER
+        patience = self._group.patience(bound=future.bound, kind=kind)
         deadline = None if timeout is None else time.monotonic() + timeout
         future.waited = True
         while not future.settled:
@@ -217,8 +224,13 @@ class Mail:
     def _see_to_it(self) -> None:
         """Have a thread move what is under way, if there is anything."""
         if self._thread is None and (self._receiving or self._busy()):
-            self._thread = threading.Thread(target=self._run, name="interlace mail", daemon=True)
+            self._thread = Helper("interlace mail", self._run, at_work=self._at_work)
             self._thread.start()
+
+    def _at_work(self) -> bool:
+        """Whether messages are to go out, or something else follows on an end: that may help a peer."""
+        with self._lock:
+            return any(self._sending.values()) or any(each.followed for each in self._futures())
 
     def _busy(self) -> bool:
         return any(self._sending.values()) or any(m.wanted for m in self._arriving.values())

@@ -23,6 +23,7 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.one_host import meetings
 from interlace.runtime.places.one_host.atomics import Cells
+from interlace.runtime.places.one_host.deadlock import Kind
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.segment import SharedSegment
 from interlace.runtime.places.one_host.worker import OrderedWorker
@@ -152,7 +153,7 @@ class ShmPlace(CpuPlace):
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:
-        patience = self.group.patience(timeout)
+        patience = self.group.patience(timeout, kind=Kind.OF_MANY)
 
         def idle(wait: BlockedWait) -> None:
             patience.step(launch.op, waited_for())

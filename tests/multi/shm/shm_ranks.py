@@ -4,7 +4,6 @@
 """
 
 import gc
-import logging
 import os
 import pathlib
 import signal
@@ -400,24 +399,3 @@ def connect_again(port: int, times: int) -> int:
         again.close()
     place.exchange(b"", "all")
     return store.num_keys()
-
-
-def in_another_order(seconds: float) -> tuple[str, list[str]]:
-    """Rank 0 calls an op of one group first, rank 1 one of another: the error, and what was logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("interlace").addHandler(handler)
-    groups = [place.subgroup((0, 1), number) for number in (1, 2)]
-    try:
-        for group in groups:
-            group.set_timeout(seconds)
-        for number in ([0, 1], [1, 0])[place.rank]:
-            groups[number].exchange(b"", f"op {number}")
-    except InterlaceError as error:
-        return str(error), logged
-    finally:
-        logging.getLogger("interlace").removeHandler(handler)
-        for group in groups:
-            group.close()
-    return "nothing was raised", logged

@@ -20,6 +20,12 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.one_host import blame, control
+from interlace.runtime.places.one_host.deadlock import (
+    ELSEWHERE_SECONDS,
+    SAY_SECONDS,
+    Kind,
+    LastingWait,
+)
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.start.connect import connect_place
@@ -110,7 +116,9 @@ def test_a_judge_may_outlive_its_group() -> None:
     judge = HostGroup(None, 0, 1, timeout=LONG, prefix="gone").blame
     with pytest.raises(ReferenceError):
         judge.whereabouts([0])
-    group.blame._lasts("all_reduce", [0], time.monotonic())
+    wait, started = LastingWait(group.blame, Kind.OF_OP), time.monotonic()
+    while time.monotonic() < started + 2 * SAY_SECONDS + ELSEWHERE_SECONDS:
+        assert wait.look("all_reduce", [0]) is None
     group.close()
 
 

@@ -373,13 +373,3 @@ def test_closed_worker_fails_what_has_not_started() -> None:
         waiting.result()
     with pytest.raises(AbortedError):
         worker.submit(lambda: None)
-
-
-def test_ops_of_groups_in_another_order_are_said_soon(pool: ProcessPool) -> None:
-    """A warning after a second, on both ranks; and the timeout's error says it, too."""
-    found = run(pool, ranks.in_another_order, 2.5 * busy(), world_size=2)
-    for rank, (_, logged) in enumerate(found):
-        (said,) = logged
-        assert said.startswith(f"rank {rank} waits in op {rank} of group")
-        assert f"; rank {1 - rank} waits in op {1 - rank} of group" in said
-    assert any("; rank " in text and " waits in op " in text for text, _ in found), found
