@@ -328,25 +328,15 @@ class HostGroup:
             patience.step(doing, others)
 
     def patience(
-        self,
-        timeout: float | None = None,
-        bound: float | None = None,
-        kind: Kind = Kind.OF_OP,
+        self, timeout: float | None = None, bound: float | None = None, kind: Kind = Kind.OF_OP
     ) -> Patience:
         """For one wait: step it after every poll that failed. ``bound`` in seconds, by default as of now.
 
         ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
         """
-        wait = LastingWait(self.blame, kind)
-        bell = None if self.control is None else self.control.bell
-        return Patience(
-            self.name,
-            timeout or bound or self.bound(),
-            wait.look,
-            spins=self._spins,
-            bell=bell,
-            judge=None if timeout else wait,
-        )
+        wait, seconds = LastingWait(self.blame, kind), timeout or bound or self.bound()
+        bell, judge = self.control and self.control.bell, None if timeout else wait
+        return Patience(self.name, seconds, wait.look, spins=self._spins, bell=bell, judge=judge)
 
     def bound(self) -> float:
         """Seconds that bound a wait of the op that runs now."""
