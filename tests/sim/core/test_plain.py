@@ -261,6 +261,9 @@ def test_garbage_is_refused(kind: str, examples: int) -> None:
         tracemalloc.stop()
 
 
+WORDS = [n.to_bytes(8, "little", signed=True) for n in (-(1 << 63), -1, 0, 1, 255, 1 << 40)]
+
+
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_100000_damaged_ones_are_refused(kind: str) -> None:
@@ -276,6 +279,9 @@ def test_100000_damaged_ones_are_refused(kind: str) -> None:
             for _ in range(chance.randint(1, 4)):
                 at = chance.randint(0, len(data))
                 data[at : at + chance.randint(0, 8)] = chance.randbytes(chance.randint(0, 8))
+            if chance.random() < 0.3:
+                at = chance.randint(0, len(data))
+                data[at : at + 8] = chance.choice(WORDS)
             tried(bytes(data), decoders)
 
     with little_memory():
