@@ -15,6 +15,7 @@ on alone, after the timeout.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -39,6 +40,7 @@ class HostsRoll:
         self._heard: list[dict[int, _LastWords]] = [{} for _ in self._rows]
         """What each rank has told of those that are gone."""
         self._gone: set[int] = set()
+        self._lost = 0.0  # when the last of them was
         self._certain: Set[int] = frozenset()
         self._telling = False
 
@@ -74,10 +76,10 @@ class HostsRoll:
             return self._certain | ({self.rank} & self._gone)
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
-        """Also those who have not told of who is gone, if that is why these still count as late."""
+        """Also those who for a whole timeout have not told of who is gone, so that these count as late."""
         with self._lock:
-            late = {rank for rank in ranks if self.said(rank, RESULT) < before}
-            if late <= self._gone:
+            late = {rank for rank in ranks if self.said(rank, RESULT) < before} - self._gone
+            if not late and time.monotonic() > self._lost + self.timeout:
                 live = self._members - self._gone - {self.rank}
                 late = {p for p in live if not self._heard[p].keys() >= self._gone & self._members}
             self.tell()
@@ -97,6 +99,7 @@ class HostsRoll:
         with self._lock:
             if rank not in self._gone:
                 self._gone.add(rank)
+                self._lost = time.monotonic()
                 if self._telling:
                     self._send(rank)
 
