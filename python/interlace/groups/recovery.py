@@ -39,7 +39,8 @@ def rebuild(group: Any, ranks: Sequence[int]) -> Any:
 
     Raises what :func:`shrink` does, ``PeerDiedError`` if one of ``ranks`` does not live,
     ``CollectiveTimeoutError`` that names those which live and do not come, ValueError if the caller is none
-    of them. Semantics: ``torch.distributed.shrink_group``.
+    of them, or if one that comes names other ranks, or another order. Semantics:
+    ``torch.distributed.shrink_group``.
 
     >>> import interlace, torch.distributed as dist
     >>> dist.init_process_group("interlace", store=dist.HashStore(), rank=0, world_size=1)

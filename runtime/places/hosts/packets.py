@@ -21,7 +21,7 @@ _CONTENTS = {
     REFUSED: bytes,
     ASKED: type(None),
     AWAITS: type(None),
-    ROW: (int, int),
+    ROW: (int, int, int),
     VALUE: (bytes, bytes, bytes),
 }
 _LENGTH = struct.Struct("<I")

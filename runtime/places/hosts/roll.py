@@ -21,11 +21,11 @@ from typing import Any
 
 from interlace.runtime.places.hosts.links import LATE, HostLinks
 from interlace.runtime.places.hosts.packets import ROW, Packet
-from interlace.runtime.places.one_host.control import ATTEMPT, RESULT
+from interlace.runtime.places.one_host.control import ATTEMPT, RESULT, WANTED
 
-_COLUMNS = {ATTEMPT: 1, RESULT: 2}
+_COLUMNS = {ATTEMPT: 1, RESULT: 2, WANTED: 3}
 
-_LastWords = tuple[int, int, int]
+_LastWords = tuple[int, int, int, int]
 
 
 class HostsRoll:
@@ -36,7 +36,7 @@ class HostsRoll:
         self.pids = dict(enumerate(links.pids))
         self._links, self._lock = links, threading.RLock()
         self._members: Set[int] = frozenset(range(links.world_size))
-        self._rows: list[_LastWords] = [(0, 0, 0)] * links.world_size
+        self._rows: list[_LastWords] = [(0, 0, 0, 0)] * links.world_size
         self._heard: list[dict[int, _LastWords]] = [{} for _ in self._rows]
         """What each rank has told of those that are gone."""
         self._gone: set[int] = set()

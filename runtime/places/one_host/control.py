@@ -13,6 +13,7 @@ After the header page::
     2032 ATTEMPT, RESULT  int64, released by the owner: attempts to go on without those that have died, and
          what came of them; the others strike the owner off in RESULT, see ``meetings.py``
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
+    2056 WANTED    int64, released by the owner: with whom it means to go on, see ``meetings.py``
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
     2240 ASLEEP    int64: the owner sleeps, or is about to
@@ -67,7 +68,7 @@ BOXES_BYTES = 256 << 10
 
 _LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
 _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
-ATTEMPT, RESULT = 2032 // 8, 2040 // 8
+ATTEMPT, RESULT, WANTED = 2032 // 8, 2040 // 8, 2056 // 8
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET, HOW = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8, 2520 // 8
 CLAIM, SEEN = 2528 // 8, 2536 // 8

@@ -26,7 +26,7 @@ from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.atomics import compare_and_swap
-from interlace.runtime.places.one_host.control import ATTEMPT, RESULT
+from interlace.runtime.places.one_host.control import ATTEMPT, RESULT, WANTED
 from interlace.runtime.places.one_host.segment import NONCE_BYTES
 from interlace.runtime.places.one_host.signed_store import glance
 from interlace.runtime.places.one_host.waiting import Interruption, Patience, ended_processes
@@ -101,8 +101,7 @@ class MemoryMeeting:
         assert whole.control is not None
         self._control, self._nonce, self._ranks = whole.control, whole.nonce, ranks
         self._patience = Patience(whole.rank, whole.timeout, hopeless)
-        digest = hashlib.blake2b(f"{ranks} {prefix}".encode(), digest_size=_KEY_BYTES)
-        self._key = 1 + int.from_bytes(digest.digest(), "little")
+        self._key = _number(f"{ranks} {prefix}")
 
     def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
         self._control.post(self._key, own)
@@ -127,6 +126,12 @@ class MemoryMeeting:
 
     def told(self, rank: int) -> str:
         return (self._control.posted(self._ranks[rank], -self._key) or b"").decode(errors="replace")
+
+
+def _number(text: str) -> int:
+    """A positive int64 that no other text has."""
+    digest = hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()
+    return 1 + int.from_bytes(digest, "little")
 
 
 def connect(group: Any, meeting: MeetingPoint | None) -> rendezvous.Rendezvous:
@@ -192,7 +197,7 @@ class Roll(Protocol):
         """From now on only ``members`` count. Raises InterlaceError if the group is closed."""
 
     def said(self, rank: int, what: int) -> int:
-        """The last ATTEMPT or RESULT of ``rank``: twice the attempt, and 1 more if it has joined."""
+        """The last WANTED, ATTEMPT, or RESULT of ``rank``: twice the attempt, and 1 if it has joined."""
 
     def say(self, what: int, value: int) -> None:
         """Say it to all, for ever."""
@@ -257,6 +262,7 @@ def reunite(
     wanted = range(roll.world_size) if ranks is None else ranks
     roll.begin(wanted)
     attempt, left = roll.said(roll.rank, ATTEMPT), list(wanted)
+    roll.say(WANTED, number := 0 if ranks is None else _number(repr(left)))
 
     def result(rank: int) -> int:
         """Of this attempt: 1 if ``rank`` has joined, 0 if it has not, less if it has not said."""
@@ -278,10 +284,19 @@ def reunite(
                 return PeerDiedError(rank, roll.pids[rank], doing)
         return None
 
+    def compare() -> None:
+        """Raise if one that has come means others."""
+        come = [rank for rank in left if roll.said(rank, ATTEMPT) >= attempt]
+        if others := [rank for rank in come if roll.said(rank, WANTED) != number]:
+            roll.say(RESULT, 2 * attempt)
+            mine = "all that live" if ranks is None else f"ranks {list(ranks)} in this order"
+            raise ValueError(f"rank {roll.rank}: {doing}, {mine}: ranks {others} name others")
+
     def absent() -> list[int]:
         nonlocal left
         if lost := gone():
             left = [rank for rank in left if rank not in lost]
+        compare()
         return [rank for rank in left if roll.said(rank, ATTEMPT) < attempt]
 
     def silent() -> list[int]:

@@ -38,7 +38,7 @@ def test_who_has_had_no_time_to_tell_of_a_loss_is_not_struck_off(
     roll = HostsRoll(wires, "group")
     roll.begin(range(4))
     roll.say(ATTEMPT, 1)
-    of_rank_1 = Packet(ROW, 1, 0, (0, 0))
+    of_rank_1 = Packet(ROW, 1, 0, (0, 0, 0))
     roll.take(2, of_rank_1)
     assert roll.gone() == set()  # for rank 3 may know more of it
     roll.strike_off([1], BEFORE)
@@ -55,9 +55,9 @@ def test_who_never_tells_of_a_loss_is_struck_off(monkeypatch: pytest.MonkeyPatch
     roll = HostsRoll(wires, "group")
     roll.begin(range(4))
     roll.lose(1)
-    roll.take(2, Packet(ROW, 1, 0, (0, 0)))
+    roll.take(2, Packet(ROW, 1, 0, (0, 0, 0)))
     now += roll.timeout + 1
     roll.strike_off([1], BEFORE)
     assert wires.told == {1, 3}
-    roll.take(2, Packet(ROW, 3, 0, (0, 0)))
+    roll.take(2, Packet(ROW, 3, 0, (0, 0, 0)))
     assert roll.gone() == {1, 3}

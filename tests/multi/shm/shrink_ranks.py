@@ -187,6 +187,24 @@ def without_rank_0(seconds: float) -> str:
         return str(error)
 
 
+def in_another_order(rank: int, world_size: int, folder: str, said: Any, hosts: int) -> None:
+    """Ranks that mean to go on with each other in different orders, then with all; and then agree."""
+    joined(rank, world_size, folder, hosts)
+    for call in (
+        lambda: interlace.rebuild(None, [0, 1] if rank == 0 else [1, 0]),
+        lambda: interlace.shrink() if rank == 0 else interlace.rebuild(None, [0, 1]),
+    ):
+        try:
+            call()
+            said.send("nothing")
+        except ValueError as error:
+            said.send(str(error))
+    group = interlace.rebuild(None, [1, 0])
+    whole = torch.tensor([float(rank)])
+    interlace.broadcast(whole, 0, group=group)
+    said.send((group.rank, whole.item()))
+
+
 def after_a_death(rank: int, world_size: int, folder: str, said: Any) -> None:
     """What is left on two hosts of a group whose rank 3 has died: works, workspaces, groups."""
     joined(rank, world_size, folder, hosts=2)

@@ -149,6 +149,18 @@ def test_who_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_that_mean_different_groups_hear_so(hosts: int, tmp_path: Path) -> None:
+    """Nobody is said to have died, and then they may agree."""
+    with started(ranks.in_another_order, 2, tmp_path, hosts) as (_, ends):
+        for rank, meant in enumerate(["[0, 1]", "[1, 0]"]):
+            said = heard(ends[rank])
+            assert f", ranks {meant} in this order: ranks [{1 - rank}] name others" in said
+            said = heard(ends[rank])
+            assert (", all that live: ranks [1]", ": ranks [0] name others")[rank] in said
+            assert heard(ends[rank]) == (1 - rank, 1.0)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_torchs_own_groups(hosts: int, tmp_path: Path) -> None:
     """Of the default group comes the next one, of another one with the same global ranks."""
     with socket.socket() as probe:
