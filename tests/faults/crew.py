@@ -51,7 +51,8 @@ def tried(call: Callable[[], Any]) -> Said:
 def joined(
     place: str, store: Any, rank: int, world_size: int, timeout: float, name: str = "faults"
 ) -> Any:
-    """Join a group of all: in ``shm``, on two ``hosts`` of which each has half the ranks, or with gloo.
+    """Join a group of all: in ``shm``, on two ``hosts`` of which each has half the ranks, on ``one each``,
+    or with gloo.
 
     Returns the module whose functions are the collectives.
     """
@@ -60,7 +61,7 @@ def joined(
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **options)
         return dist
     os.environ["INTERLACE_TRUST_NETWORK"] = "1"
-    host = f"host {2 * rank // world_size}" if place == "hosts" else None
+    host = {"hosts": f"host {2 * rank // world_size}", "one each": f"host {rank}"}.get(place)
     joined_place = connect_place(store, rank, world_size, timeout=timeout, name=name, host=host)
     groups.install(joined_place, all_threads=True)
     return interlace

@@ -15,6 +15,7 @@ from faults.crew import LONG, Crew, Said, crew, moments, sum_is_right, tried
 from faults.rows import Plan, Row, Trial
 from interlace.groups import groups
 from interlace.runtime.places.hosts.host_map import Card
+from interlace.runtime.places.hosts.joining import Joining
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.rendezvous import Rendezvous
@@ -38,6 +39,7 @@ def blind() -> None:
     Rendezvous.died = lambda *_: RuntimeError("something is wrong")  # type: ignore[assignment,method-assign]
     HostLinks._lost = lambda *_: None  # type: ignore[method-assign]
     Card.check_living = lambda *_: None  # type: ignore[method-assign]
+    Joining.why = lambda _, error: error  # type: ignore[method-assign]
 
 
 def collectives(api: Any, chance: random.Random) -> None:
@@ -111,7 +113,7 @@ def blamed(
     moment = team.send(victim, number)
     others = [rank for rank in team.ranks if rank != victim]
     said = dict(zip(others, team.all_said(others, wait), strict=True))
-    died = rf"rank {victim}\b.* died|ranks? \[?{victim}\]?.* have not joined"
+    died = rf"rank {victim} \(pid \d+\) died|ranks? \[?{victim}\]?.* have not joined"
     named = died if number == signal.SIGKILL else rf"for ranks \[{victim}\]"
     return after(moment, said, re.compile(named))
 

@@ -5,16 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from faults import forks, limits
 from faults.__main__ import BEGIN, END, PAGE, chosen, in_page, with_rows
-from faults.crew import crew, tried
 from faults.rows import HEAD, NotHere, Plan, Row, Trial, quantile, ran, table
-from guard import busy
-from interlace.runtime.places.hosts import links
 from tiers import few, thorough
 
 ROOT = Path(__file__).parents[2]
@@ -91,24 +87,6 @@ def test_a_rank_without_descriptors_is_named_by_all() -> None:
     """Wherever on the way to a new group it has none left; survivors once blamed each other."""
     assert [trial for trial in limits.without_descriptors(Plan(12)) if not trial.right] == []
     assert not all(trial.right for trial in limits.without_descriptors(Plan(1, broken=True)))
-
-
-def dies_before_it_connects(join: Any, end: Any, victim: int) -> None:
-    def connected(store: Any, rank: int, *_: Any) -> Any:
-        if rank == victim:
-            os._exit(1)
-        return known(store, rank, *_)
-
-    known, links._connected = links._connected, connected
-    end.send(tried(join))
-
-
-@thorough
-def test_a_death_while_joining_is_named_on_other_hosts_too() -> None:
-    """They cannot see it, and hear it from the ranks that can."""
-    with crew("hosts", 4, dies_before_it_connects, 3, timeout=2.0 * busy()) as team:
-        for said in team.all_said([0, 1, 2]):
-            assert "rank 3 (pid" in said.text and "died" in said.text, said
 
 
 @thorough

@@ -50,6 +50,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
 )
 from interlace.runtime.core.memory import bytes_of
+from interlace.runtime.places.hosts.joining import UnconnectedError
 from interlace.runtime.places.hosts.packets import (
     ABORT,
     ASKED,
@@ -60,7 +61,7 @@ from interlace.runtime.places.hosts.packets import (
     Packet,
 )
 from interlace.runtime.places.one_host.blame import aborted_by, follow
-from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, digest
+from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, PolledStore, digest
 from interlace.runtime.places.one_host.worker import Helper, OrderedWorker, apart
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _connected(
     """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
 
     gloo connects all ranks once for each of its devices, and uses device ``tag % 2`` of two for a message.
+    It waits five times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
     """
     from interlace.runtime.compat.torch_groups import c10d
 
@@ -108,12 +110,12 @@ def _connected(
         device = gloo.create_default_device(lazy_init=False)
     options = gloo._Options()
     options._devices = [device, device]
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=timeout / 5)
     try:
         return gloo(store, rank, world_size, options)
     except RuntimeError as error:
         where = interface or address or "the address of its host name"
-        raise InterlaceError(
+        raise UnconnectedError(
             f"rank {rank} cannot connect to the ranks on other hosts from {where}: {error}"
         ) from error
 
@@ -167,33 +169,31 @@ class HostLinks:
         self,
         store: Store,
         address: str | None,
-        step: Callable[[Sequence[int]], None] | None,
+        step: Callable[[], None],
         secret: bytes,
         group: str,
     ) -> None:
         """Connect with all of ``group``, who prove that they know ``secret``, by ``store``. Collective.
 
-        ``step(peers)`` is called meanwhile, and may raise: gloo, and the store, are then left waiting.
+        ``step()`` is called meanwhile, bounds it, and may raise: gloo is then left waiting.
         """
-        from interlace.runtime.compat.torch_groups import PrefixStore
+        own = PolledStore(store, f"{group}/links", self._closed.is_set)
 
         def connect() -> None:
-            own = PrefixStore(f"{group}/links", store)
             self._gloo = _connected(own, self.rank, self.world_size, address, self.timeout)
             if not self._closed.is_set():
                 self._authenticate(secret, group)
 
-        try:
-            if step is None:
-                connect()
-            else:
-                apart("interlace connecting", connect, lambda: step(self.peers))
-        except BaseException:
-            self._closed.set()
-            if self._gloo is not None:
-                self._sever(_SEVER_DATA)
-            self._apart.close(0.0)
-            raise
+        self.doing = f"joining group {group!r}"
+        apart("interlace connecting", connect, step)
+        self.doing = ""
+
+    def give_up(self) -> None:
+        """Connecting has failed: let its thread end, and peers see it."""
+        self._closed.set()
+        if self._gloo is not None:
+            self._sever(_SEVER_DATA)
+        self._apart.close(0.0)
 
     def start(
         self,
@@ -220,12 +220,7 @@ class HostLinks:
 
         received = [torch.zeros(DIGEST_BYTES, dtype=torch.uint8) for _ in self.peers]
         sends = [(peer, proof(self.rank, peer)) for peer in self.peers]
-        watch = threading.Timer(self.timeout, self._sever, (_SEVER_DATA,))
-        watch.start()
-        try:
-            self.swap(sends, list(zip(self.peers, received, strict=True)), "joining")
-        finally:
-            watch.cancel()
+        self.swap(sends, list(zip(self.peers, received, strict=True)), "joining")
         for peer, said in zip(self.peers, received, strict=True):
             if not torch.equal(said, proof(peer, self.rank)):
                 self._sever(_SEVER_DATA)

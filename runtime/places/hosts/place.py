@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import socket
 import struct
@@ -17,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
+from interlace.runtime.places.hosts.joining import Joining
 from interlace.runtime.places.hosts.link_store import LinkStore, Told
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.packets import ROW, VALUE, Packet
@@ -46,8 +46,8 @@ from interlace.runtime.places.one_host import meetings
 from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.signed_store import glance, job_secret, need_secret
-from interlace.runtime.places.one_host.waiting import Interruption, Patience
+from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
+from interlace.runtime.places.one_host.waiting import Interruption
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 from interlace.runtime.record import dump as record
 
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<q")
 _FRAME = 64  # bytes around each message, at most
-_HEARSAY = (
-    1.0  # seconds after joining has failed, for ranks of another host to say who has died there
-)
 _FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
 _places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
@@ -97,14 +94,15 @@ class HostsPlace(CpuPlace):
         self._local_communicator: Communicator | None = None
         self._known: tuple[int, ...] = tuple(range(self.world_size))
         self._children: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
-        doing, known = f"joining group {prefix!r}", dict(enumerate(cards))
-        watch = functools.partial(cards[rank].check_living, doing, known)
+        joining = Joining(store, rank, cards, timeout=timeout, prefix=prefix, hopeless=hopeless)
+        self._joining: Joining | None = joining
         try:
-            self._join(store, near, hopeless, watch)
-        except InterlaceError as error:
-            if near is not None:
-                raise
-            raise self._why(store, error, watch) from error
+            self._join(store, near, joining)
+        except BaseException as error:
+            cause = joining.why(error)
+            self._give_up()
+            raise cause from (None if cause is error else error)
+        self._joining = None
         self.joining = time.monotonic() - self.group.since
         transfers = self._transfers
         self._links.start(self._on_packet, self._roll.lose, transfers.expire, transfers.pending)
@@ -113,66 +111,46 @@ class HostsPlace(CpuPlace):
             parent._children.add(self)
         _places.add(self)
 
-    def _join(
-        self,
-        store: Store,
-        near: HostGroup | None,
-        hopeless: Interruption | None,
-        watch: Callable[[], None],
-    ) -> None:
-        """Meet the ranks of this host, then those of others. ``watch()`` raises if one here has ended."""
+    def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
+        """Meet the ranks of this host, then those of others."""
         rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
-        self.group = near or HostGroup(
-            StoreMeeting(store, lambda found: watch()),
-            self.local_ranks.index(rank),
-            len(self.local_ranks),
-            timeout=timeout,
-            prefix=f"{prefix}/host {self.map.index(rank)}",
-        )
+        try:
+            self.group = near or HostGroup(
+                StoreMeeting(store, joining.look),
+                self.local_ranks.index(rank),
+                len(self.local_ranks),
+                timeout=timeout,
+                prefix=f"{prefix}/host {self.map.index(rank)}",
+            )
+        except PeerDiedError as error:  # of a rank of the host's group
+            by_pid = {cards[peer].pid: peer for peer in self.local_ranks}
+            raise PeerDiedError(by_pid[error.pid], error.pid, error.doing) from error
         self.group.name, self.group.names, self.group.within = rank, self.local_ranks, True
         processes = repr([(card.host, card.pid) for card in self._cards]).encode()
         self.group.tag = hashlib.blake2b(processes, digest_size=4).hexdigest()
         self.local = ShmPlace(self.group)
         self.worker = self.local.worker
-        step = None
-        if hopeless is not None:
-            patience = Patience(rank, timeout, hopeless)
-            step = functools.partial(patience.step, f"joining group {prefix!r}")
         address = own_address(cards, rank)
         self.address = address or socket.gethostname()
         """At which ranks on other hosts reach this one."""
-        try:
-            self._links = HostLinks(
-                rank,
-                [card.pid for card in cards],
-                timeout=timeout,
-                bound=self.group.bound,
-                on_failure=self._on_failure,
-                awaited=self._awaited,
-            )
-            self._transfers = HostTransfers(self._links, self.group, self.local_engine)
-            self._roll = HostsRoll(self._links, prefix)
-            self._links.connect(store, address, step, job_secret(), prefix)
-        except BaseException:
-            self.local.close()
-            raise
+        self._links = HostLinks(
+            rank,
+            [card.pid for card in cards],
+            timeout=timeout,
+            bound=self.group.bound,
+            on_failure=self._on_failure,
+            awaited=self._awaited,
+        )
+        self._transfers = HostTransfers(self._links, self.group, self.local_engine)
+        self._roll = HostsRoll(self._links, prefix)
+        self._links.connect(store, address, joining.step, job_secret(), prefix)
 
-    def _why(
-        self, store: Store, error: InterlaceError, watch: Callable[[], None]
-    ) -> InterlaceError:
-        """Why joining has failed. Only ranks of its host see that a process ended, and tell the others."""
-        key, until = f"{self._prefix}/died", time.monotonic() + _HEARSAY
-        while True:
-            try:
-                watch()
-            except PeerDiedError as death:
-                store.set(key, str(death))
-                return death
-            if (said := glance(store, key)) is not None:
-                return InterlaceError(f"rank {self.rank}: joining has failed: {said.decode()}")
-            if time.monotonic() > until:
-                return error
-            time.sleep(0.01)
+    def _give_up(self) -> None:
+        """Leave what has been joined; the others have heard why."""
+        if hasattr(self, "_links"):
+            self._links.give_up()
+        if hasattr(self, "local"):
+            self.local.close()
 
     def local_engine(self) -> Engine:
         with self._engine_lock:
@@ -371,6 +349,8 @@ class HostsPlace(CpuPlace):
 
     def _on_failure(self, error: InterlaceError) -> None:
         """Called once, in whichever thread found the group to have failed."""
+        if self._joining is not None:
+            self._joining.tell(error)
         self.group.abort(str(error))
         self._transfers.fail(error)
         for child in list(self._children):

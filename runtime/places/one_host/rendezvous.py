@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
-from interlace.runtime.places.one_host.signed_store import glance
+from interlace.runtime.places.one_host.signed_store import STORE_POLL_SECONDS, glance
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
@@ -42,7 +42,6 @@ T = TypeVar("T")
 _MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
-_STORE_POLL_SECONDS = 2e-3
 PROBE_SECONDS = 0.1
 
 
@@ -302,7 +301,8 @@ def meet(
 
     All keys begin with ``key``. Raises CollectiveTimeoutError that names the ranks which have not joined
     ``group`` within ``timeout`` seconds; InterlaceError with rank and key of a value that cannot be read.
-    ``watch`` is called with what was read, now and then, and raises if a rank will never come.
+    ``watch`` is called with what was read, now and then, and raises if a rank will never come. That of rank
+    0 speaks for all: who does not see why itself raises InterlaceError with the same text.
     """
     deadline = (probed := time.monotonic()) + timeout
     own = os.urandom(NONCE_BYTES).hex()
@@ -339,7 +339,11 @@ def meet(
 
     def opened() -> list[int]:
         """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
-        if nonce and glance(store, f"{key}/{nonce}/open") is not None:
+        if nonce and (said := glance(store, f"{key}/{nonce}/open")) is not None:
+            if said:  # rank 0 has given up
+                watch(found)
+                text = said.decode(errors="replace")
+                raise InterlaceError(f"rank {rank}: joining has failed: {text}")
             return unread()
         return missing() or [0]
 
@@ -351,8 +355,13 @@ def meet(
             )
         if now > probed + PROBE_SECONDS:
             probed = now
-            watch(found)
-        time.sleep(_STORE_POLL_SECONDS)
+            try:
+                watch(found)
+            except InterlaceError as error:
+                if rank == 0 and nonce:
+                    store.set(f"{key}/{nonce}/open", str(error))
+                raise
+        time.sleep(STORE_POLL_SECONDS)
     if rank == 0:
         store.delete_key(key)
         store.set(f"{key}/{nonce}/open", "")

@@ -8,6 +8,8 @@ digested together, so that a value cannot be moved to another key.
 
 import hmac
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from interlace.runtime.compat.torch_groups import Store
@@ -15,7 +17,12 @@ from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 
 SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"
 DIGEST_BYTES = 32
+STORE_POLL_SECONDS = 2e-3
 _NOTHING = "nothing"  # which is no value that any rank writes
+
+
+class StoreGoneError(InterlaceError):
+    """Nobody serves the store any more."""
 
 
 def job_secret() -> bytes:
@@ -72,12 +79,45 @@ class SignedStore(Store):
         return self.underlying_store.delete_key(key)
 
 
+class PolledStore(Store):
+    """A prefix of ``underlying_store`` for C++ code that waits in it, in a thread of its own.
+
+    Others can use the store meanwhile, which TCPStore lets nobody while it waits itself. Waits end when
+    ``over()``. Keep a reference to it while C++ code uses it.
+    """
+
+    def __init__(self, underlying_store: Store, prefix: str, over: Callable[[], bool]) -> None:
+        super().__init__()
+        self.underlying_store, self._prefix, self._over = underlying_store, prefix, over
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.underlying_store.set(f"{self._prefix}/{key}", value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self.underlying_store.get(f"{self._prefix}/{key}")
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        store = self.underlying_store
+        bare = store.underlying_store if isinstance(store, SignedStore) else store
+        for key in keys:
+            while not bare.check([f"{self._prefix}/{key}"]):
+                if self._over():
+                    raise InterlaceError(f"nobody waits for {key!r} any more")
+                time.sleep(STORE_POLL_SECONDS)
+
+
 def glance(store: Store, key: str) -> bytes | None:
     """The value of ``key``, None if there is none to believe. ``get`` would wait for one, unbounded."""
     if isinstance(store, SignedStore):
         found = glance(store.underlying_store, key)
         return None if found is None else store.valid(key, found)
-    found = store.compare_set(key, _NOTHING, _NOTHING)  # which changes nothing
+    try:
+        found = store.compare_set(key, _NOTHING, _NOTHING)  # which changes nothing
+    except RuntimeError as error:
+        raise StoreGoneError(
+            f"the store does not answer ({error}): the process that serves it has ended, which is that of "
+            "rank 0 unless a launcher serves it"
+        ) from error
     return None if found == _NOTHING.encode() else found
 
 

@@ -1,0 +1,143 @@
+"""Why a group on several hosts is not joined: what its ranks find out meanwhile, and tell each other.
+
+gloo connects, and says neither whose connection has failed nor anything before that. So every rank looks
+now and then whether a rank of its own host has ended, which ranks of other hosts cannot see. It tells all
+why it gives up, through the store, before they can notice. Who gives up and knows no reason asks all to
+answer, and names those who do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.places.hosts.host_map import Card
+from interlace.runtime.places.one_host.rendezvous import PROBE_SECONDS
+from interlace.runtime.places.one_host.signed_store import StoreGoneError, glance
+from interlace.runtime.places.one_host.waiting import Interruption, Patience
+
+if TYPE_CHECKING:
+    from interlace.runtime.compat.torch_groups import Store
+
+ANSWER_SECONDS = 5.0  # in which a rank says that it is there, however busy its machine is
+_WHY, _ASKED = "why", "asked"
+
+
+class UnconnectedError(InterlaceError):
+    """A connection could not be made; the rank at its other end is not known."""
+
+
+class Joining:
+    """One rank's view of a group that is being joined; ``cards`` are those of all its ranks.
+
+    ``timeout``, in seconds, bounds :meth:`step`. ``hopeless`` finds what else ends it, where ranks
+    have other means to tell each other than the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        cards: Sequence[Card],
+        *,
+        timeout: float,
+        prefix: str,
+        hopeless: Interruption | None,
+    ) -> None:
+        self._rank, self._cards = rank, dict(enumerate(cards))
+        self._store = None if hopeless else store
+        self._prefix, self._doing = prefix, f"joining group {prefix!r}"
+        self._peers = [peer for peer in self._cards if peer != rank]
+        self._hopeless, self._patience = hopeless, Patience(rank, timeout, self._problem)
+        self._looked, self._told = 0.0, ""
+        self._answered: bytes | None = None
+        self._known: InterlaceError | None = None
+
+    def step(self) -> None:
+        """Spend a moment. Raises why the group cannot be joined, or that it takes too long."""
+        self._patience.step(self._doing, self._peers)
+
+    def look(self, *_: Any) -> None:
+        """Raise why the group cannot be joined, if that can be seen or was told; answer who asks."""
+        if self._known is None and (now := time.monotonic()) > self._looked + PROBE_SECONDS:
+            self._looked = now
+            try:
+                self._cards[self._rank].check_living(self._doing, self._cards)
+                text = (self._said(_WHY) or b"").decode(errors="replace")
+                if text and text != self._told:
+                    raise InterlaceError(f"rank {self._rank}: joining has failed: {text}")
+                if (asked := self._said(_ASKED)) != self._answered:
+                    self._answered = asked
+                    self._say(self._rank, str(asked))
+            except InterlaceError as error:
+                self._known = error
+        if self._known is not None:
+            raise self._known
+
+    def why(self, error: BaseException) -> BaseException:
+        """Why joining has failed in the end, with ``error`` here. All others hear it."""
+        if isinstance(error, InterlaceError):
+            with contextlib.suppress(Exception):  # the store may be what has failed
+                error = self._cause(error)
+        self.tell(error)
+        return error
+
+    def _cause(self, error: InterlaceError) -> InterlaceError:
+        try:
+            self._looked = 0.0
+            self.look()
+            vague = self._store and isinstance(error, (UnconnectedError, CollectiveTimeoutError))
+            if vague and (silent := self._silent()):
+                text = f"rank {self._rank}: ranks {silent} have not joined group {self._prefix!r}"
+                return CollectiveTimeoutError(f"{text}, nor answered: {error}", tuple(silent))
+        except StoreGoneError as gone:
+            return error if isinstance(error, PeerDiedError) else gone
+        except InterlaceError as known:
+            return known
+        return error
+
+    def tell(self, error: BaseException) -> None:
+        """Tell all others why there will be no group, unless one has told before."""
+        text = (
+            str(error) if isinstance(error, InterlaceError) else f"{type(error).__name__}: {error}"
+        )
+        if not text.startswith(own := f"rank {self._rank}"):
+            text = f"{own} could not join: {text}"
+        with contextlib.suppress(Exception):
+            if self._said(_WHY) is None:
+                self._say(_WHY, text)
+                self._told = text
+
+    def _problem(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        if self._hopeless is not None and (problem := self._hopeless(doing, waited_for)):
+            return problem
+        try:
+            self.look()
+        except InterlaceError as error:
+            return error
+        return None
+
+    def _silent(self) -> list[int]:
+        """The ranks that do not answer now."""
+        silent = {peer: self._said(peer) for peer in self._peers}
+        self._say(_ASKED, os.urandom(8).hex())
+        until = time.monotonic() + ANSWER_SECONDS
+        while silent and time.monotonic() < until:
+            time.sleep(PROBE_SECONDS)
+            self.look()
+            silent = {peer: old for peer, old in silent.items() if self._said(peer) == old}
+        return list(silent)
+
+    def _said(self, what: str | int) -> bytes | None:
+        return glance(self._store, self._key(what)) if self._store else None
+
+    def _say(self, what: str | int, text: str) -> None:
+        if self._store:
+            self._store.set(self._key(what), text)
+
+    def _key(self, what: str | int) -> str:
+        return f"{self._prefix}/joining/{what}"
