@@ -15,8 +15,6 @@ on the host for the other ranks' agreement: ranks that share several groups call
 order, as torch.distributed asks for too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
@@ -87,11 +85,11 @@ class Communicator:
         self._since = time.perf_counter()
         self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
-    def on(self, *values: Any) -> Communicator:
+    def on(self, *values: Any) -> "Communicator":
         """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""
         return self
 
-    def on_all_devices(self) -> Sequence[Communicator]:
+    def on_all_devices(self) -> "Sequence[Communicator]":
         """The communicators of the same ranks, one per device, as far as they are made."""
         return (self,)
 
@@ -143,7 +141,7 @@ class Communicator:
             return self.place.exchange(call.message, call.op)
         return self.plans.agree(call)  # type: ignore[no-any-return]
 
-    def accepting(self, op: str = "") -> _Accepting:
+    def accepting(self, op: str = "") -> "_Accepting":
         """Around the validation of an op's arguments: what one rank refuses, all ranks refuse.
 
         Without an ``op`` the others need not hear of it. Errors name this rank.
@@ -182,7 +180,7 @@ class Communicator:
         self.agree("barrier", None)
         self.place.depart()
 
-    def split(self, ranks: Sequence[int]) -> Communicator | None:
+    def split(self, ranks: Sequence[int]) -> "Communicator | None":
         """A communicator over some of this group's ranks; None on the others.
 
         Collective over this group, so that every rank counts the same generations. Raises ValueError on

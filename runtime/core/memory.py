@@ -17,8 +17,6 @@ the arena closes, because a peer may still write its last credit into it; sizes 
 together are smaller than the current buffer.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -90,7 +88,7 @@ class SymmetricBuffer:
     owner: object = None
 
     @classmethod
-    def over(cls, rank: int, parts: Sequence[torch.Tensor], **more: Any) -> SymmetricBuffer:
+    def over(cls, rank: int, parts: Sequence[torch.Tensor], **more: Any) -> "SymmetricBuffer":
         """Every rank's memory is mapped: ``parts``, by rank."""
         table = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
         own = parts[rank]

@@ -1,7 +1,5 @@
 """The interface of a place, for one rank. Places differ in this and nowhere else."""
 
-from __future__ import annotations
-
 import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,10 +175,10 @@ class Place(ABC):
         return None
 
     @abstractmethod
-    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> "Place":
         """A member's place in the group of ``ranks``, in order; ``generation`` tells equal groups apart."""
 
-    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+    def reunited(self, ranks: Sequence[int] | None) -> "tuple[Place, list[int]]":
         """The place of the ranks of this group that live, or of ``ranks``; and who they are.
 
         Collective over them, also after the group has failed. It has to be closed afterwards.

@@ -1,7 +1,5 @@
 """Source lines of programs and of user code, from the frames they are suspended in."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import re
@@ -16,7 +14,9 @@ _SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by th
 _COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
 
 
-def polling(task: Task, seen: int | None, address: int | None, memory: MemoryNames) -> BlockedWait:
+def polling(
+    task: Task, seen: int | None, address: int | None, memory: "MemoryNames"
+) -> BlockedWait:
     """Describe a program that polls ``address``, from the frames it is suspended in."""
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)

@@ -18,8 +18,6 @@ How a run ends::
 Processes that ended or were killed are started again by the next run that needs them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -224,7 +222,7 @@ class ProcessPool:
             self._kill(range(self.size))
             self._store = None
 
-    def __enter__(self) -> ProcessPool:
+    def __enter__(self) -> "ProcessPool":
         return self
 
     def __exit__(self, *exception: object) -> None:

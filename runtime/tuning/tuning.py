@@ -23,8 +23,6 @@ The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwis
 schedule on every machine.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import pathlib
@@ -151,7 +149,7 @@ def decide(
     *,
     algorithm: str = "auto",
     one_node: bool = True,
-    gather: GatherTime | None = None,
+    gather: "GatherTime | None" = None,
 ) -> Choice:
     """The choice without overrides; ``cached`` is the nearest row of the cache, and how far it is.
 

@@ -6,8 +6,6 @@ neither APEX (``fused_weight_gradient_mlp_cuda``) nor ``CUDA_DEVICE_MAX_CONNECTI
 imported when :func:`patch` is called, and by nothing else.
 """
 
-from __future__ import annotations
-
 import importlib
 import types
 from typing import Any
@@ -45,7 +43,7 @@ class Patched(dict[str, str]):
         super().__init__(layers)
         self._model = model
 
-    def __enter__(self) -> Patched:
+    def __enter__(self) -> "Patched":
         return self
 
     def __exit__(self, *error: object) -> None:

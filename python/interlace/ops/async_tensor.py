@@ -1,7 +1,5 @@
 """AsyncTensor: what a functional op returns, a tensor that waits by itself when it is first used."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +64,7 @@ class AsyncTensor(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, work: Work | None = None) -> AsyncTensor:
+    def __new__(cls, inner: torch.Tensor, work: Work | None = None) -> "AsyncTensor":
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -156,13 +154,13 @@ class AsyncTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], waited: Any, size: Any, stride: Any
-    ) -> AsyncTensor:
+    ) -> "AsyncTensor":
         made = AsyncTensor(inner["_inner"])
         made._waited = waited
         made._of_graph = True
         return made
 
-    def __coerce_tangent_metadata__(self) -> AsyncTensor:
+    def __coerce_tangent_metadata__(self) -> "AsyncTensor":
         return completed(self._complete())
 
     def __coerce_same_metadata_as_tangent__(

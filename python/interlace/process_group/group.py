@@ -15,8 +15,6 @@ internal form of interlace's own function; a call that torch's dispatcher has to
 - ``_c10d_functional`` ops whose kernels ask for one without need have kernels in ``functional_kernels.py``.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Sequence
@@ -42,7 +40,7 @@ _reunited: Place | None = None  # of the group that torch is about to ask for
 ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
 
 
-def create(options: Any, backend_options: Any = None) -> InterlaceProcessGroup:
+def create(options: Any, backend_options: Any = None) -> "InterlaceProcessGroup":
     """The process group that torch asks for, with its ``_DistributedBackendOptions``. Collective."""
     torch_groups.leave_unrecorded("interlace")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))

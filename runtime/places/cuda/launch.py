@@ -14,8 +14,6 @@ stream, where one launch follows another; in a graph capture its own, for a grap
 another stream while this one is in use.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +40,7 @@ class LaunchCache:
         self._scratch: dict[int, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
-    def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> PreparedLaunch:
+    def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> "PreparedLaunch":
         """A prepared launch for ``stream``; InterlaceError if it had to be loaded in a graph capture."""
         values: list[Any] = []
         number = id(launch.kernel)
@@ -79,7 +77,7 @@ class LaunchCache:
         return PreparedLaunch(self, compiled, extents, compiled.ordered(values), scratch)
 
     def scratch_for(
-        self, compiled: _Compiled, extents: tuple[int, int, int], stream: int, capture: int
+        self, compiled: "_Compiled", extents: tuple[int, int, int], stream: int, capture: int
     ) -> torch.Tensor | None:
         """The scratch memory of a launch over a grid, if it wants any."""
         if not compiled.scratch_per_program:

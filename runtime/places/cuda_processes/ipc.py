@@ -9,8 +9,6 @@ peers, and is looked at again whenever memory is made or given back. What a rank
 stays until this process ends.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from interlace.runtime.places.cuda_processes.memory import Exchange, agreed, tog
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES = 64
 
-_given_up: list[_Exported] = []
+_given_up: "list[_Exported]" = []
 
 
 def cupy() -> Any:

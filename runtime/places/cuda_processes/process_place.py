@@ -9,8 +9,6 @@ Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS: what one rank enqueues is i
 item waits only for items that every rank enqueues before it, so one hardware queue will do.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import weakref
@@ -33,7 +31,7 @@ from interlace.runtime.places.cuda_processes.agreement import Agreement
 from interlace.runtime.places.cuda_processes.messages import HostMessages
 from interlace.runtime.record import dump as record
 
-_places: weakref.WeakSet[DeviceProcessPlace] = weakref.WeakSet()
+_places: "weakref.WeakSet[DeviceProcessPlace]" = weakref.WeakSet()
 
 
 class DeviceProcessPlace(DevicePlace):

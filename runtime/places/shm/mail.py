@@ -15,8 +15,6 @@ A send ends when its bytes have left the tensor. If its receiver refuses them it
 whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what fits costs nothing for this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time
@@ -53,7 +51,7 @@ _NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
 class _Moving(MessageEnd):
     """The end of one transfer. Waiting for it moves messages."""
 
-    def __init__(self, mail: Mail, doing: str, peers: Sequence[int]) -> None:
+    def __init__(self, mail: "Mail", doing: str, peers: Sequence[int]) -> None:
         super().__init__()
         self.refused = mail.refused
         self.mail, self.doing, self.peers, self.number = mail, doing, peers, 0
@@ -109,7 +107,7 @@ class _Receiving:
     tag: int
     future: _Moving
 
-    def fits(self, message: _Arriving) -> bool:
+    def fits(self, message: "_Arriving") -> bool:
         return self.tag == message.tag and self.peer in (None, message.peer)
 
 

@@ -4,8 +4,6 @@ What it needs of its host is in ``one_host``: joining, small messages, waiting, 
 of streams run in the calling thread; async ops in one thread per group, in the order of submission.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -89,7 +87,7 @@ class ShmPlace(CpuPlace):
     def known_as(self, ranks: Sequence[int]) -> None:
         record.known_as(self.group, ranks)
 
-    def subgroup(self, ranks: tuple[int, ...], generation: int) -> ShmPlace:
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> "ShmPlace":
         return ShmPlace(self.group.subgroup(ranks, f"{'-'.join(map(str, ranks))}/{generation}"))
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:

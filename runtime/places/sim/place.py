@@ -8,8 +8,6 @@ Torch code of the user runs at once in the user task, so waiting for an op block
 an output before waiting reads what is there: the same mistake as on a GPU, with the same effect.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import Counter, defaultdict, deque
@@ -68,7 +66,7 @@ class SimWorld:
 class SimEvent(Event):
     """An event that completes when its stream reaches it."""
 
-    def __init__(self, place: SimPlace, *, completed: bool = False) -> None:
+    def __init__(self, place: "SimPlace", *, completed: bool = False) -> None:
         self._place = place
         self.completed = completed
 
@@ -82,7 +80,7 @@ class SimEvent(Event):
 class SimStream(Stream):
     """A queue of items and, while there are any, a task that runs them."""
 
-    def __init__(self, place: SimPlace, name: str) -> None:
+    def __init__(self, place: "SimPlace", name: str) -> None:
         self._place = place
         self._name = name
         self._scheduler, self._observer = place.world.scheduler, place.world.observer

@@ -15,8 +15,6 @@ Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md and the ``GetBw`` of 
     send_recv                                                what a rank sends           1
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -61,7 +59,7 @@ class Spread:
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> "Spread":
         """Median, quartiles, extremes."""
         if len(values) < 2:
             low = high = values[0]

@@ -4,8 +4,6 @@ Ranks that are processes of their own say how far they are in a file, which a th
 process that measures itself calls :meth:`Progress.at` between blocks and has no such thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -45,7 +43,7 @@ class Progress:
         self._number = 0
         self._last = 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         if self._shown:
             with contextlib.suppress(ImportError):  # drawn by the caller only
                 self._bar = _bars("TaskProgressColumn", auto_refresh=False)

@@ -4,8 +4,6 @@
 the rows of one rank's shard together.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class Layer:
     out_dtype: torch.dtype | None = None
 
     @staticmethod
-    def of(communicator: Communicator, dim: int, *, sharded: Any, **options: Any) -> Layer:
+    def of(communicator: Communicator, dim: int, *, sharded: Any, **options: Any) -> "Layer":
         """The layer on these ranks, of which there may be one."""
         if communicator.world_size == 1:
             return Layer(None, 0, False, **options)

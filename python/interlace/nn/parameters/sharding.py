@@ -1,7 +1,5 @@
 """Sharding of a parameter over a group: the part of it that a rank holds, and the DTensor that lies so."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -35,7 +33,7 @@ class HeldGroup:
                     self.replicas[copies] = part
         return self.replicas[copies]
 
-    def __deepcopy__(self, memo: Any) -> HeldGroup:
+    def __deepcopy__(self, memo: Any) -> "HeldGroup":
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -12,8 +12,6 @@ has a line per op, dimension and protocol instead (``runtime/tuning/calibration.
 latencies that a measured topology shows are those of its all_gather of large messages, in the same units.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pathlib
@@ -75,7 +73,7 @@ class MeshTopoInfo:
         bandwidth: float | Sequence[float] | None = None,
         latency: float | Sequence[float] | None = None,
         calibrated: bool | str | os.PathLike[str] | MeasuredMesh = True,
-    ) -> MeshTopoInfo:
+    ) -> "MeshTopoInfo":
         """The topology of ``mesh``, without communication.
 
         ``bandwidth`` in GiB/s and ``latency`` in us per hop, one for all dimensions or one for each: what

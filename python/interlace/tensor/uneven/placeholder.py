@@ -10,8 +10,6 @@ the data do, with the same code; values of these gradients are placeholders. Ten
 combined with a placeholder get no gradient from that: the result is not computed here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -61,7 +59,7 @@ class Placeholder(torch.Tensor):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
         ranks: Iterable[int] = (),
-    ) -> Placeholder:
+    ) -> "Placeholder":
         dtype = torch.get_default_dtype() if dtype is None else dtype
         device = torch.empty(0).device if device is None else torch.device(device)
         meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -100,7 +98,7 @@ class Placeholder(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
         return _rebuilt(*self._description())
 
     def __reduce_ex__(self, protocol: Any) -> Any:

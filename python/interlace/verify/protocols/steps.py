@@ -9,8 +9,6 @@ A process takes its steps in order. Jumps go forward only and rounds are written
 so every run of a protocol ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -197,7 +195,9 @@ class Protocol:
     processes: tuple[Process, ...]
     at_end: Callable[[Mapping[str, int | str]], str] | None = None
 
-    def rewritten(self, fault: str, rule: Callable[[Process], Iterable[ProtocolStep]]) -> Protocol:
+    def rewritten(
+        self, fault: str, rule: Callable[[Process], Iterable[ProtocolStep]]
+    ) -> "Protocol":
         """A variant for a negative control: every process takes the steps ``rule(process)``.
 
         Raises ``ValueError`` if nothing changes: a control that is none would go unnoticed.

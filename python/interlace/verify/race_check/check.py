@@ -1,7 +1,5 @@
 """``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -113,7 +111,7 @@ def _observed(
     on_rank: Callable[[Any], Any],
     world_size: int,
     seed: int,
-    detector: Detector | Several,
+    detector: "Detector | Several",
     store_buffers: bool,
     timeout: float,
 ) -> str | None:

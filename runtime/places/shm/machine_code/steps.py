@@ -11,8 +11,6 @@ them sees to it, and goes on from there.
 Numbers that differ from run to run are in registers. Not for several threads at once.
 """
 
-from __future__ import annotations
-
 import array
 import ctypes
 import functools
@@ -120,7 +118,7 @@ class Steps:
         pairs = [word for source in sources for word in _pair(source)]
         self._add(ir.SUM, pairs, len(sources), target, _summing(SUMS[dtype]), count)
 
-    def complete(self, *, spin: bool) -> Steps:
+    def complete(self, *, spin: bool) -> "Steps":
         """No more steps. ``spin``: whether every rank has a core of its own. Returns itself."""
         self._add(ir.END, (), 0)
         lists = ir.FIRST + ir.STEP * len(self._rows)
