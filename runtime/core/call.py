@@ -71,7 +71,8 @@ class Call:
 
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
         """Every rank's part, by rank; raises as :meth:`verify` does."""
-        parts = compare(messages)
+        equal = messages.count(self.message) == len(messages)  # then there is nothing to read
+        parts = [self.part] * len(messages) if equal else compare(messages)
         if self.match is not None:
             self.match(parts)
         return parts

@@ -125,10 +125,7 @@ class Communicator:
         if self._closed or self._out_of_step:
             raise self._over(call.op)
         try:
-            answers = self.messages(call)
-            if call.match is None and answers.count(call.message) == len(answers):
-                return [call.part] * len(answers)
-            return call.compared(answers)
+            return call.compared(self.messages(call))
         except (TypeError, ValueError, InterlaceError) as error:
             self._number(error, own=False)
             raise

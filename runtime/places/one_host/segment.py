@@ -251,18 +251,18 @@ def left_in_groups(groups: str, top: Path) -> Iterator[int]:
                     yield left + int(stat.get(cache, 0))
 
 
-class SharedRanges:
+class SharedRanges(dict[int, tuple[int, int, list[Array]]]):
     """The caller's arrays that a group shares, numbered alike on all ranks, while this rank has its own.
 
     ``interlace.symmetric_memory`` shares them. A collective on a tensor that lies in one needs no staging:
-    the others read it where it is.
+    the others read it where it is. Of each: address and bytes of the own array, which must not live here,
+    and all others.
     """
 
     def __init__(self, rank: int) -> None:
+        super().__init__()
         self._rank = rank
         self._count = 0
-        # address and bytes of the own array, which must not live here, and all others
-        self._ranges: dict[int, tuple[int, int, list[Array]]] = {}
 
     def add(self, arrays: Sequence[Array]) -> None:
         """One array per rank, of equal sizes. Called in the same order on all ranks."""
@@ -270,19 +270,16 @@ class SharedRanges:
         own = arrays[self._rank]
         if own.nbytes:
             others = [a for r, a in enumerate(arrays) if r != self._rank]
-            self._ranges[number] = own.ctypes.data, own.nbytes, others
-            weakref.finalize(own, self._ranges.pop, number, None)
+            self[number] = own.ctypes.data, own.nbytes, others
+            weakref.finalize(own, self.pop, number, None)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int]:
         """The number of the range that holds these bytes and where in it; number 0 if none does."""
-        for number, (start, size, _) in list(self._ranges.items()):
+        for number, (start, size, _) in list(self.items()):
             if start <= address and address + nbytes <= start + size:
                 return number, address - start
         return 0, 0
 
     def array(self, number: int, rank: int) -> Array:
         """Another rank's array of range ``number``."""
-        return self._ranges[number][2][rank - (rank > self._rank)]
-
-    def __bool__(self) -> bool:
-        return bool(self._ranges)
+        return self[number][2][rank - (rank > self._rank)]

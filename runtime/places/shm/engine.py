@@ -44,7 +44,7 @@ from interlace.runtime.places.shm.message_steps import (
 from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
 
 PartsAndTargets = tuple[Sequence[RingPart], Sequence[RingTarget]]
-LaidOut = Callable[[], PartsAndTargets]
+LaidOut = Callable[..., PartsAndTargets]
 
 _memmove = ctypes.memmove
 
@@ -106,29 +106,30 @@ class HostEngine(Engine):
     # -- moving --------------------------------------------------------------------------------
 
     def _move(
-        self, call: Call, key: Key | None, addresses: Addresses, extent: int, laid_out: LaidOut,
-        where: tuple[int, int] | None = None, most: int = 0,
+        self, call: Call, key: Key | None, addresses: Addresses, extent: int, most: int,
+        whole: torch.Tensor | None, laid_out: LaidOut, *given: Any,
     ) -> None:  # fmt: skip
         """Rank r's part for this rank to its target, where there are both.
 
-        ``laid_out`` returns own parts, of at most ``extent`` bytes, and targets. There is a part for each
-        rank; or one for all, which is at ``where`` in shared memory. The length of a part on any rank is
-        at ``most`` that, if there is a key.
+        ``laid_out(*given)`` returns own parts, of at most ``extent`` bytes, and targets. There is a part
+        for each rank; or one for all, ``whole``. The length of a part on any rank is at ``most`` that, if
+        there is a key.
         """
         if self.world_size == 1:  # nobody to meet
             if len(addresses) > 1:
                 _memmove(addresses[1], addresses[0], extent)
             return
         with self._group.collective_lock:
-            apart = where is None
-            if where is None:
-                where = 0, 0
-                if self._group.shared_ranges:
-                    where = self._where(*laid_out(), addresses)
+            where = 0, 0
+            if self._group.shared_ranges:
+                if whole is not None:
+                    where = self._direct.find(whole)
+                else:
+                    where = self._where(*laid_out(*given), addresses)
             alike = self._steps.begin(call, extent, where, None if where[0] else key, addresses)
             if not alike:
-                most = most or extent
-                self._move_anew(alike, key, addresses, extent, laid_out(), where[0], most, apart)
+                parts, direct, apart = laid_out(*given), where[0], whole is None
+                self._move_anew(alike, key, addresses, extent, parts, direct, most, apart)
                 self._steps.end()
 
     def _move_anew(
@@ -188,18 +189,21 @@ class HostEngine(Engine):
             kept = key if alike else None
             rounds.move(kept, addresses, parts, targets, large, apart=apart)
 
+    def _gathered(
+        self, targets: Callable[..., list[Any]], of: Any, nbytes: int, in_place: bool
+    ) -> PartsAndTargets:
+        """One part for all, and ``targets`` from OUTPUT on."""
+        found: list[RingTarget] = targets(OUTPUT, of) or [None] * self.world_size
+        if in_place:
+            found[self.rank] = None
+        return [((0, INPUT), nbytes)], found
+
     def all_gather_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
         in_place = source == target + self.rank * nbytes
-
-        def laid_out() -> PartsAndTargets:
-            targets: list[RingTarget] = [*self._even(OUTPUT, nbytes)]
-            if in_place:
-                targets[self.rank] = None
-            return [((0, INPUT), nbytes)], targets
-
-        key = "all_gather", nbytes, in_place
-        self._move(call, key, (source, target), nbytes, laid_out, self._direct.find(input))
+        key, addresses = ("all_gather", nbytes, in_place), (source, target)
+        given = self._even, nbytes, nbytes, in_place
+        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         self.all_gather(call, outputs or (), input)
@@ -208,29 +212,22 @@ class HostEngine(Engine):
         source, nbytes = input.data_ptr(), input.nbytes
         addresses = [source, *[output.data_ptr() for output in outputs]]
         in_place = len(outputs) > 0 and addresses[1 + self.rank] == source
-
-        def laid_out() -> PartsAndTargets:
-            targets: list[RingTarget] = [*_listed(OUTPUT, outputs)] or [None] * self.world_size
-            if in_place:
-                targets[self.rank] = None
-            return [((0, INPUT), nbytes)], targets
-
         known, sizes = len(outputs) > 0 or call.match is not None, _sizes(outputs)
         key = self._key(sizes, known, "gather", len(outputs), in_place, nbytes)
-        self._move(call, key, addresses, nbytes, laid_out, self._direct.find(input))
+        given = _listed, outputs, nbytes, in_place
+        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
+
+    def _broadcast(self, nbytes: int, root: int) -> PartsAndTargets:
+        targets: list[RingTarget] = [None] * self.world_size
+        if root != self.rank:
+            targets[root] = (0, INPUT), nbytes
+        return [((0, INPUT), nbytes * (root == self.rank))], targets
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         nbytes = tensor.nbytes
         own = nbytes * (root == self.rank)
-
-        def laid_out() -> PartsAndTargets:
-            targets: list[RingTarget] = [None] * self.world_size
-            if root != self.rank:
-                targets[root] = (0, INPUT), nbytes
-            return [((0, INPUT), own)], targets
-
         key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(),)
-        self._move(call, key, addresses, own, laid_out, self._direct.find(tensor), nbytes)
+        self._move(call, key, addresses, own, nbytes, tensor, self._broadcast, nbytes, root)
 
     def _where(
         self,
@@ -252,7 +249,7 @@ class HostEngine(Engine):
             return _listed(INPUT, inputs), _listed(INPUT + self.world_size, outputs)
 
         key = self._key(sizes + _sizes(outputs), call.match is not None, "all_to_all lists", extent)
-        self._move(call, key, addresses, extent, laid_out)
+        self._move(call, key, addresses, extent, extent, None, laid_out)
 
     def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
@@ -260,7 +257,7 @@ class HostEngine(Engine):
         def laid_out() -> PartsAndTargets:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
-        self._move(call, ("all_to_all", nbytes), addresses, nbytes, laid_out)
+        self._move(call, ("all_to_all", nbytes), addresses, nbytes, nbytes, None, laid_out)
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         parts, most = inputs or (), output.nbytes
@@ -273,7 +270,7 @@ class HostEngine(Engine):
             return _listed(INPUT, parts), targets
 
         key = self._key(sizes, len(parts) > 0 or call.match is not None, "scatter", root, most)
-        self._move(call, key, addresses, max(sizes, default=0), laid_out, None, most)
+        self._move(call, key, addresses, max(sizes, default=0), most, None, laid_out)
 
     # -- reducing ------------------------------------------------------------------------------
 
