@@ -19,8 +19,9 @@ def check_numerics(group: Any = None, *, inf: bool = False) -> Iterator[None]:
 
     What is wrong in an input is refused on all ranks before data moves, and the group goes on. In a message
     that is sent, or in a result, it ends the group: the rank that found it aborts it, and the others raise
-    an AbortedError that says the same. Of an asynchronous op ``Work.wait`` raises that. Takes a pass over
-    each tensor, for which on a GPU the host waits. Raises ValueError.
+    an AbortedError that says the same. Of an asynchronous op ``Work.wait`` raises that. An index is that of
+    complex numbers in a view of them as real ones, too, as torch makes (not in inference mode). Takes a
+    pass over each tensor, for which on a GPU the host waits. Raises ValueError.
 
     >>> def on_rank():
     ...     tensor = torch.tensor([1.0, float("nan")]) if interlace.get_rank() else torch.ones(2)
@@ -34,29 +35,30 @@ def check_numerics(group: Any = None, *, inf: bool = False) -> Iterator[None]:
     """
     communicator = resolve(group)
 
-    def check(call: HookedOp, tensors: Mapping[str, torch.Tensor], ends: bool) -> None:
-        for name, tensor in tensors.items():
-            if where := found(tensor, inf):
-                text = f"{name} of {call.op} has {where}"
-                if ends:
-                    text += f" (on rank {communicator.rank})"
-                    call.group.place.abort(text)
-                raise ValueError(text)
+    def wrong(call: HookedOp, tensors: Mapping[str, torch.Tensor]) -> str:
+        found = ((name, first(tensor, inf)) for name, tensor in tensors.items())
+        return next((f"{name} of {call.op} has {where}" for name, where in found if where), "")
 
     def before(call: HookedOp) -> None:
-        check(call, call.inputs, call.op == "send")
+        if text := wrong(call, call.inputs):
+            raise ValueError(text)
 
     def after(call: HookedOp) -> None:
-        if call.error is None:
-            check(call, call.outputs, True)
+        if call.error is None and (text := wrong(call, call.outputs)):
+            text += f" (on rank {communicator.rank})"
+            call.group.place.abort(text)
+            raise ValueError(text)
 
     with communicator.register_hook(before, after):
         yield
 
 
-def found(tensor: torch.Tensor, inf: bool) -> str:
+def first(tensor: torch.Tensor, inf: bool) -> str:
     """What the first NaN, or infinity if ``inf``, of ``tensor`` is, and where; empty if there is none."""
-    values = tensor.detach()
+    values, base = tensor.detach(), tensor._base
+    if base is not None and base.is_complex():
+        with contextlib.suppress(RuntimeError):  # with which torch refuses what is no such view
+            values = torch.view_as_complex(values)
     if values.is_sparse:
         values = values._values()
     if values.dtype.itemsize == 1 and values.is_floating_point():
@@ -67,6 +69,6 @@ def found(tensor: torch.Tensor, inf: bool) -> str:
     indices = bad.nonzero()
     if not len(indices):
         return ""
-    first = indices[0].tolist()
-    kind = "nan" if bool(values[tuple(first)].isnan()) else "inf"
-    return f"{kind} at {first}"
+    index = indices[0].tolist()
+    kind = "nan" if bool(values[tuple(index)].isnan()) else "inf"
+    return f"{kind} at {index}"

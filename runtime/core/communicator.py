@@ -298,10 +298,10 @@ class Communicator:
         Parameters
         ----------
         before : called with a :class:`HookedOp` before the op; what it raises refuses the op, on all ranks
-            as any misuse does (of a message on this rank).
-        after : called with a :class:`HookedOp` when the op has ended: of an asynchronous one in the thread
-            that ends it, of one on streams (``sim``, GPUs) in the ``wait`` or ``is_completed`` that finds
-            it ended. What it raises the op raises, or its ``Work.wait``.
+            as any misuse does; of a message it ends the group, or its peer would wait for it.
+        after : called with a :class:`HookedOp` when the op has ended, or a later hook has refused it: of an
+            asynchronous one in the thread that ends it, of one on streams (``sim``, GPUs) in the ``wait``
+            or ``is_completed`` that finds it ended. What it raises the op raises, or its ``Work.wait``.
         on_abort : called with the group and the cause, once, when an op finds that the group is over.
 
         Returns torch's ``RemovableHandle``: ``handle.remove()``, or ``with handle:``. Hooks do not see

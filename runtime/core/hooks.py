@@ -207,15 +207,18 @@ class OpHooks:
         self._leave()  # hooks see no ops within ops
         self._within = True
         hooks, name = list(self._registered.values()), f"interlace:{call.op}"
+        begun: list[Hook] = []  # of which each gets its after
+        ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
             with profiler.record_function(name) if _profiled else contextlib.nullcontext():
                 try:
                     for hook in hooks:
                         (hook.before or _nothing)(call)
+                        begun.append(hook)
                 except Exception as error:
-                    self._communicator.refuse("" if "peer" in call.options else call.op, error)
+                    self._refuse(call, error)
+                    ended(error)
                     raise
-                ended = functools.partial(self._ended, hooks, call, time.perf_counter())
                 try:
                     result = run()
                 except Exception as error:
@@ -229,6 +232,13 @@ class OpHooks:
             self._within = False
             if self._registered or _profiled:
                 self.watch()
+
+    def _refuse(self, call: HookedOp, error: Exception) -> None:
+        """A hook has: the other ranks refuse, too; of a message they take no part, and hear of an end."""
+        message = "peer" in call.options
+        self._communicator.refuse("" if message else call.op, error)
+        if message:
+            self._communicator.place.abort(f"{call.op} was refused by a hook: {error}")
 
     def _ended(
         self,

@@ -335,7 +335,7 @@ class HostGroup:
         ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
         """
         wait, seconds = LastingWait(self.blame, kind), timeout or bound or self.bound()
-        bell, judge = self.control and self.control.bell, None if timeout else wait
+        bell, judge = self.control.bell if self.control else None, None if timeout else wait
         return Patience(self.name, seconds, wait.look, spins=self._spins, bell=bell, judge=judge)
 
     def bound(self) -> float:

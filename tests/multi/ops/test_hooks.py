@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import interlace
 from interlace import functional
 from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.core.communicator import Communicator
+from multi.process_group.backend_ranks import world
 from multi.shm.test_blame import LONG, close, members, on_hosts, run
 from tiers import few
 
@@ -311,6 +313,25 @@ def test_an_input_that_is_no_number_is_refused_on_all_ranks(
     assert on_ranks(on_rank) == [peers, f"{said} (on rank 1)"]
 
 
+def test_the_index_is_that_of_a_complex_number_through_torchs_api(tmp_path: Path) -> None:
+    """torch hands on a view of the tensor as real numbers; other views of it have their own index."""
+    for said in interlace.run(complex_numbers, 2, str(tmp_path / "store"), place="shm"):
+        assert said == ["nan at [1, 2]", "nan at [1]", "nan at [1, 2]"]
+
+
+def complex_numbers(path: str) -> list[str]:
+    x = torch.ones(2, 3, dtype=torch.complex64)
+    rank, said = interlace.get_rank(), []
+    with world(path):
+        x[1, 2] = 1 if rank else complex(1, NAN)  # the other one hears of it
+        with interlace.check_numerics(dist.group.WORLD):
+            for tensor in x, x[:, 2].imag, x.imag:
+                with pytest.raises(ValueError) as caught:
+                    dist.all_reduce(tensor)
+                said.append(str(caught.value).partition(" has ")[2].removesuffix(" (on rank 0)"))
+    return said
+
+
 def test_an_array_that_is_no_number_is_refused() -> None:
     """Of numpy, or whoever has ``__dlpack__``; what cannot be taken as a tensor the op refuses itself."""
 
@@ -354,6 +375,59 @@ def test_a_result_that_is_no_number_ends_the_group(
 
     for text in on_ranks(on_rank):
         assert "tensor of all_reduce has nan at [1] (on rank " in text
+
+
+def test_every_hook_that_saw_the_beginning_of_an_op_sees_its_end(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    """One that a later hook refuses, too; that hook itself, and those behind it, see none."""
+
+    def refuse(call: interlace.HookedOp) -> None:
+        if call.group.rank:
+            raise LookupError("not today")
+
+    def on_rank(group: Communicator) -> list[Any]:
+        seen: list[Any] = []
+
+        def note(number: int) -> Callable[[interlace.HookedOp], None]:
+            return lambda call: seen.append((number, type(call.error).__name__))
+
+        group.register_hook(after=note(0))
+        group.register_hook(refuse, note(1))
+        group.register_hook(after=note(2))
+        with pytest.raises((LookupError, ValueError)):
+            interlace.all_reduce(torch.ones(2), group=group)
+        return seen
+
+    others = [(number, "ValueError") for number in range(3)]
+    assert on_ranks(on_rank) == [others, [(0, "LookupError")]]
+
+
+@pytest.mark.parametrize("on_ranks", ["shm", "hosts"], indirect=True)
+@pytest.mark.parametrize("refused", ["send", "recv"])
+def test_a_message_that_a_hook_refuses_ends_the_group(
+    on_ranks: Callable[..., list[Any]], refused: str
+) -> None:
+    """But in ``sim``, where the peer's wait is a deadlock."""
+
+    def refuse(call: interlace.HookedOp) -> None:
+        if call.op == refused:
+            raise LookupError("not today")
+
+    def on_rank(group: Communicator) -> str:
+        peer, tensor = 1 - group.rank, torch.ones(1 << 20)
+        own = group.rank == (refused == "recv")
+        kind = LookupError if own else interlace.AbortedError
+        with group.register_hook(refuse), pytest.raises(kind) as caught:
+            if group.rank:
+                interlace.recv(tensor, group_src=peer, group=group)
+            else:
+                interlace.isend(tensor, group_dst=peer, group=group)
+                interlace.barrier(group)
+        return str(caught.value)
+
+    for text in on_ranks(on_rank):
+        assert f"not today (on rank {int(refused == 'recv')})" in text
 
 
 def test_a_message_that_is_no_number_is_heard_of_by_its_receiver() -> None:
