@@ -1,7 +1,5 @@
 """Calls: the facts that the ranks of a group must agree on before a collective touches a tensor."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
