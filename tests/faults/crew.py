@@ -24,6 +24,9 @@ from processes import heard, started
 LONG = 60.0
 """Seconds: the timeout of a group in which no wait is to pass its own."""
 
+BRIEF = 1.0
+"""Seconds: that of a group in which waits are to pass it, in a control."""
+
 MISUSE = ("ValueError", "TypeError")
 
 

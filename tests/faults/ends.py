@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import interlace
-from faults.crew import LONG, Crew, Said, crew, moments, sum_is_right, tried
+from faults.crew import BRIEF, LONG, Crew, Said, crew, moments, sum_is_right, tried
 from faults.rows import Plan, Row, Trial
+from guard import busy
 from interlace.groups import groups
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.hosts.joining import Joining
@@ -22,14 +23,14 @@ from interlace.runtime.places.one_host.rendezvous import Rendezvous
 
 RANKS = 4
 BOUND = 2.0
-"""The timeout of groups of which a rank is stopped, in seconds."""
+"""The timeout of groups of which a rank is stopped, in seconds of a quiet machine."""
 OF = {"shm": LONG, "hosts": LONG, "gloo": BOUND}
 """The timeout of joining; that of gloo cannot be changed afterwards."""
 JOINING = 3.0
-"""That of groups of which a rank is killed while they join."""
+"""That of groups of which a rank is killed while they join, of a quiet machine."""
 LATE = 12.0
-"""Seconds after it in which all have said so, however busy this machine is: the answers of others, who
-are asked for whom they wait, and the end of connections between hosts."""
+"""Seconds after it in which all have said so: the answers of others, who are asked for whom they wait, and
+the end of connections between hosts."""
 
 
 def blind() -> None:
@@ -121,16 +122,18 @@ def blamed(
 def killed(place: str, ops: Any, plan: Plan) -> Iterator[Trial]:
     chance, delays = random.Random(1), moments(1, 0.03)
     for _ in range(plan.trials):
-        bound = BOUND if plan.broken else LONG
+        bound = BRIEF if plan.broken else LONG
         with crew(place, RANKS, until_an_error, ops, bound, plan.broken, timeout=OF[place]) as team:
             yield blamed(team, signal.SIGKILL, next(delays), chance, LONG / 2)
 
 
 def killed_while_joining(place: str, plan: Plan) -> Iterator[Trial]:
-    """A rank that dies before it has said anything can only be missed, at the timeout."""
-    chance, delays = random.Random(2), moments(2, 0.03)
+    """A rank that dies before it has said anything can only be missed, at the timeout: also without what
+    protects, so the control kills later."""
+    chance, delays = random.Random(2), moments(2, 0.3 * busy() if plan.broken else 0.03)
     for _ in range(plan.trials):
-        with crew(place, RANKS, while_joining, plan.broken, timeout=JOINING) as team:
+        timeout = BRIEF if plan.broken else JOINING * busy()
+        with crew(place, RANKS, while_joining, plan.broken, timeout=timeout) as team:
             yield blamed(team, signal.SIGKILL, next(delays), chance, LONG / 2)
 
 
@@ -138,9 +141,10 @@ def stopped(place: str, ops: Any, plan: Plan) -> Iterator[Trial]:
     """The control waits without a bound."""
     chance, delays = random.Random(3), moments(3, 0.03)
     for _ in range(plan.trials):
-        bound = LONG if plan.broken else BOUND
+        bound = BOUND * busy()
+        wait = bound + 0.5 if plan.broken else bound + LATE * busy()
+        bound = LONG if plan.broken else bound
         with crew(place, RANKS, until_an_error, ops, bound, False, timeout=OF[place]) as team:
-            wait = BOUND + 1.0 if plan.broken else BOUND + LATE
             yield blamed(team, signal.SIGSTOP, next(delays), chance, wait)
 
 
@@ -148,15 +152,15 @@ def rows() -> list[Row]:
     found = []
     for place, many in (("shm", 50), ("hosts", 20)):
         found += [
-            Row("killed in a collective", place, partial(killed, place, collectives), many, 3),
-            Row("killed in point to point", place, partial(killed, place, messages), many, 3),
+            Row("killed in a collective", place, partial(killed, place, collectives), many, 2),
+            Row("killed in point to point", place, partial(killed, place, messages), many, 2),
             Row("stopped in a collective", place, partial(stopped, place, collectives), 5, 1),
             Row("stopped in point to point", place, partial(stopped, place, messages), 5, 1),
         ]
     gloo = partial(killed, "gloo", collectives), partial(stopped, "gloo", collectives)
     return [
-        Row("killed while joining", "shm", partial(killed_while_joining, "shm"), 50, 4),
-        Row("killed while joining", "hosts", partial(killed_while_joining, "hosts"), 15, 4),
+        Row("killed while joining", "shm", partial(killed_while_joining, "shm"), 50, 3),
+        Row("killed while joining", "hosts", partial(killed_while_joining, "hosts"), 15, 3),
         *found,
         Row("killed in a collective", "gloo", gloo[0], 10, 1, beside=True),
         Row("stopped in a collective", "gloo", gloo[1], 2, 1, beside=True),

@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from faults.crew import LONG, Said, crew, sum_is_right, tried
+from faults.crew import BRIEF, LONG, Said, crew, sum_is_right, tried
 from faults.rows import Plan, Row, Trial
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.one_host.group import HostGroup
 
 RANKS = 2
-BOUND = 3.0
 
 
-def in_a_child(call: Any) -> str:
-    """What ``call`` raises in a forked child, and after how many ms; empty if it does not end."""
+def in_a_child(call: Any, seconds: float) -> str:
+    """What ``call`` raises in a forked child, and after how many ms; empty if it takes longer than that."""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
@@ -31,7 +30,7 @@ def in_a_child(call: Any) -> str:
         os._exit(0)
     os.close(write_end)
     text = b""
-    if select.select([read_end], [], [], BOUND)[0]:
+    if select.select([read_end], [], [], seconds)[0]:
         text = os.read(read_end, 1 << 16)
     os.close(read_end)
     os.kill(child, signal.SIGKILL)
@@ -47,12 +46,12 @@ def on_rank(join: Any, end: Any, times: int, broken: bool) -> None:
     if broken:
         links._links.clear()
     for _ in range(times):
-        said = in_a_child(partial(api.all_reduce, torch.ones(4)))
+        said = in_a_child(partial(api.all_reduce, torch.ones(4)), BRIEF if broken else LONG / 2)
         end.send((said, tried(partial(sum_is_right, api))))
 
 
 def forked(place: str, plan: Plan) -> Iterator[Trial]:
-    timeout = BOUND if plan.broken else LONG
+    timeout = BRIEF if plan.broken else LONG
     with crew(place, RANKS, on_rank, plan.trials, plan.broken, timeout=timeout) as team:
         for _ in range(plan.trials):
             found = team.all_said(seconds=LONG)

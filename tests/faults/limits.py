@@ -164,7 +164,7 @@ def with_full_folder(join: Any, end: Any, broken: bool) -> None:
 
 def full_folder(plan: Plan) -> Iterator[Trial]:
     for _ in range(plan.trials):
-        with crew("shm", RANKS, with_full_folder, plan.broken, timeout=5.0) as team:
+        with crew("shm", RANKS, with_full_folder, plan.broken, timeout=LONG / 4) as team:
             said = team.all_said(seconds=LONG / 2)
         if said[0].kind == "not here":
             raise NotHere(said[0].text)

@@ -70,7 +70,7 @@ def again_and_again(join: Any, end: Any, times: int, broken: bool) -> None:
     if broken:  # a descriptor is left each time
         shrunk = interlace.shrink
         interlace.shrink = lambda *group: (os.dup(0), shrunk(*group))[1]  # type: ignore[assignment]
-    shrink_ranks.again_and_again(50)
+    shrink_ranks.again_and_again(min(50, 2 * times))
     before, began = _resident(), time.monotonic()
     found = shrink_ranks.again_and_again(times)
     ms = 1e3 * (time.monotonic() - began) / times

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from faults.crew import LONG, Said, crew
+from faults.crew import BRIEF, LONG, Said, crew
 from faults.rows import Clock, Plan, Row, Trial
 from support import payload
 
@@ -82,7 +82,7 @@ def rounds(join: Any, end: Any, seconds: float, broken: bool) -> None:
 
 
 def soaked(place: str, plan: Plan) -> Iterator[Trial]:
-    timeout = 3.0 if plan.broken else LONG / 2
+    timeout = BRIEF if plan.broken else LONG / 2
     with crew(place, RANKS, rounds, plan.seconds, plan.broken, timeout=timeout) as team:
         while True:
             said = team.all_said()
@@ -98,6 +98,6 @@ def soaked(place: str, plan: Plan) -> Iterator[Trial]:
 
 def rows() -> list[Row]:
     return [
-        Row("soak of random ops", place, partial(soaked, place), share=0.5, few_seconds=4.0)
+        Row("soak of random ops", place, partial(soaked, place), share=0.5, few_seconds=2.0)
         for place in ("shm", "hosts")
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from faults.crew import LONG, Crew, Said, crew, sum_is_right, tried
+from faults.crew import BRIEF, LONG, Crew, Said, crew, sum_is_right, tried
 from faults.rows import NotHere, Plan, Row, Trial
 from interlace.groups import groups
 from interlace.runtime.places.hosts.links import CONTROL, PACKET_BYTES
@@ -28,7 +28,6 @@ LATE = RANKS - 1
 NOBODY = 65534
 IDLE, TALKING = 8, 8
 """Connections to each socket, on which nothing is said, and garbage."""
-BOUND = 20.0
 PREFIX, THERE = "interlace/faults/0/nonce", "strangers are there"
 
 
@@ -85,17 +84,17 @@ def while_joining(user: int | None, plan: Plan) -> Iterator[Trial]:
     user, who may do all that ranks may, says only garbage, and in the control what the late rank says."""
     for _ in range(plan.trials):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        timeout = 2.0 if plan.broken else BOUND
+        timeout = BRIEF if plan.broken else LONG
         with crew("shm", RANKS, joining, store.port, plan.broken, timeout=timeout) as team:
             who = os.geteuid() if user is None else user
             rest = team.store.port, who, user is not None or plan.broken
             with started(stranger, 1, "", *rest) as (_, ends):
-                connected = heard(ends[0], BOUND)
+                connected = heard(ends[0], LONG)
                 if isinstance(connected, str):
                     raise NotHere(connected)
                 moment = time.monotonic()
                 store.set(THERE, "")
-                said = team.all_said(seconds=BOUND)
+                said = team.all_said(seconds=LONG)
         right = connected > LATE * IDLE and all(each.text == "True" for each in said)
         yield Trial(right, [1e3 * (each.ended - moment) for each in said], str(said))
 

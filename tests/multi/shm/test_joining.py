@@ -6,9 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -45,59 +44,30 @@ def pair(one: Rendezvous, other: Rendezvous) -> list[Rendezvous]:
     return [one, other]
 
 
-@contextmanager
-def strangers(store: HashStore, prefix: str) -> Iterator[list[socket.socket]]:
-    """Whoever reads the store connects to all sockets named there, as often as these let it, and waits."""
-    ended, held = threading.Event(), []
+def test_connections_of_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come before any peer, and say nothing."""
+    store, held, meet_peers = HashStore(), [], Rendezvous.meet_peers
 
-    def connect() -> None:
-        while not ended.wait(1e-3):
-            if not store.check([f"{prefix}/nonce"]):
-                continue
-            nonce = store.get(f"{prefix}/nonce").decode()
-            if len(nonce) != 2 * NONCE_BYTES:
-                continue
-            for rank in range(2):
-                key = f"{prefix}/nonce/{nonce}/{rank}"
-                if not store.check([key]):
-                    continue
-                # an abstract name, which is five characters behind a NUL
-                address = bytes.fromhex(store.get(key).decode())[-6:]
-                for _ in range(IDLE):
-                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                    connection.setblocking(False)
-                    try:
-                        connection.connect(address)
-                    except OSError:
-                        connection.close()
-                        break
-                    held.append(connection)
-
-    thread = threading.Thread(target=connect)
-    thread.start()
-    try:
-        yield held
-    finally:
-        ended.set()
-        thread.join()
-        for connection in held:
-            connection.close()
-
-
-def test_connections_of_strangers_hold_nobody_up() -> None:
-    store, prefix = HashStore(), "interlace/strangers/0"
+    def met(ends: Rendezvous, step: Callable[[Sequence[int]], None]) -> None:
+        for _ in range(IDLE):
+            held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            held[-1].connect(ends.address)
+        meet_peers(ends, step)
 
     def join(rank: int) -> list[bytes]:
-        group = HostGroup(StoreMeeting(store), rank, 2, timeout=20.0 * busy(), prefix=prefix)
+        meeting = StoreMeeting(store)
+        group = HostGroup(meeting, rank, 2, timeout=LONG, prefix="interlace/strangers/0")
         try:
             assert len(group.allocate(1 << 20, "an allocation")) == 2
             return group.exchange(b"%d" % rank, "the end")
         finally:
             group.close()
 
-    with strangers(store, prefix) as held:
-        assert [each.result() for each in both(join)] == [[b"0", b"1"]] * 2
-        assert held
+    monkeypatch.setattr(Rendezvous, "meet_peers", met)
+    assert [each.result() for each in both(join)] == [[b"0", b"1"]] * 2
+    assert len(held) == 2 * IDLE
+    for connection in held:
+        connection.close()
 
 
 def test_nobody_can_connect_once_all_have() -> None:
