@@ -125,7 +125,10 @@ class Communicator:
         if self._closed or self._out_of_step:
             raise self._over(call.op)
         try:
-            return call.compared(self.messages(call))
+            answers = self.messages(call)
+            if call.match is None and answers.count(call.message) == len(answers):
+                return [call.part] * len(answers)
+            return call.compared(answers)
         except (TypeError, ValueError, InterlaceError) as error:
             self._number(error, own=False)
             raise
