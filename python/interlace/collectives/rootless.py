@@ -42,6 +42,8 @@ def checked_all_reduce(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("all_reduce", terms))
+    if factor is None and algorithm == "auto" and data.is_contiguous():
+        return (lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call)
     start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
     return start, (tensor,), call
 

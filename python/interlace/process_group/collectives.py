@@ -35,6 +35,11 @@ _DEFAULT_ALLGATHER = c10d.AllgatherOptions()
 _DEFAULT_REDUCE_SCATTER = c10d.ReduceScatterOptions()
 _DEFAULT_ALL_TO_ALL = c10d.AllToAllOptions()
 
+# What a synchronous call returns: torch waits for it and drops it.
+_done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+_done.set_result([])
+COMPLETED: Work = c10d._create_work_from_future(_done)
+
 _ZERO = timedelta(0)
 
 
@@ -64,14 +69,12 @@ ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GP
 class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     """Methods that torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
-    The subclass sets ``interlace_communicator``, ``_place``, ``_completed`` and ``_group_name``.
-    ``_has_gpus``: whether tensors on GPUs are served there, by ``device_communicator``; ranks of one job
-    find the same.
+    The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
+    tensors on GPUs are served there, by ``device_communicator``; ranks of one job find the same.
     """
 
     device_communicator: Any
     _place: Place
-    _completed: Work  # what a synchronous call returns: torch waits for it and drops it
     _waits: Any  # the group of the processes of this host
     _group_name: str
     _has_gpus: bool
@@ -168,7 +171,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             work = function(self.interlace_communicator, *args)
         finally:
             self._waits.options = None
-        return self._completed if work is None else work
+        return COMPLETED if work is None else work
 
     def _run_elsewhere(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
@@ -178,7 +181,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         assert copies is not None
         if copies is ON_GPU:
             work = function(self.device_communicator, *args)
-            return self._completed if work is None else work
+            return COMPLETED if work is None else work
         if function in (point_to_point._isend, point_to_point._irecv):
             raise PlaceUnavailableError(
                 f"rank {self.rank()}: {name} needs a tensor on {self._place.device}, where group "

@@ -30,7 +30,6 @@ from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.place import Place
-from interlace.runtime.core.work import Work
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.start import connect
 
@@ -108,7 +107,6 @@ class InterlaceProcessGroup(Collectives):
             seconds = timeout.total_seconds()
             place = connect.connect_place(store, rank, size, timeout=seconds, name=name)
         self._place, self._waits = place, place.group
-        self._completed = Work("a synchronous call", place, None)
         self._store: Any = connect.signed(store)
         self._timeout = timeout
         self._group_name, self._group_description = name, "undefined"
