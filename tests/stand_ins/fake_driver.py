@@ -14,6 +14,7 @@ from interlace.runtime.places.cuda import driver, virtual_place
 from interlace.runtime.places.cuda import stream as cuda_stream
 from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
 from interlace.runtime.places.cuda.plans import Plans
+from interlace.runtime.record import recorder
 from stand_ins import fake_cuda
 from stand_ins.fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
 
@@ -135,3 +136,5 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     monkeypatch.setattr(PreparedLaunch, "again", running_again)
     monkeypatch.setattr(PreparedLaunch, "run", running)
     monkeypatch.setattr(Plans, "_repeat", repeating)
+    monkeypatch.setattr(recorder, "_INSIDE", (*recorder._INSIDE, "stand_ins"))
+    recorder._inside.cache_clear()  # no call site is here

@@ -118,15 +118,16 @@ class Agreement:
 
     def agree(self, call: Call) -> list[bytes]:
         """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
-        self.ops.begins(call.message)
-        if not self._boards:
-            return list(self._processes.exchanged(call.message, call.op))
         message = call.message
         known = self._known.get(message)
         if known is None:
+            self.ops.begins(message)
+            if not self._boards:
+                return list(self._processes.exchanged(message, call.op))
             answers = self._exchange(message, call.op, keep=True)
             self._learn(call, answers)
             return answers
+        self.ops.agreed = message
         if not known.settled:
             return self._asked_again(call, known)
         number = self._next(call.op, (known, call))
@@ -150,6 +151,7 @@ class Agreement:
             if self._row(number) == row:
                 self._waited = 0
                 return known.answers
+        self.ops.begins(call.message)
         answers = self._answers(number, call.message, known.digest, call.op)
         if answers == known.answers:
             return known.answers

@@ -1,9 +1,10 @@
 """The ops of a rank on a GPU in the record of its host's ranks, which outlives it: see ``runtime/record``.
 
-An op begins there when the host agrees on it, with its call site. It has ended when the device says so, by
-what it writes in any case: EPOCH in the header of the workspace in which the op's last part was enqueued,
-which the watchdog brings over while anything is under way. So ends are told up to 0.1 s late. Whom a wait
-was given up for is the device's word, too, from the status record of that header.
+An op begins there when the host asks the others about it, or, if it knows their answers, with the first
+part that it enqueues. It has ended when the device says so, by what it writes in any case: EPOCH in the
+header of the workspace in which the op's last part was enqueued, which the watchdog brings over while
+anything is under way. So ends are told up to 0.1 s late. Whom a wait was given up for is the device's
+word, too, from the status record of that header.
 
 From the first graph capture on a replay may count an EPOCH up that this host has not enqueued. No end of an
 op is told any more then, but of those that enqueue nothing.
@@ -26,24 +27,33 @@ class OpRecord:
         self._group = processes.group
         self._open: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
         self._last = self._enqueued = self._launched = 0  # numbers of entries
+        self.agreed: bytes | None = None
+        """An op that the host has agreed on without asking; it is about to begin."""
 
     def begins(self, op: bytes | str) -> None:
-        """The host is about to agree on ``op``; with those before it is through."""
+        """The host is about to ask about ``op``, or to enqueue it; with those before it is through."""
+        self.agreed = None
         self.launched()
         self._last = record.began(self._group, op)
 
     def enqueued(self, address: int, epoch: int | None) -> None:
         """A part of the op ends when the memory at ``address`` has come to ``epoch``, if that is known."""
+        self._begin()
         self._enqueued = self._last
         if epoch is not None and self._last:
             self._open.append((self._last, address, epoch))
 
     def launched(self) -> None:
         """The host has enqueued all of the op; if that is nothing, the op has ended."""
+        self._begin()
         if self._last != self._launched:
             if self._last != self._enqueued:
                 record.ended(self._group, self._last)
             self._launched = self._last
+
+    def _begin(self) -> None:
+        if self.agreed is not None:
+            self.begins(self.agreed)
 
     def reached(self, epochs: Mapping[int, int]) -> None:
         """How far the device has come, by address of the memory. Called by the watchdog alone."""
