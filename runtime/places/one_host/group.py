@@ -111,7 +111,7 @@ class HostGroup:
         try:
             self._join()
         except BaseException as error:
-            cause = meetings.reason(self._meeting, self.rank, error)
+            cause = meetings.reason(self._meeting, rank, self._rendezvous.pids, error)
             self.close()
             raise cause from (None if cause is error else error)
         self._joining, self._meeting = False, None

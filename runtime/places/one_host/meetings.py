@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
@@ -147,7 +147,7 @@ def connect(group: Any, meeting: MeetingPoint | None) -> rendezvous.Rendezvous:
             return ends
         found, ends.nonce = meeting.cards(group, own + ends.address)
     except BaseException as error:
-        cause = reason(meeting, group.rank, error)
+        cause = reason(meeting, group.rank, {}, error)
         if ends is not None:
             ends.close()
         raise cause from (None if cause is error else error)
@@ -167,12 +167,19 @@ def _card(raw: bytes) -> SocketCard:
     return int.from_bytes(pid, "little"), address
 
 
-def reason(meeting: MeetingPoint | None, rank: int, error: BaseException) -> BaseException:
-    """Why joining has failed: of a peer that has hung up, its reason. Others find it here."""
+def reason(
+    meeting: MeetingPoint | None, rank: int, pids: Mapping[int, int], error: BaseException
+) -> BaseException:
+    """Why joining has failed: of a peer that has hung up, its reason. Others find it here.
+
+    ``pids``: of the peers, by rank; ``error`` may count the ranks of a larger group.
+    """
     with contextlib.suppress(Exception):  # the store may be what has failed
         if meeting is not None:
-            if isinstance(error, PeerDiedError) and (text := meeting.told(error.rank)):
-                error = InterlaceError(text)
+            if isinstance(error, PeerDiedError):
+                lost = [peer for peer, pid in pids.items() if pid == error.pid]
+                if text := "".join(map(meeting.told, lost)):
+                    error = InterlaceError(text)
             text = str(error)
             if not isinstance(error, PeerDiedError) and " could not join: " not in text:
                 text = f"rank {rank} could not join: {type(error).__name__}: {text}"
@@ -285,10 +292,14 @@ def reunite(
         return None
 
     def compare() -> None:
-        """Raise if one that has come means others."""
+        """Raise if one that has come means others, once all that have come have seen that, too."""
         come = [rank for rank in left if roll.said(rank, ATTEMPT) >= attempt]
         if others := [rank for rank in come if roll.said(rank, WANTED) != number]:
             roll.say(RESULT, 2 * attempt)
+            patience = Patience(roll.rank, roll.timeout, lambda doing, waited_for: None)
+            with contextlib.suppress(InterlaceError):  # what each meant stays to be seen so long
+                while late := [rank for rank in silent() if rank in come]:
+                    patience.step(doing, late)
             mine = "all that live" if ranks is None else f"ranks {list(ranks)} in this order"
             raise ValueError(f"rank {roll.rank}: {doing}, {mine}: ranks {others} name others")
 
@@ -296,8 +307,9 @@ def reunite(
         nonlocal left
         if lost := gone():
             left = [rank for rank in left if rank not in lost]
+        late = [rank for rank in left if roll.said(rank, ATTEMPT) < attempt]
         compare()
-        return [rank for rank in left if roll.said(rank, ATTEMPT) < attempt]
+        return late
 
     def silent() -> list[int]:
         lost = gone()

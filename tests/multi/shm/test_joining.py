@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting
+from interlace.runtime.places.one_host.meetings import StoreMeeting, reason
 from interlace.runtime.places.one_host.rendezvous import Rendezvous, meet
 from interlace.runtime.places.one_host.segment import NONCE_BYTES
 from interlace.runtime.places.one_host.signed_store import SignedStore
@@ -308,6 +309,17 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
     expected = "there is no room for it"
     assert said == [f"rank 1 could not join: InterlaceError: {expected}", expected]
     assert time.monotonic() - started < LONG / 4
+
+
+def test_a_reason_is_that_of_the_process_whatever_its_rank_elsewhere() -> None:
+    """An error may count the ranks of a larger group; once another rank's reason was told instead."""
+    death, said = PeerDiedError(1, 77, "joining"), []
+    meeting: Any = SimpleNamespace(
+        told={0: "of rank 0", 1: "of rank 1"}.__getitem__, tell=said.append
+    )
+    assert str(reason(meeting, 2, {0: 77, 1: 78}, death)) == "of rank 0"
+    assert reason(meeting, 2, {0: 75, 1: 76}, death) is death
+    assert said == ["rank 2 could not join: InterlaceError: of rank 0", str(death)]
 
 
 @pytest.mark.parametrize("planted", ["00" * NONCE_BYTES, "garbage", ""])
