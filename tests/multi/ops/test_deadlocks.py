@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 import interlace
+from interlace.runtime.start.pool import default_pool
 from multi.ops import deadlock_ranks as ranks
 
-LONG = 3000.0
+LONG = 200.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_threads_of_other_tests() -> None:
+    """New processes: with a thread that is none of interlace's it is a warning."""
+    default_pool.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
