@@ -123,7 +123,7 @@ def monitored_barrier(
 
     ``timeout``: seconds or a timedelta, the group's by default; 0 always fails. ``wait_all_ranks``: name
     every missing rank rather than the first; a rank that died is named at once, and so is one of the same
-    host that cannot come, for it waits in another op for a rank that waits here, if nothing else is to be
+    host that cannot come, for it waits in another op for rank 0, if nothing else is to be
     done in their processes. Blocks. In ``sim``, which has no clock, a rank that never comes is a
     DeadlockError, which names it too.
 

@@ -22,7 +22,7 @@ import torch
 from interlace.arguments import checks
 from interlace.kernels import signal
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.errors import CollectiveTimeoutError
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Array, tensor_over
 from interlace.runtime.core.stream import Outcome
@@ -147,6 +147,8 @@ class SymmetricMemory:
         return self._view("signal pad", self._pads[rank], sizes, dtype, storage_offset)
 
     def _check_member(self, name: str, rank: int) -> None:
+        if self._communicator.closed:
+            raise InterlaceError(f"rank {self.rank}: {self!r} is of a group that was closed")
         with self._communicator.accepting():
             checks.check_member(name, rank, self._communicator)
 

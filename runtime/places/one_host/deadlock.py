@@ -13,9 +13,9 @@ wait has ended, of which it was in the midst when it had seen a's. So a's wait e
 c's, and so on to a's.
 
 That takes ranks in which one thread calls ops, which waits; other threads are of interlace and have nothing
-to do. OTHERS says that there are more: then all is a warning. BOUNDED says that the caller has bounded the
-wait and may go on after it: then nothing is said to those that wait for it. That of ``monitored_barrier``
-ends EARLY, alone, for it is there to say who does not come.
+to do. OTHERS says that there are more: then all is a warning. BOUNDED says that the process may go on: its
+caller has bounded the wait, or interlace's threads are at work. Then nothing is said to those that wait for
+it. The wait of ``monitored_barrier`` ends EARLY, alone, for it is there to say who does not come.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import enum
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -59,12 +60,14 @@ class Kind(enum.Enum):
 
 
 def alone() -> bool:
-    """Whether no other thread of this process can call an op."""
-    return all(
-        thread is threading.current_thread()
-        or (isinstance(thread, Helper) and not thread.at_work())
-        for thread in threading.enumerate()
-    )
+    """Whether no other thread of this process can call an op. Not all are of ``threading``."""
+    everyone = {thread.ident: thread for thread in threading.enumerate()}
+    others = (everyone.keys() | sys._current_frames().keys()) - {threading.get_ident()}
+    return all(isinstance(everyone.get(other), Helper) for other in others)
+
+
+def helpers_at_work() -> bool:
+    return any(isinstance(thread, Helper) and thread.at_work() for thread in threading.enumerate())
 
 
 def circle(control: Control, rank: int) -> Circle:
@@ -142,7 +145,7 @@ class LastingWait:
         if isinstance(threading.current_thread(), Helper):
             return
         word = self._number << _NUMBER | (0 if alone() else OTHERS)
-        word |= 0 if self._kind is Kind.OF_OP else BOUNDED
+        word |= BOUNDED if self._kind is not Kind.OF_OP or helpers_at_work() else 0
         for other in self.blame.everywhere():
             for rank, known in other.pids.items():
                 if known == pid:

@@ -81,23 +81,40 @@ def logged() -> Iterator[tuple[list[str], threading.Event]]:
         logging.getLogger("interlace").removeHandler(handler)
 
 
-def in_threads() -> list[str]:
+def in_threads(start: Callable[..., object]) -> list[str]:
     """Every rank sums in two groups, in the order of ``two_orders``; the second op is another thread's,
     which waits for the warning, or the end, of the first."""
     groups = [interlace.new_group(), interlace.new_group()][:: 1 if interlace.get_rank() else -1]
     sums = [torch.ones(FEW), torch.ones(FEW)]
+    done = threading.Event()
     with logged() as (texts, anything):
 
         def second() -> None:
             assert anything.wait(600)
             interlace.all_reduce(sums[1], group=groups[1])
+            done.set()
 
-        thread = threading.Thread(target=second)
-        thread.start()
+        start(second, ())
         interlace.all_reduce(sums[0], group=groups[0])
         anything.set()
-        thread.join()
+        assert done.wait(600)
     assert [float(each.sum()) for each in sums] == [2.0 * FEW] * 2
+    return texts
+
+
+def start_thread(function: Callable[[], None], arguments: tuple[()]) -> None:
+    threading.Thread(target=function).start()
+
+
+def exchanges() -> list[str]:
+    """What is logged while ranks send each other what takes long to copy."""
+    mine, other = torch.ones(8 << 20), torch.empty(8 << 20)
+    peer = 1 - interlace.get_rank()
+    with logged() as (texts, _):
+        for _ in range(4):
+            work: Any = interlace.isend(mine, peer)
+            interlace.recv(other, peer)
+            work.wait()
     return texts
 
 

@@ -3,6 +3,8 @@
 No timeout of these runs is ever reached: what is raised was seen.
 """
 
+import _thread
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,10 @@ def test_in_a_group_of_several_hosts(tmp_path: Path) -> None:
         assert "rank 2 of group" in error and "rank 3 of group" in error, errors
 
 
-def test_where_other_threads_may_go_on_it_is_a_warning() -> None:
-    logged = interlace.run(ranks.in_threads, 2, place="shm", timeout=LONG)
+@pytest.mark.parametrize("start", [ranks.start_thread, _thread.start_new_thread])
+def test_where_other_threads_may_go_on_it_is_a_warning(start: Callable[..., object]) -> None:
+    """Those that ``threading`` does not know, too."""
+    logged = interlace.run(ranks.in_threads, 2, start, place="shm", timeout=LONG)
     assert any(logged)
     for text in (text for each in logged for text in each):
         assert "rank 0 of group" in text and "rank 1 of group" in text
@@ -58,6 +62,7 @@ def test_ranks_that_receive_before_they_send() -> None:
 
 def test_messages_under_way_are_no_deadlock() -> None:
     assert interlace.run(ranks.under_way, 2, place="shm", timeout=LONG) == [4, 4]
+    assert interlace.run(ranks.exchanges, 2, place="shm", timeout=LONG) == [[], []]
 
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])

@@ -140,7 +140,7 @@ def after_the_end() -> list[str]:
     """What a group that was shrunk says, its work and its symmetric memory."""
     old = interlace.new_group()
     memory = interlace.symmetric_memory.empty(4)
-    interlace.symmetric_memory.rendezvous(memory, old)
+    handle = interlace.symmetric_memory.rendezvous(memory, old)
     work = interlace.all_reduce(torch.ones(4), group=old, async_op=True)
     work.wait()
     new = interlace.shrink(old)
@@ -149,6 +149,7 @@ def after_the_end() -> list[str]:
         lambda: interlace.all_reduce(torch.ones(4), group=old),
         lambda: interlace.shrink(old),
         lambda: interlace.rebuild(new, [0, 9]),
+        lambda: handle.get_buffer(0, (4,), torch.float32),
     ):
         try:
             call()

@@ -140,6 +140,7 @@ def test_a_group_is_over_when_it_was_shrunk() -> None:
         assert said[1] == f"InterlaceError: rank {rank}: all_reduce on a group that was closed"
         assert said[2] == f"InterlaceError: rank {rank}: the group is closed"
         assert "ranks must be distinct, within 0..1, got [0, 9]" in said[3]
+        assert "<SymmetricMemory of group" in said[4] and "is of a group that was closed" in said[4]
 
 
 def test_who_does_not_come_is_named() -> None:

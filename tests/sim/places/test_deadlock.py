@@ -167,7 +167,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> Any
     exec(compile(source.replace(old, new) if old else source, "deadlock", "exec"), vars(module))
     clock = iter(range(1 << 40))
     vars(module).update(
-        alone=lambda: True, time=types.SimpleNamespace(monotonic=lambda: float(next(clock)))
+        alone=lambda: True,
+        helpers_at_work=lambda: False,
+        time=types.SimpleNamespace(monotonic=lambda: float(next(clock))),
     )
     return module
 
