@@ -55,7 +55,12 @@ def members(name: str, count: int, timeout: float, **place: Any) -> list[Communi
         joined = connect_place(store, rank, count, timeout=timeout, name=name, **own)
         return Communicator(joined, range(count))
 
-    return run(range(count), join)
+    groups = run(range(count), join)
+    for (
+        group
+    ) in groups:  # what it has said while joining would count as long as anything said later
+        group.place.group.control.own_view[control._WAITS // 8] = 0
+    return groups
 
 
 def close(groups: Sequence[Communicator]) -> None:
@@ -210,8 +215,6 @@ def test_who_waits_for_another_is_not_to_blame(
     Whichever of them gives up ends the wait of the one that ``waits_on``.
     """
     groups = members("chain", 3, 1.0 * busy(), **place)
-    for group in groups:  # what it has said while joining counts as long as anything here
-        group.place.group.control.own_view[control._WAITS // 8] = 0
     if waits_on is not None:
         groups[waits_on].place.set_timeout(LONG)
     ended = threading.Barrier(3)
