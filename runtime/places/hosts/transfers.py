@@ -11,13 +11,15 @@ from any source is served by whoever announced first, on whichever host::
     sender     the future of its send is done     or fails, if the message does not fit the receive
 
 No caller of ``send`` or ``recv`` waits. Packets and bytes go through one thread, which never waits for
-long: a packet's receiver always listens, and the bytes of an announced message are on their way.
+long: a packet's receiver always listens, and the bytes of an announced message are on their way. What
+follows on the end of a message may wait for others: it runs in a thread of its own.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -34,7 +36,7 @@ from interlace.runtime.places.hosts import packets
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.packets import Packet
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.places.one_host.worker import Helper, OrderedWorker
 from interlace.runtime.record import dump as record
 
 _SLOTS = 1 << 20  # payloads under way between two ranks that may be told apart
@@ -56,10 +58,22 @@ class _Transfer(Future[Outcome]):
         super().__init__()
         other = mail.rank if peer is None else peer  # as in ``shm/mail.py``
         number = record.began(mail.group, call.message, other, tag)
-        self.add_done_callback(lambda _: record.ended(mail.group, number))
+        super().add_done_callback(lambda _: record.ended(mail.group, number))
         self.waited = False
         self._mail, self.peers = mail, () if peer is None else (peer,)
         self.started, self.bound = time.monotonic(), mail.bound()
+
+    def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
+        """``fn`` may wait for other messages, so a thread that moves some hands it to one of its own."""
+        mail = self._mail
+
+        def ended(end: Future[Outcome]) -> None:
+            if isinstance(threading.current_thread(), Helper):
+                mail.follow(lambda: fn(end))
+            else:
+                fn(end)
+
+        super().add_done_callback(ended)
 
     def late(self, now: float) -> bool:
         return now - self.started > self.bound
@@ -110,6 +124,7 @@ class HostTransfers:
         self._announced: list[_Announced] = []
         self._posted: list[_Posted] = []
         self._sending: dict[tuple[int, int], _SendingToHost] = {}
+        self._following = weakref.WeakSet[Helper]()
         self.awaited: int | None = None
         """For whom the caller waits."""
 
@@ -219,6 +234,13 @@ class HostTransfers:
         else:
             self._links.receive_payload(target, source, number % _SLOTS)
 
+    def follow(self, function: Callable[[], object]) -> None:
+        """Run ``function``, which follows on the end of a message, in a thread of its own."""
+        thread = Helper("interlace message's end", function, at_work=lambda: True)
+        with self._lock:
+            self._following.add(thread)
+        thread.start()
+
     def pending(self) -> bool:
         """Whether a message is under way."""
         return bool(self._posted or self._sending)
@@ -263,6 +285,10 @@ class HostTransfers:
     def close(self) -> None:
         self.fail(AbortedError(f"rank {self.rank} has closed the group"))
         self._worker.close(1.0)
+        with self._lock:
+            following = set(self._following) - {threading.current_thread()}
+        for thread in following:
+            thread.join(1.0)
         self._local_engine = None  # which holds the place
 
 

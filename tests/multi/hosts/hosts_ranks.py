@@ -148,6 +148,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     from interlace.runtime.core.communicator import Communicator
     from interlace.runtime.places.hosts import host_map
     from interlace.runtime.start.connect import connect_place
+    from multi.hosts import failing_scenarios
     from multi.hosts import hosts_scenarios as scenarios
 
     torch.set_num_threads(1)
@@ -196,7 +197,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
         with told(report, f"{scenario.__name__}/three hosts"):
             report[f"{scenario.__name__}/three hosts"] = scenario(third)
     third.close()
-    for failing in scenarios.FAILING:
+    for failing in failing_scenarios.FAILING:
         if rank in failing.ranks:
             group = join(failing.__name__, failing.ranks)
             group.place.set_timeout(failing.timeout)
@@ -205,7 +206,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
             group.close()
     report["end"] = True
     # the store's server must outlive its clients
-    survivors = [r for r in everyone if r not in scenarios.KILLED]
+    survivors = [r for r in everyone if r not in failing_scenarios.KILLED]
     store.add("ended", 1)
     while rank == 0 and store.add("ended", 0) < len(survivors):
         time.sleep(0.01)

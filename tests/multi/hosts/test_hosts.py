@@ -31,6 +31,7 @@ from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.start.connect import connect_place
+from multi.hosts import failing_scenarios
 from multi.hosts import hosts_scenarios as scenarios
 from multi.hosts.hosts_ranks import HOSTS
 
@@ -63,7 +64,7 @@ def outcome() -> Any:
 @pytest.fixture
 def reports(outcome: Any) -> Any:
     """By rank, what it reported by scenario. All have come to their end, or were meant to be killed."""
-    killed = [-signal.SIGKILL if rank in scenarios.KILLED else 0 for rank in RANKS]
+    killed = [-signal.SIGKILL if rank in failing_scenarios.KILLED else 0 for rank in RANKS]
     assert outcome["codes"] == killed, outcome["errors"]
     return outcome["reports"]
 
@@ -97,6 +98,7 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "asynchronous",
         "sending",
         "receiving_from_anybody",
+        "answering",
     ],
 )
 def test_five_ranks(reports: Any, scenario: str) -> None:
@@ -169,7 +171,7 @@ def test_a_rank_that_left_is_named(reports: Any) -> None:
 @pytest.mark.parametrize(("scenario", "dead"), [("dying", 4), ("dying_while_others_receive", 3)])
 def test_a_dead_rank_on_another_host_is_named(reports: Any, scenario: str, dead: int) -> None:
     for rank in RANKS:
-        if rank not in scenarios.KILLED or rank < dead:
+        if rank not in failing_scenarios.KILLED or rank < dead:
             text = same_twice(reports[rank][scenario])
             assert f"rank {dead} (pid " in text and "died" in text
 
