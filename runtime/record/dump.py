@@ -2,12 +2,14 @@
 
 A file is the pickle that torch's analyser reads, with the records of a rank in all groups behind it, which
 ``python -m interlace inspect`` reads without the pickle. Each rank writes its own, and those of ranks that
-it blames, which may not come to it. Nothing here raises, and nothing waits.
+it blames, which may not come to it, of all groups that it has with them. Nothing here raises, and nothing
+waits, but a second for another rank that writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -17,11 +19,12 @@ import signal
 import stat
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from interlace.runtime.record.reader import PastOp, RankRecord, foot, read_rank
+from interlace.runtime.record.reader import PastOp, RankRecord, foot, read_file, read_rank
 
 MOST_FILES = 256  # in the folder that nobody has chosen
 VARIABLE = "INTERLACE_RECORD"
@@ -72,14 +75,16 @@ def recorded(group: Any, op: bytes | str) -> Iterator[None]:
     ended(group, number)
 
 
-def dump_all(why: str, level: int = logging.WARNING) -> None:
-    """Write this process's records, and log why and where."""
-    found: dict[tuple[str, int], list[RankRecord]] = {}
+def dump_all(why: str, level: int = logging.WARNING, pids: Container[int] = ()) -> None:
+    """Write this process's records, and what it has of processes ``pids``; log why and where."""
+    found: dict[tuple[str, int], dict[str, RankRecord]] = {}
     for group in list(_groups):
-        if record := record_of(group, group.rank):
-            found.setdefault((_tag(group), record.name), []).append(record)
+        for rank, pid in list(group.pids.items()):
+            wanted = rank == group.rank or pid in pids
+            if wanted and (record := record_of(group, rank)):
+                found.setdefault((_tag(group), record.name), {})[record.group] = record
     for (tag, _), records in sorted(found.items(), key=lambda each: each[0]):
-        _write(records, tag, why, level)
+        _write([*records.values()], tag, why, level)
 
 
 def _tag(group: Any) -> str:
@@ -94,10 +99,7 @@ def dump(group: Any, why: str, blamed: Iterable[int] = (), level: int = logging.
     if group.dumped or group.control is None:
         return
     group.dumped = True
-    dump_all(why, level)
-    for rank in blamed:
-        if rank != group.rank and (record := record_of(group, rank)) is not None:
-            _write([record], _tag(group), "it may not do so itself", logging.DEBUG)
+    dump_all(why, level, {group.pids[rank] for rank in blamed})
 
 
 def record_of(group: Any, rank: int) -> RankRecord | None:
@@ -118,15 +120,42 @@ def _write(records: Sequence[RankRecord], tag: str, why: str, level: int) -> Non
         path = os.path.join(chosen, f"{tag}_rank_{records[0].name}")
         part = f"{path}.{os.getpid()}.{threading.get_ident()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(part, flags, 0o600), "wb") as file:
-            file.write(pickle.dumps(as_torch(records), protocol=4) + foot(list(records)))
-        os.replace(part, path)
+        with _alone_in(chosen):
+            if records[0].pid != os.getpid():
+                why, level = "it may not do so itself", logging.DEBUG
+                records = _with_others(records, path)
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                file.write(pickle.dumps(as_torch(records), protocol=4) + foot(list(records)))
+            os.replace(part, path)
         _log.log(level, "rank %d: %s; its last ops are in %s", records[0].name, why, path)
         if not folder:
             _prune(chosen)
     except Exception as error:  # a record is not worth another failure
         with contextlib.suppress(Exception):
             _log.warning("the record of rank %d cannot be written: %s", records[0].name, error)
+
+
+def _with_others(records: Sequence[RankRecord], path: str) -> Sequence[RankRecord]:
+    """``records``, and those that are in the file already, of groups in which this process is not."""
+    known = {record.group for record in records}
+    with contextlib.suppress(Exception):
+        return [*records, *(each for each in read_file(path) if each.group not in known)]
+    return records
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """While nobody else writes in ``folder``, unless one takes long: it may be stopped."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _make(folder: str, *, private: bool) -> None:

@@ -49,7 +49,7 @@ class ThreadHost:
     def __init__(self, turns: Turns, rank: int, world_size: int, key: Any = "world") -> None:
         self.rank, self.world_size = rank, world_size
         self.group = self
-        self.names, self.pids = range(world_size), [os.getpid()] * world_size
+        self.names, self.pids = range(world_size), dict.fromkeys(range(world_size), os.getpid())
         self.prefix = self.tag = str(key)
         self.control: Control | None = None
         self.turns, self._key = turns, key

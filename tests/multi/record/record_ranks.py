@@ -66,6 +66,19 @@ def killed(folder: str, ops: int) -> None:
     interlace.all_reduce(vector)  # the call site
 
 
+def killed_elsewhere(folder: str) -> None:
+    """Rank 1 ends ops of three groups, in two of them with one other rank; then it is killed."""
+    os.environ[dump.VARIABLE] = folder
+    vector = torch.ones(4)
+    groups = [interlace.new_group(members) for members in ([0, 1], [1, 2], [0, 1, 2])]
+    for group in groups:
+        if not isinstance(group, int):  # a member
+            interlace.all_reduce(vector, group=group)
+    if interlace.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    interlace.all_reduce(vector)
+
+
 def other_op(folder: str) -> str:
     """Rank 1 calls another op than the others."""
     os.environ[dump.VARIABLE] = folder

@@ -198,6 +198,31 @@ def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -
     assert lines[3].split()[0] == "rank" and lines[4].split()[0] == "1", "the culprit is first"
 
 
+def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
+    """Though no other rank is in all of them, and those who blame it write that file at one time."""
+    with pytest.raises(InterlaceError, match="SIGKILL"):
+        on_ranks(ranks.killed_elsewhere, 3, str(tmp_path))
+    files = [tmp_path / name for name in names_of(tmp_path, 3)]
+    wait_for(*files)
+    end = time.monotonic() + LONG
+    while len(found := read_file(str(files[1]))) < 4 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert sorted(record.ranks for record in found) == [(0, 1), (0, 1, 2), (0, 1, 2), (1, 2)]
+    assert {record.name for record in found} == {1}
+    assert all(record.collectives[-1].ended for record in found)
+    assert analysed(tmp_path).count("missing ranks: {1}") == 1
+    assert not [line for line in shown(tmp_path) if "unknown" in line]
+    assert sum("have not come" in line for line in shown(tmp_path)) == 1
+
+
+def test_a_rank_without_a_file_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(reader.foot([a_record()]))
+    lines = shown(tmp_path / "file")
+    assert lines[1] == "  unknown: rank 1"
+    assert [line.split()[0] for line in lines[2:]] == ["rank", "0", "1"]
+    assert lines[4].endswith("no record here")
+
+
 def names_of(folder: Path, count: int) -> list[str]:
     wait = time.monotonic() + LONG
     while not (found := [path.name for path in folder.glob("*_rank_*") if "." not in path.name]):
@@ -426,10 +451,15 @@ def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
-    """Their groups have one name; what is no record lies beside them."""
+    """Their groups have one name; what is no record lies beside them, some of it with such a name."""
     for job in ("1", "2"):
         (tmp_path / f"{job}_rank_0").write_bytes(reader.foot([a_record()]))
     (tmp_path / "notes.txt").write_text("no record")
+    (tmp_path / "9_rank_8").mkdir()
+    (tmp_path / "9_rank_9").write_text("no record")
+    left_out = shown(tmp_path)[:2]
+    assert left_out[0].startswith("left out 9_rank_8: ")
+    assert left_out[1].startswith("left out 9_rank_9: ")
     assert [line for line in shown(tmp_path) if line.startswith("group")] == [
         f"group {a_record().group} of job {job}, {len(a_record().ranks)} ranks"
         for job in ("1", "2")

@@ -51,7 +51,7 @@ def inspect(console: Any, options: InspectOptions) -> int:
     """Print a table of each group, culprits first; returns 0."""
     groups: dict[tuple[str, str], Found] = defaultdict(dict)
     for target in options.target:
-        for job, record in _records(target):
+        for job, record in _records(console, target):
             found, base = groups[job, record.group], _base(record)
             found.update({base + rank: found.get(base + rank) for rank in range(len(record.ranks))})
             found[base + record.rank] = record
@@ -61,8 +61,11 @@ def inspect(console: Any, options: InspectOptions) -> int:
     return 0
 
 
-def _records(target: str) -> Iterator[tuple[str, RankRecord]]:
-    """The records in ``target``, each with the job that the name of its file begins with."""
+def _records(console: Any, target: str) -> Iterator[tuple[str, RankRecord]]:
+    """The records in ``target``, each with the job that the name of its file begins with.
+
+    What else a folder has under such a name is left out, and said to be.
+    """
     path = Path(target)
     if target.isdigit() and not path.exists():
         yield from (("", record) for record in _of_processes(int(target)))
@@ -74,7 +77,14 @@ def _records(target: str) -> Iterator[tuple[str, RankRecord]]:
             raise ValueError(f"no file in {target} is called JOB_rank_RANK, as records are")
     for file in files:
         named = JOB_AND_RANK.fullmatch(file.name)
-        yield from ((named[1] if named else "", record) for record in read_file(str(file)))
+        try:
+            found = read_file(str(file))
+        except (InterlaceError, OSError) as error:
+            if file == path:
+                raise
+            write(console, _clean(f"left out {file.name}: {error}"), "red")
+            continue
+        yield from ((named[1] if named else "", record) for record in found)
 
 
 def _base(record: RankRecord) -> int:
@@ -154,47 +164,49 @@ def _show(console: Any, name: str, found: Found) -> None:
         rank: max([op.number for op in r.collectives], default=0) for rank, r in found.items() if r
     }
     latest = max(come.values(), default=0)
-    missing = sorted({*found} - {rank for rank, number in come.items() if number == latest})
+    missing = sorted(rank for rank, number in come.items() if number < latest)
+    unknown = sorted({*found} - {*come})
     write(console, f"group {_clean(name)}, {len(found)} ranks")
     if late:
         write(console, f"  waited for: {_names(found, late)}", "red")
-    if missing and latest:
+    if missing:
         write(console, f"  have not come to op {latest}: {_names(found, missing)}")
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for rank in sorted(found, key=lambda rank: (rank not in late, come.get(rank, 0), rank)):
-        rows.append(_row(rank, found, waiting.get(rank)))
-    for row in rows:
+    if unknown:
+        write(console, f"  unknown: {_names(found, unknown)}")
+    order = sorted(found, key=lambda rank: (rank not in late, come.get(rank, latest + 1), rank))
+    for row in [_HEAD, *(_row(rank, found, waiting.get(rank)) for rank in order)]:
         cells = [cell.ljust(width) for cell, width in zip(row, _WIDTHS, strict=False)]
         write(console, ("  " + " ".join([*cells, row[-1]])).rstrip())
 
 
 def _names(found: Found, ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {_name(found, rank)}" for rank in ranks)
+    return ", ".join(f"rank {_who(found, rank)[0]}" for rank in ranks)
 
 
-def _name(found: Found, rank: int) -> int:
+def _who(found: Found, rank: int) -> tuple[int, int]:
+    """The rank of the job, and its process, as any record of its host says."""
     for record in found.values():
-        if record is not None and 0 <= rank - _base(record) < len(record.ranks):
-            return int(record.ranks[rank - _base(record)])
-    return rank
+        if record is not None and 0 <= (place := rank - _base(record)) < len(record.ranks):
+            return int(record.ranks[place]), int(record.pids[place])
+    return rank, 0
 
 
 def _row(rank: int, found: Found, waits: int | None) -> tuple[str, ...]:
-    name, record = str(_name(found, rank)), found[rank]
+    record, (name, pid) = found[rank], map(str, _who(found, rank))
+    process = _process(pid)
     if record is None:
-        return name, "?", "gone", "no record", "", "", ""
-    op, pid = _last(record), str(record.pid)
-    process = _process(record.pid)
+        return name, pid, process, "no record here", "", "", ""
+    op = _last(record)
     if op is None:
         return name, pid, process, "has called nothing", "", "", ""
     seconds = (record.now - (op.ended or op.began)) / 1e9
     when = f"ended {seconds:.1f} s ago" if op.ended else f"since {seconds:.1f} s"
     place = "" if op.site is None else f"{_clean(op.site[1])}:{op.site[2]} {_clean(op.site[0])}"
-    waited = "" if waits is None else f"rank {_name(found, waits + _base(record))}"
+    waited = "" if waits is None else f"rank {_who(found, waits + _base(record))[0]}"
     return name, pid, process, f"{op.number} {_clean(str(op))}"[: _WIDTHS[3]], when, waited, place
 
 
-def _process(pid: int) -> str:
+def _process(pid: str) -> str:
     """What process ``pid`` does, as the kernel says."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
