@@ -34,8 +34,9 @@ class Told:
         group, key, part = packet.content
         with self.changed:
             values = self.groups.setdefault(group, {})
-            _, before = values.get(key, (0, b""))
-            values[key] = packet.number, before + part
+            whole, before = values.get(key, (0, b""))
+            begun = before if len(before) < whole else b""  # else the key is set again
+            values[key] = packet.number, begun + part
             self.changed.notify_all()
 
 

@@ -41,6 +41,8 @@ def test_what_one_sets_the_others_get(size: int) -> None:
     one.set("key", bytes(range(256)) * size)
     other.set("another", "text")
     assert other.get("key") == one.get("key") == bytes(range(256)) * size
+    one.set("key", "anew")
+    assert other.get("key") == one.get("key") == b"anew"
     assert one.check(["key", "another"]) and not one.check(["key", "none"])
     assert not told[1].groups
     [elsewhere] = stores([told[0]], [0], "another group")
