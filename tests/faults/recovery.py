@@ -101,8 +101,8 @@ def leaving_nothing(place: str, plan: Plan) -> Iterator[Trial]:
 
 def rows() -> list[Row]:
     return [
-        Row("going on without the killed", "shm", partial(going_on, (4, 2, 8), 1), 50, 5),
-        Row("going on without the killed", "hosts", partial(going_on, (4, 2), 2), 50, 4),
+        Row("going on without the killed", "shm", partial(going_on, (4, 2, 8), 1), 50, 4),
+        Row("going on without the killed", "hosts", partial(going_on, (4, 2), 2), 50, 3),
         Row("nothing is left of a group", "shm", partial(leaving_nothing, "shm"), 1000, 100),
         Row("nothing is left of a group", "hosts", partial(leaving_nothing, "hosts"), 50, 10),
     ]

@@ -98,6 +98,6 @@ def soaked(place: str, plan: Plan) -> Iterator[Trial]:
 
 def rows() -> list[Row]:
     return [
-        Row("soak of random ops", place, partial(soaked, place), share=0.5, few_seconds=2.0)
+        Row("soak of random ops", place, partial(soaked, place), share=0.5, few_seconds=1.0)
         for place in ("shm", "hosts")
     ]
