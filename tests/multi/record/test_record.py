@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from interlace.runtime.record import dump, reader, recorder
 from interlace.runtime.record.reader import PastOp, RankRecord, read_file, read_rank
 from interlace.runtime.record.recorder import ENTRIES, REGION_BYTES, FlightRecorder
 from interlace.runtime.start.connect import connect_place
+from interlace.runtime.start.pool import default_pool
 from multi.record import record_ranks as ranks
 
 LINES = Path(ranks.__file__).read_text().splitlines()
@@ -38,6 +39,18 @@ WHO = "a group", 0, (0, 1), (11, 12), ()
 LONG = 120.0
 
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_processes() -> None:
+    """Groups that have failed stay until their errors are collected, and are in what is written then."""
+    default_pool.close()
+
+
+@pytest.fixture
+def new_processes_afterwards() -> Iterator[None]:
+    yield
+    default_pool.close()
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -177,6 +190,7 @@ def test_an_op_that_comes_again_is_not_learned_again() -> None:
 # -- who reads it ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("new_processes_afterwards")
 def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
     with pytest.raises(InterlaceError, match="SIGKILL"):
         on_ranks(ranks.killed, 3, str(tmp_path), 300)
@@ -198,6 +212,7 @@ def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -
     assert lines[3].split()[0] == "rank" and lines[4].split()[0] == "1", "the culprit is first"
 
 
+@pytest.mark.usefixtures("new_processes_afterwards")
 def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
     """Though no other rank is in all of them, and those who blame it write that file at one time."""
     with pytest.raises(InterlaceError, match="SIGKILL"):
