@@ -85,10 +85,14 @@ def _loaded(path: str, kernel: str) -> ModuleType:
 
 
 def use_cache_of(path: str) -> None:
-    """Keep files apart: Triton's cache would give a kernel of equal text the lines of another file."""
+    """Keep files, and copies of this package, apart: Triton's cache goes by text, not by place.
+
+    It would give a kernel the lines of another file, which may be gone.
+    """
     root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
-    name = hashlib.blake2b(os.path.realpath(path).encode(), digest_size=8).hexdigest()
-    knobs.cache.dir = os.path.join(root, f"interlace-{name}") if path else root
+    place = os.path.realpath(path or __file__)
+    name = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+    knobs.cache.dir = os.path.join(root, f"interlace-{name}")
 
 
 def compile_kernel(request: Compilation) -> Any:

@@ -6,8 +6,12 @@ The entries compile once per session, in worker processes; Triton's cache keeps 
 import importlib
 import io
 import json
+import os
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -22,7 +26,7 @@ from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
 from support import mended
-from tiers import few
+from tiers import few, thorough
 
 HERE = pathlib.Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -141,6 +145,32 @@ def test_a_disassembly_is_made_once(
     asked = [(b"one", "a"), (b"one", "b"), (b"two", "c"), (b"one", "d")]
     made = [worker._disassembly(*each) for each in asked]
     assert made == ["SASS of a", "SASS of a", "SASS of c", "SASS of a"] and calls == ["a", "c"]
+
+
+@thorough
+def test_what_another_copy_compiled_is_not_taken(tmp_path: pathlib.Path) -> None:
+    """Its lines are those of files that may be gone, and the functions in them would have no names."""
+    code = (
+        "from interlace.runtime.compiler import build, catalogue\n"
+        "entries = [each for each in catalogue.entries(80) if each.name == 'handle_barrier']\n"
+        "print(*(loop.where for loop in build.build(entries)[0].loops), sep='\\n')"
+    )
+    package = KERNELS.parent / "python/interlace"
+    copy = tmp_path / "copy/interlace"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    found = []
+    for place in (copy, package):
+        settings = {"PYTHONPATH": str(place.parent), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(done.stdout.splitlines())
+        shutil.rmtree(copy, ignore_errors=True)
+    assert found[0] == found[1] and found[0][1].endswith(" in handle_barrier_kernel")
 
 
 @pytest.mark.parametrize("arch", ARCHES)

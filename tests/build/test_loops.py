@@ -232,8 +232,7 @@ def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) ->
         reports = build([*shipped, *mutants])
     in_flight = []
     for report in reports:
-        # By the file: the compiler's cache may name one that is gone, and then there is no function. Loads
-        # of whole blocks have 16 bytes each; at the edge they have an element.
+        # Loads of whole blocks have 16 bytes each; at the edge they have an element.
         sums = [loop for loop in report.loops if loop.where.startswith("reduction.py")]
         whole = [loop for loop in sums if loop.loaded_bytes == 16 * loop.loads_in_flight > 0]
         in_flight.append(min(loop.loads_in_flight for loop in whole))
