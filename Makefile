@@ -21,15 +21,17 @@ VENV := .venv$(if $(filter $(PINNED),$(TORCH)),,-$(TORCH))
 PY := $(VENV)/bin/python
 EXTRAS_test := [test,plot]
 EXTRAS_docs := [docs]
+EXTRAS_dist := [dist]
 # An empty value lets Python write bytecode, whatever the environment says: workers share it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SITE ?= build/site
+DIST ?= dist
 MINUTES ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all matrix corner conformance faults verify verify-fast lint format docs bench clean
+.PHONY: help demo test test-all matrix corner conformance faults verify verify-fast lint format docs dist bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +44,7 @@ demo: $(VENV)/demo  ## run the demonstration; needs no GPU
 test: $(VENV)/test  ## run the tests; those that need a GPU are skipped without one
 	$(PYTEST)
 
-test-all: test $(VENV)/docs  ## and those that take long for what they find
+test-all: test $(VENV)/docs $(VENV)/dist  ## and those that take long for what they find
 	$(PYTEST) -m thorough
 
 matrix:  ## the core of the tests with one torch after another; minutes each, and 6 GB; writes a table
@@ -76,6 +78,11 @@ format: $(VENV)/test  ## apply ruff's fixes and formatting
 docs: $(VENV)/docs  ## build the documentation site into build/site; needs no network
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
 
+dist: $(VENV)/dist  ## sdist and wheel as an index would take them, into dist/; needs no network
+	rm -rf $(DIST)
+	$(PY) -m build --no-isolation --outdir $(DIST)
+	$(PY) -m twine check --strict $(DIST)/*
+
 bench: $(VENV)/test  ## run the benchmarks
 	$(PY) benchmarks/run.py
 
@@ -84,7 +91,7 @@ clean:  ## remove .venv and everything that tools leave behind
 	find kernels runtime python tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so an install that failed is tried again.
-$(VENV)/demo $(VENV)/test $(VENV)/docs: $(VENV)/%: pyproject.toml constraints/torch-$(TORCH).txt
+$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/dist: $(VENV)/%: pyproject.toml constraints/torch-$(TORCH).txt
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
 		echo "interlace needs Python 3.10 to 3.14. '$(PYTHON)' says:" \
 			"$$("$(PYTHON)" --version 2>&1 | head -n 1)" >&2; \

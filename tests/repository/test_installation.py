@@ -1,7 +1,9 @@
 """The sdist makes a whole wheel, and installs and works in a new environment, away from the repository."""
 
+import ast
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import zipfile
 
 import pytest
 
+import interlace
 from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -52,7 +55,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """From the repository to an sdist, which is unpacked."""
     folder = tmp_path_factory.mktemp("distributions")
     shutil.copytree(ROOT, folder / "repository", symlinks=True, ignore=LEFT_OUT)
-    shutil.copytree(ROOT / ".ci", folder / "repository/.ci")
+    for hidden in (".ci", ".github"):
+        shutil.copytree(ROOT / hidden, folder / "repository" / hidden)
     sdist = backend("build_sdist", source=folder / "repository", out=folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
@@ -60,6 +64,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     for file in (
         "Makefile",
         ".ci/run",
+        "setup.py",
         "docs/layers.md",
         "examples/tiny_gpt.py",
         "tests/support.py",
@@ -75,6 +80,7 @@ def test_the_wheel_has_every_file_and_no_other(
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    head, _, description = metadata.partition("\n\n")
     sources = set()
     for inside, home in HOMES.items():
         for file in (ROOT / home).rglob("*.py"):
@@ -93,6 +99,36 @@ def test_the_wheel_has_every_file_and_no_other(
         "triton>=3.6",
     ):  # and no upper bound: pip would replace a newer torch
         assert f"Requires-Dist: {line}\n" in metadata
+    home = re.search(r"^Project-URL: Homepage, (.*)$", head, re.MULTILINE)
+    assert home is not None
+    links = re.findall(r"\]\((.*?)\)", description)
+    assert f"{home[1]}/blob/main/docs/start.md" in links
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_the_version_and_the_pythons_are_the_same_everywhere() -> None:
+    project, workflow = (
+        (ROOT / file).read_text() for file in ("pyproject.toml", ".github/workflows/tests.yml")
+    )
+    version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert version is not None and version[1] == interlace.__version__
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    matrix = re.search(r"^ +python: (\[.*\])$", workflow, re.MULTILINE)
+    assert matrix is not None and ast.literal_eval(matrix[1]) == pythons
+    assert f"Python {pythons[0]} to {pythons[-1]}" in (ROOT / "Makefile").read_text()
+    home = "https://github.com/interlace-project/interlace"
+    for file in ("pyproject.toml", "setup.py", "CITATION.cff", "SECURITY.md"):
+        assert home in (ROOT / file).read_text(), file
+
+
+@thorough
+def test_an_index_would_take_it(source: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    here = ("-o", ".venv/dist", f"PY={sys.executable}", f"DIST={tmp_path}/dist")  # and no .venv
+    said = call(*shlex.split("make dist"), *here, cwd=source)
+    assert said.count("PASSED") == len(list((tmp_path / "dist").iterdir())) == 2
 
 
 @thorough
@@ -114,3 +150,4 @@ def test_it_installs_and_works_in_a_new_environment(
     assert call(python, "-c", SMOKE, cwd=tmp_path).split() == ["True", "True", "[128.0,", "128.0]"]
     assert "place" in call(python, "-m", "interlace", "doctor", cwd=tmp_path).lower()
     assert "doctor" in call(tmp_path / "new/bin/interlace", "--help", cwd=tmp_path)
+    call(sys.executable, "-m", pip, "--python", python, "check", cwd=tmp_path)
