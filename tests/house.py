@@ -361,12 +361,12 @@ def drawing() -> str:
     style = (
         "text{font:14px sans-serif;fill:#223}.title{font-weight:bold;fill:#888}"
         "rect{fill:#eef3fb;stroke:#5b7db1}path{fill:none;stroke:#78a}.far{stroke-dasharray:4}"
+        "@media(prefers-color-scheme:dark){text{fill:#dde}rect{fill:#2b303c}path{stroke:#9ab}}"
     )
     size = f'viewBox="0 0 {width} {top}" width="{width}" height="{top}"'
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n'
-        f'<rect width="{width}" height="{top}" style="fill:#fff;stroke:none"/>\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>\n'
     )
 
 

@@ -1,0 +1,80 @@
+"""A race as ``interlace.verify.races`` reports it: the recipe of docs/examples without its last meeting."""
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+from drawings.svg import Drawing
+from interlace import verify
+
+RECIPE = Path(__file__).resolve().parents[1] / "examples/one_shot_all_reduce.py"
+MEETING = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
+LEFT, TOP, LANE = 70, 30, 84
+
+
+def finding() -> verify.Finding:
+    """What the check finds in docs/verify.md's ``wrong.py``."""
+    before, _, after = RECIPE.read_text().rpartition(MEETING)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "wrong.py"
+        file.write_text(before + after)
+        spec = importlib.util.spec_from_file_location("wrong", file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["wrong"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        (found,) = verify.races(module.three_rounds, 2, seeds=[0]).findings
+    return found
+
+
+def race() -> str:
+    found = finding()
+    drawing = Drawing(820, 270, "Two accesses that nothing orders")
+    launches = ((LEFT, 400, "launch 1"), (LEFT + 410, 330, "launch 2"))
+    reader, writer = (
+        (each.rank, each.lines[0].partition(" ")[0]) for each in (found.first, found.second)
+    )
+    steps = {
+        reader[0]: ((0, 70, "store"), (90, 60, "meet"), (170, 66, "load own"), (324, 66, "load")),
+        writer[0]: (
+            (0, 70, "store"), (90, 60, "meet"), (170, 66, "load"), (242, 66, "load own"),
+            (420, 70, "store"),
+        ),
+    }  # fmt: skip
+    for left, width, name in launches:
+        drawing.text(
+            left, TOP - 10, name if left == LEFT else f"{name} of rank {writer[0]}", "small faint"
+        )
+        drawing.line(left, TOP - 4, left + width, TOP - 4)
+    for rank, each in steps.items():
+        top = TOP + 8 + LANE * rank
+        drawing.text(LEFT - 10, top + 20, f"rank {rank}", "small", "end")
+        for number, (left, width, name) in enumerate(each):
+            kind = (
+                "clash" if number == len(each) - 1 else "plain" if name == "meet" else f"rank{rank}"
+            )
+            drawing.rect(LEFT + left, top, width, 30, kind, 3)
+            style = "small" if name == "meet" else "small on"
+            drawing.text(LEFT + left + width / 2, top + 20, name, style, "middle")
+    between = TOP + 8 + 30, TOP + 8 + LANE
+    for left in (112, 128):  # each meeting orders both ways
+        start, end = between if left == 112 else reversed(between)
+        drawing.arrow(LEFT + left, start, LEFT + left, end)
+    rows = {rank: TOP + 8 + LANE * rank for rank in steps}
+    high, low = (
+        (rows[reader[0]] + 30, rows[writer[0]])
+        if reader[0] < writer[0]
+        else (rows[reader[0]], rows[writer[0]] + 30)
+    )
+    drawing.add(f'<path d="M{LEFT + 360} {high} L{LEFT + 452} {low}" class="missing"/>')
+    drawing.text(LEFT + 430, (high + low) / 2 - 6, "nothing orders these", "small bad")
+    drawing.text(LEFT + 400, rows[reader[0]] + 20, f"loads at {reader[1]}", "mono bad")
+    drawing.text(LEFT + 500, rows[writer[0]] + 20, f"stores at {writer[1]}", "mono bad")
+    for line, text in enumerate(
+        (
+            f"{found.kind}: {verify.KINDS[found.kind]}",
+            f"on {found.memory}, byte {found.offset}, {found.count} elements; seed {found.seed}",
+        )
+    ):
+        drawing.text(LEFT, 226 + 20 * line, text, "small")
+    return drawing.markup()
