@@ -60,11 +60,11 @@ faults: $(VENV)/test  ## provoke every fault that docs/reliability.md is about, 
 	PYTHONPATH=tests $(PY) -m faults --minutes $(MINUTES)
 
 verify: $(VENV)/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
-	$(PY) -m interlace verify all --seeds 6 --schedules 60
+	$(PY) -m interlace verify all --full --seeds 6 --schedules 60
 	$(PY) -m pytest -q -m thorough tests/sim/algorithms/test_determinism.py
 
 verify-fast: $(VENV)/demo  ## less of the same: 2 and 3 ranks, one architecture; a minute on a quiet machine
-	$(PY) -m interlace verify all --quick
+	$(PY) -m interlace verify all
 
 lint: $(VENV)/test  ## ruff, its formatter in check mode, and mypy
 	$(PY) -m ruff check .

@@ -74,7 +74,7 @@ FOLDERS = {
     "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
     "interlace/cli/output": (
         "runtime/compat runtime/compiler runtime/core runtime/places/hosts "
-        "runtime/places/shm/machine_code"
+        "runtime/places/shm/machine_code runtime/tuning"
     ),
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",
     "interlace/collectives": (
@@ -108,7 +108,7 @@ FOLDERS = {
     "interlace/tensor/uneven": (
         "interlace/arguments interlace/collectives interlace/groups interlace/ops runtime/core"
     ),
-    "interlace/verify/lint_check": "runtime/compiler runtime/compiler/lint runtime/core",
+    "interlace/verify/lint_check": "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning",
     "interlace/verify/protocols": "runtime/core",
     "python": "interlace/compile interlace/process_group",
     "interlace": (

@@ -19,7 +19,7 @@ Variants of a fused kernel, named in this order::
     multimem           copiers send once for all ranks, through the switch
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
-ARCHES = (80, 90, 100)
+ARCHES = (80, 90, 100)  # that stand for the others
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
@@ -57,6 +57,14 @@ ROLES = {**BY_ENGINE, "warp_roles": True}
 
 def entries(arch: int) -> list[Entry]:
     return [*signals(arch), *_collectives(arch), *_fused(arch), *between_nodes(arch)]
+
+
+def one_of_each(found: Iterable[Entry]) -> list[Entry]:
+    """The first variant of each kernel for each architecture."""
+    first: dict[tuple[str, int], Entry] = {}
+    for each in found:
+        first.setdefault((each.kernel, each.arch), each)
+    return list(first.values())
 
 
 def signals(arch: int) -> Iterator[Entry]:

@@ -70,6 +70,7 @@ def serve(connection: Connection, parent_thread_stays: bool) -> None:
     """The life of a process: ready, then one report per task until the connection closes."""
     _end_with_parent(parent_thread_stays)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the pool
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as it was until now
     faulthandler.enable()
     with contextlib.suppress(EOFError, OSError):
         connection.send("ready")

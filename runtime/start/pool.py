@@ -20,6 +20,8 @@ Processes that ended or were killed are started again by the next run that needs
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -27,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -43,6 +45,7 @@ from interlace.runtime.start.child import RankTask, Setup, TaskReport, serve
 START_METHOD = "spawn"
 START_SECONDS = 120.0
 GRACE_SECONDS = 5.0
+UNGUARDED = 78  # exit code of a process whose import of the script came to starting ranks
 
 
 class _Child:
@@ -184,8 +187,11 @@ class ProcessPool:
         new = [rank for rank in range(world_size) if rank not in self._children]
         if new and multiprocessing.current_process().daemon:
             raise InterlaceError("a rank of place 'shm' cannot start processes of its own")
-        for rank in new:
-            self._children[rank] = _Child(rank)
+        if new and getattr(multiprocessing.process.current_process(), "_inheriting", False):
+            os._exit(UNGUARDED)  # whoever starts this process says what is wrong
+        with _interrupts_later():
+            for rank in new:
+                self._children[rank] = _Child(rank)
         deadline = time.monotonic() + START_SECONDS
         for rank in new:
             child = self._children[rank]
@@ -196,11 +202,13 @@ class ProcessPool:
                 problem = f"its process was not ready within {START_SECONDS:g} s"
             except (EOFError, OSError):
                 problem = child.ended()
+                if child.process.exitcode == UNGUARDED:
+                    problem = (
+                        "it is a process of its own, which imports this script first, and the script "
+                        'starts ranks when it is imported. Put that under `if __name__ == "__main__":`'
+                    )
             self._kill(new)
-            raise InterlaceError(
-                f"rank {rank} could not be started: {problem}. A script that starts ranks needs "
-                "`if __name__ == '__main__':` around its main part: new processes import it"
-            )
+            raise InterlaceError(f"rank {rank} could not be started: {problem}")
 
     def processes(self) -> list[int]:
         """The process ids of the living processes, by rank."""
@@ -227,6 +235,17 @@ class ProcessPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C comes after the block. Processes started in it have it blocked until they ignore it."""
+    multiprocessing.resource_tracker.ensure_running()  # which unblocks it when it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 default_pool = ProcessPool(MAX_WORLD_SIZE)

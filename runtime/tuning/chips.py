@@ -18,6 +18,8 @@ SHARED_KIB = {
     **dict.fromkeys((90, 100, 103), 227),
 }
 """What one program can have, by compute capability (90 is 9.0)."""
+BUILDABLE = tuple(sorted(arch for arch in SHARED_KIB if arch >= 80))
+"""What kernels are compiled for: older ones have no bfloat16."""
 
 
 def shared_bytes(capability: int) -> int:

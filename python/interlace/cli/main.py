@@ -16,7 +16,7 @@ from interlace.cli.bench.command import bench
 from interlace.cli.bench.options import BenchOptions
 from interlace.cli.commands import build, calibrate, check, doctor, inspect, verify
 from interlace.cli.demo.workload import DemoOptions
-from interlace.cli.output.consoles import new_console
+from interlace.cli.output.consoles import new_console, write
 from interlace.cli.output.options import CommandOptions, add_command, from_arguments
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m interlace", description="Collectives that run inside the matmuls they feed."
     )
     top.add_argument("--version", action="version", version=f"interlace {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, (kind, _) in COMMANDS.items():
         add_command(commands, name, kind)
     return top
@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
     given = parser().parse_args(arguments)
+    if given.command is None:
+        parser().print_help()
+        return 0
     kind, command = COMMANDS[given.command]
     options = from_arguments(kind, given)
     try:
@@ -68,10 +71,8 @@ def run(arguments: list[str]) -> int:
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
-        first, *rest = str(error).splitlines() or [""]
-        new_console(stderr=True).print(f"[red]error:[/red] {first}")
-        for line in rest[:20]:
-            print(line, file=sys.stderr)
+        first, *rest = str(error).splitlines()[:21] or [""]
+        write(new_console(stderr=True), "\n".join([f"error: {first}", *rest]), "red")
         return 2
     except Terminated:
         return 128 + signal.SIGTERM

@@ -57,7 +57,8 @@ def prepared(
         lengths, columns = _agreed(communicator, operands, dim, options.return_gathered)
         if outputs and min(lengths) != max(lengths):
             raise ValueError(
-                f"{OP}: a traceable op takes equal shards, lengths along gather_dim are {lengths}"
+                f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
+                f"are {lengths}; only interlace.{OP}, called by itself, takes unequal shards"
             )
         inner = sum(lengths) if along_k else input.shape[-1]
         for number, each in enumerate(operands.weights):

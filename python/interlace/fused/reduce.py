@@ -97,11 +97,7 @@ class _CheckedReduce:
         output = buffer
         if output is None:
             output = left.new_empty(shape, dtype=self.dtype)
-        elif output.shape != shape:
-            raise ValueError(
-                f"{SCATTER}: a traceable op scatters equal parts, the group's size {world_size} does "
-                f"not divide {length}"
-            )
+        assert output.shape == shape
         bias = self.bias
         if along == "m" and bias is not None:
             bias = bias[first : first + count]

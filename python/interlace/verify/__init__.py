@@ -5,6 +5,7 @@
 :func:`schedules`    many interleavings, with late stores if wanted; the shortest that fails
 :func:`lint`         what the compiler made of a kernel: ordering, registers, tensor cores
 :func:`explore`      every interleaving of a small model of a protocol
+:func:`check`        the first two, for a test: raises what they find
 ===================  ==============================================================================
 
 >>> from interlace import verify
@@ -12,6 +13,7 @@
 True
 """
 
+from interlace.verify.check import VerificationError, check
 from interlace.verify.lint_check.check import RULES, Fault, LintReport, LintRequest, lint, lint_many
 from interlace.verify.protocols.explorer import (
     Counterexample,
@@ -50,7 +52,9 @@ __all__ = [
     "RaceReport",
     "ScheduleReport",
     "StateLimitError",
+    "VerificationError",
     "Wait",
+    "check",
     "explore",
     "lint",
     "lint_many",

@@ -303,7 +303,7 @@ ERRORS = {
     "op is 'all'; there are all_gather_matmul,": ["--op", "all", "--out", "{out}"],
     "--op needs --out": ["--op", "all_reduce"],
     "--dtype is for one op": ["--dtype", "float32"],
-    "--kernel is for the whole catalogue": [
+    "--kernel is for the catalogue": [
         "--op",
         "all_reduce",
         "--out",
@@ -329,7 +329,7 @@ def test_command_says_what_is_wrong(
     places = {"out": tmp_path / "out", "file": tmp_path / "file"}
     assert run(["build", *(option.format(**places) for option in ERRORS[error])]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert said.startswith("error: ") and error in said
+    assert error in said.partition("error: ")[2]
     assert not (tmp_path / "out").exists()
 
 
@@ -337,7 +337,7 @@ def test_command_refuses_an_architecture(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as exit:
         run(["build", "--op", "all_reduce", "--arch", "70"])
     assert exit.value.code == 2
-    assert "known are 80, 90 and 100, got 70" in capsys.readouterr().err
+    assert "known are 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70" in capsys.readouterr().err
 
 
 def test_one_kernel_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@
 import contextvars
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -331,6 +333,49 @@ def test_processes_end_with_their_parent(tmp_path: pathlib.Path) -> None:
         if pathlib.Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
             break  # ended; nobody has collected it
         time.sleep(0.01)
+
+
+def as_script(folder: pathlib.Path, text: str, **how: Any) -> "subprocess.Popen[str]":
+    """A Python of its own that runs ``text``, which is a file; with pipes for what it says."""
+    (folder / "script.py").write_text(text)
+    return subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **how,
+    )
+
+
+def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) -> None:
+    """It is told what to do once, and not by each of the processes that import it."""
+    text = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')\n"
+    _, said = as_script(tmp_path, text).communicate()
+    assert said.count("Traceback") == 1 and "freeze_support" not in said
+    assert 'Put that under `if __name__ == "__main__":`' in said.splitlines()[-1]
+
+
+STARTING = """
+import threading
+import interlace
+
+if __name__ == "__main__":
+    interlace.run(interlace.get_rank, 2, place="shm")
+else:
+    print("importing", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_an_interrupt_while_ranks_start_is_told_once(tmp_path: pathlib.Path) -> None:
+    script = as_script(tmp_path, STARTING, start_new_session=True)
+    assert script.stdout is not None
+    assert script.stdout.readline() == "importing\n"
+    os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+    _, said = script.communicate()
+    assert said.count("Traceback") == 1 and said.splitlines()[-1] == "KeyboardInterrupt"
 
 
 # -- the worker ------------------------------------------------------------------------------------

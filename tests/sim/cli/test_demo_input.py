@@ -126,7 +126,7 @@ def test_bad_options(options: Any, message: str) -> None:
     [
         (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
         (["--place", "moon"], "argument --place: invalid choice: 'moon'"),
-        (["--ranks", "0"], "argument --ranks: must be positive, got 0"),
+        (["--ranks", "0"], "argument --ranks: must be a positive whole number, got '0'"),
     ],
 )
 def test_bad_arguments(

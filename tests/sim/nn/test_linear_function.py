@@ -379,7 +379,7 @@ def off_on_rank_1(**wrong: Any) -> Callable[[], Any]:
         ({"gradient_accumulation_fusion": True}, ValueError, r"weights\[0\] has main_grad None"),
         ({"deferred": []}, TypeError, "deferred must be a DeferredWeightGradients"),
         ({"input": torch.ones(4)}, ValueError, "input must have at least 2 dimensions"),
-        ({"input": torch.ones(3, 4)}, ValueError, "equal shards, lengths along gather_dim are"),
+        ({"input": torch.ones(3, 4)}, ValueError, "lengths by rank are"),
     ],
 )
 def test_what_one_rank_does_wrong_all_ranks_are_told(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import interlace
+from interlace import functional
 from interlace import nn as inn
 from support import failure
 
@@ -162,7 +163,7 @@ def test_copies_share_the_group_and_pickles_are_refused() -> None:
     [
         (lambda: inn.ColumnParallelLinear(4, 6), "out_features must be a positive multiple of the"),
         (lambda: inn.RowParallelLinear(6, 4), "in_features must be a positive multiple of the"),
-        (lambda: inn.SequenceParallelMLP(4, 6), "group's size 4, got 6 (on rank"),
+        (lambda: inn.SequenceParallelMLP(4, 6), "intermediate_size must be a positive multiple of"),
         (lambda: inn.SequenceParallelMLP(4, 8, "tanh"), "activation must be None or one of"),
         (lambda: inn.QKVParallelLinear(8, 6), "num_heads must be a positive multiple of the"),
         (lambda: inn.QKVParallelLinear(24, 12, 3), "num_kv_heads must be a multiple or a divisor"),
@@ -170,6 +171,19 @@ def test_copies_share_the_group_and_pickles_are_refused() -> None:
         (lambda: inn.QKVParallelLinear(9, 8), "hidden_size 9 is not a multiple of num_heads 8"),
         (lambda: inn.VocabParallelEmbedding(4, 2, 4), "padding_idx must be within -4..3, got 4"),
         (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got float"),
+        (
+            lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2, 5)),
+            "input must have as many features as weights[0] of shape (out, in) = (2, 4), got input of "
+            "shape (2, 5)",
+        ),
+        (
+            lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2 + interlace.get_rank(), 4)),
+            "input must be equally long on all ranks along dimension 0, lengths by rank are [2, 3, 4, 5]",
+        ),
+        (
+            lambda: functional.matmul_reduce_scatter(torch.ones(6, 4), torch.ones(4, 4)),
+            "dimension 0 of input has length 6, which the group's size 4 does not divide",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(make: Callable[[], Any], text: str) -> None:

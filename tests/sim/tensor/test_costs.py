@@ -1,5 +1,6 @@
 """The cost model: torch's figures by default, equal to torch's own functions; given and measured ones."""
 
+import functools
 import json
 import math
 import pathlib
@@ -7,6 +8,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +20,24 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import interlace.tensor as tensor
-from interlace.cli.commands.calibrate import CalibrateOptions, calibrate, mesh_of
+from interlace.cli.commands.calibrate import (
+    TRIES,
+    CalibrateOptions,
+    _without_noise,
+    calibrate,
+    mesh_of,
+)
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.cost_model import Problem
-from interlace.tensor.mesh.calibration import CalibrationRequest, fit, link_of, medians
+from interlace.tensor.mesh.calibration import (
+    CalibrationRequest,
+    NoisyTimesError,
+    fit,
+    link_of,
+    medians,
+)
 from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
@@ -267,6 +281,30 @@ def test_the_large_protocol_begins_where_the_lines_cross() -> None:
     assert link.us(200_000) == pytest.approx(120, rel=1e-4)
     parallel = link_of(0, 2, "all_gather", small, {k: v + k / 1e3 for k, v in large.items()})
     assert parallel.protocols[1].from_bytes == round(math.sqrt(4000 * 1_000_000))
+
+
+def test_noise_is_no_bandwidth() -> None:
+    """Of small messages it is then that of large ones; where those hide theirs, nothing can be said."""
+    falling = {size: 20.0 - size / 1e3 for size in (1000, 2000, 4000)}
+    large = {size: 100.0 + size / 1e4 for size in (1_000_000, 2_000_000)}
+    for protocol in link_of(0, 2, "all_gather", falling, large).protocols:
+        assert protocol.gb_per_s == pytest.approx(10.0)
+    with pytest.raises(NoisyTimesError, match=r"4,000 bytes took 16 us, 1,000 bytes 19 us"):
+        link_of(0, 2, "all_gather", falling, falling)
+
+
+def test_a_calibration_of_noise_is_tried_again_and_then_given_up() -> None:
+    tried: list[int] = []
+
+    def attempt(quiet: int, number: int) -> Any:
+        tried.append(number)
+        if number < quiet:
+            raise NoisyTimesError("noise")
+        return "measured"
+
+    assert _without_noise(functools.partial(attempt, 1)) == "measured" and tried == [0, 1]
+    with pytest.raises(NoisyTimesError):
+        _without_noise(functools.partial(attempt, TRIES))
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -12,7 +12,7 @@ import torch
 import interlace
 from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.scheduler.task import Task
-from interlace.verify import replay, schedules
+from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
 from sim.verify import race_kernels as kernels
@@ -278,6 +278,25 @@ def test_replay_goes_on_after_its_end() -> None:
     strategy = Replay([])
     first = strategy.choose(all_tasks)
     assert first is not None and strategy.choose(all_tasks) is first
+
+
+# -- check, for tests ------------------------------------------------------------------------------------
+
+
+def test_check_raises_what_the_other_checks_report() -> None:
+    little: dict[str, Any] = {"seeds": 1, "n": 3}
+    check(exchange, 2, **little)
+    racy = launch(kernels.plain_flag)
+    with pytest.raises(AssertionError) as raced:
+        check(racy, 3, **little)
+    assert str(raced.value) == str(races(racy, 3, seeds=1))
+
+    def wrong(results: list[Any]) -> None:
+        raise ValueError("wrong results")
+
+    with pytest.raises(VerificationError, match=r"3 fail\n\n.*: wrong results") as failed:
+        check(exchange, 2, check=wrong, **little)
+    assert isinstance(failed.value.report, ScheduleReport)
 
 
 # -- workers, misuse -----------------------------------------------------------------------------------

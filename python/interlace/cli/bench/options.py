@@ -53,7 +53,9 @@ class BenchOptions(CommandOptions):
 
     epilog = UNITS
 
-    target: str = option(positional=True, metavar="OP|FILE.py::FUNCTION")
+    target: str = option(
+        positional=True, metavar="OP|FILE.py::FUNCTION", help="what is timed, as said above"
+    )
     sizes: str | None = option(
         None,
         metavar="1K:1G:x4",

@@ -31,7 +31,7 @@ def render(console: Any, options: BenchOptions, results: Sequence[SizeResult]) -
     failed = any(result.failed for result in results)
     if wrong or failed:
         what = ", ".join(wrong) if wrong else options.target.rpartition("::")[2]
-        console.print(f"[red]WRONG results: {what}.[/red]")
+        write(console, f"WRONG results: {what}.", "red")
     elif any(row.right is None and row.role != PART for r in results for row in r.rows):
         console.print("Not checked: there is nothing to compare with.")
     else:
@@ -124,6 +124,12 @@ def notes(results: Sequence[SizeResult]) -> list[str]:
             found.append("Times are those of the simulator: they say nothing about any machine.")
         if sizes.left_out:
             found.append(f"Left out of all: {', '.join(sizes.left_out)}.")
+        found += [
+            f"{result.label}: {row.name} took longer than its matmul and its communication one after the "
+            "other, hence the overlap below 0: sizes are too small to gain, or something else was running."
+            for row in result.rows
+            if row.overlap is not None and row.overlap < 0
+        ]
         small = any(0 < row.rotated_bytes < sizes.cache_bytes for row in result.rows)
         if small and sizes.place != "sim":
             found.append(

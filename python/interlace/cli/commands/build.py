@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from interlace import __version__, aot, formulas
-from interlace.cli.output.consoles import new_console
+from interlace.cli.output import consoles
 from interlace.cli.output.options import CommandOptions, arches, option
 from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport
 from interlace.runtime.compiler.build import build as build_entries
 from interlace.runtime.compiler.bundle.bundle import BundleTarget, build_bundles
 from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
-from interlace.runtime.compiler.catalogue import Entry, entries
+from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.runtime.compiler.catalogue_nodes import linked
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration
@@ -31,13 +31,18 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 class BuildOptions(CommandOptions):
     """Compile every kernel for the named architectures, without a GPU, and judge it.
 
+    One variant of each, for sm_90, in a minute; --full builds all, for --arch, in many.
+
     With --op one op ahead of time: cubin, PTX and a manifest for launches without Triton (docs/aot.md). The
     options from --out on are for that. Tiles are chosen for the given extents; columns and inner that are
     multiples of 16 have to be so at every launch.
     """
 
-    arch: tuple[int, ...] = option((80, 90, 100), type=arches, metavar="80,90,100")
-    json: bool = option(False, action="store_true")
+    full: bool = option(False, action="store_true", help="every variant, for 80, 90 and 100")
+    arch: tuple[int, ...] | None = option(
+        None, type=arches, metavar="80,90,100", help="GPUs to compile for (default 90)"
+    )
+    json: bool = option(False, action="store_true", help="print JSON")
     kernel: tuple[str, ...] | None = option(
         None,
         action="append",
@@ -74,7 +79,7 @@ _OF_ONE_OP = _NAMES[_NAMES.index("op") + 1 :]
 
 
 def build(console: Any, options: BuildOptions) -> int:
-    """Build the catalogue for ``arch`` (90 is 9.0), or these kernels of it, or one op; a line per variant.
+    """Build kernels of the catalogue for ``arch`` (90 is 9.0), or one op; a line per variant.
 
     1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
     9.0 and 10.0, is a default that spills; else 0. ValueError naming an option that is wrong.
@@ -85,8 +90,10 @@ def build(console: Any, options: BuildOptions) -> int:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
     kernels = options.kernel
-    wanted = [entry for arch in options.arch for entry in entries(arch)]
-    wanted += [entry for arch in options.arch for entry in _linked(arch, options.nvshmem)]
+    chosen = options.arch or (ARCHES if options.full else (90,))
+    some: Callable[[list[Entry]], list[Entry]] = list if options.full else one_of_each
+    wanted = [entry for arch in chosen for entry in some(entries(arch))]
+    wanted += [entry for arch in chosen for entry in some(_linked(arch, options.nvshmem))]
     if kernels is not None:
         known = list(dict.fromkeys(entry.name.split()[0] for entry in wanted))
         for name in kernels:
@@ -95,7 +102,10 @@ def build(console: Any, options: BuildOptions) -> int:
         wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
     with counted() as begin:
         reports = build_entries(wanted, on_report=begin("compiling", len(wanted)))
-    return show(console, reports, options.json)
+    code = show(console, reports, options.json)
+    if not (options.full or options.json):
+        consoles.write(console, "This was one variant of each kernel; --full builds all.", "dim")
+    return code
 
 
 def _linked(arch: int, folder: str | None) -> list[Entry]:
@@ -106,7 +116,7 @@ def _linked(arch: int, folder: str | None) -> list[Entry]:
         if folder is not None:
             raise
         text = f"not linked with NVSHMEM: {error}"
-        new_console(stderr=True).print(text, style="yellow", soft_wrap=True)
+        consoles.write(consoles.new_console(stderr=True), text, "yellow")
         return []
 
 
@@ -164,15 +174,16 @@ def _bundle(console: Any, op: str, given: BuildOptions) -> int:
     """Build one op into ``out``; 1, and nothing is written, if a kernel is not as it should be."""
     if given.out is None:
         raise ValueError("--op needs --out, the directory for the bundle")
-    if given.kernel is not None:
-        raise ValueError("--kernel is for the whole catalogue; --op builds all kernels of an op")
-    arches = tuple(dict.fromkeys(given.arch))
+    for name in ("kernel", "full"):
+        if getattr(given, name):
+            raise ValueError(f"--{name} is for the catalogue; --op builds all kernels of an op")
+    arches = tuple(dict.fromkeys(given.arch or ARCHES))
     target = BundleTarget(op, _options(given), arches, pathlib.Path(given.out))
     with counted() as begin:
         reports = write([target], on_report=begin("compiling", len(target.entries())))
     code = show(console, reports, given.json)
     if not given.json and not code:
-        console.print(f"Written to {given.out}. Without Triton: {LOADER} there.")
+        consoles.write(console, f"Written to {given.out}. Without Triton: {LOADER} there.")
     return code
 
 

@@ -30,8 +30,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class CheckOptions(CommandOptions):
     """Run every kernel against float64 references."""
 
-    device: str | None = option(None, choices=("cpu", "cuda"))
-    seed: int = option(0, type=int)
+    device: str | None = option(
+        None, choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
+    )
+    seed: int = option(0, type=int, help="of the inputs (default 0)")
     ranks: tuple[int, ...] = option(
         (),
         type=positive_int,
@@ -45,7 +47,7 @@ class CheckOptions(CommandOptions):
         metavar="S",
         help="begin no case after so many seconds; what is left out is counted",
     )
-    json: bool = option(False, action="store_true")
+    json: bool = option(False, action="store_true", help="print JSON")
 
     def chosen_device(self) -> str:
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")

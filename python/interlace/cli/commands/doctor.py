@@ -26,7 +26,7 @@ SUM = 48.0  # of what _one_op gathers and multiplies
 class DoctorOptions(CommandOptions):
     """What this machine offers and which places work."""
 
-    json: bool = option(False, action="store_true")
+    json: bool = option(False, action="store_true", help="print JSON")
 
 
 def collect() -> MachineFacts:

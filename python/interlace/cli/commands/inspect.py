@@ -44,7 +44,12 @@ class InspectOptions(CommandOptions):
     are what ranks wrote when they failed, or on SIGUSR2; of a folder all that is in it.
     """
 
-    target: tuple[str, ...] = option(positional=True, nargs="+", metavar="PID|FILE|FOLDER")
+    target: tuple[str, ...] = option(
+        positional=True,
+        nargs="+",
+        metavar="PID|FILE|FOLDER",
+        help="a rank's process, or what ranks have written",
+    )
 
 
 def inspect(console: Any, options: InspectOptions) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,20 +28,24 @@ class VerifyOptions(CommandOptions):
         metavar="all|OP|FILE.py::FUNCTION",
         help="everything, one op of interlace, or a function of one's own that every rank runs",
     )
-    ranks: tuple[int, ...] | None = option(None, type=world_sizes, metavar="2,3,4,8")
+    full: bool = option(False, action="store_true", help="more of everything: minutes")
+    ranks: tuple[int, ...] | None = option(
+        None, type=world_sizes, metavar="2,3,4,8", help="of races; schedules are on the fewest"
+    )
     seeds: int | None = option(None, type=positive_int, help="schedules for races")
     schedules: int | None = option(
         None, type=positive_int, help="schedules that are run to their end"
     )
-    arch: tuple[int, ...] | None = option(None, type=arches, metavar="80,90,100")
-    quick: bool = option(False, action="store_true", help="less of everything: under a minute")
+    arch: tuple[int, ...] | None = option(
+        None, type=arches, metavar="80,90,100", help="GPUs that kernels are compiled for"
+    )
     ignore: tuple[str, ...] = option(
         (),
         action="append",
         metavar="RULE",
         help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
     )
-    json: bool = option(False, action="store_true")
+    json: bool = option(False, action="store_true", help="print JSON")
 
     def interprets(self) -> bool:
         return True
@@ -72,15 +76,14 @@ def verify(console: Any, options: VerifyOptions) -> int:
 
 
 def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
-    default = CheckPlan() if own else CheckPlan(ranks=(2, 4), seeds=10, schedules=200)
-    if options.quick:  # a function of one's own may need ranks in powers of two
-        default = suite.QUICK if own else replace(suite.QUICK, ranks=default.ranks)
+    plans = (suite.QUICK, suite.FULL) if own else (suite.QUICK_OWN, suite.FULL_OWN)
+    default = plans[options.full]
     return CheckPlan(
         options.ranks or default.ranks,
         options.seeds or default.seeds,
         options.schedules or default.schedules,
         options.arch or default.arches,
-        options.quick,
+        default.quick,
         options.ignore,
     )
 
@@ -95,6 +98,11 @@ def _run(options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars) -> lis
         count = len(suite.shipped_entries(names, plan))
     else:
         fn = suite.load_function(target)
+        if wanted := suite.parameters_without_default(fn):
+            raise ValueError(
+                f"{target} takes {', '.join(wanted)}, and every rank calls it without arguments; name one "
+                "that takes none, as functools.partial makes it"
+            )
         jobs = suite.function_jobs(target, fn, plan)
         lint = partial(suite.lint_launches, target, fn, plan)
     results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))

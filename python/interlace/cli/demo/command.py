@@ -17,7 +17,7 @@ from interlace.cli.demo import chrome_trace, timeline, workload
 from interlace.cli.demo.cases import CASES, DemoCase
 from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_unwritable, require_matplotlib
+from interlace.cli.output.files import refuse_format, refuse_unwritable
 from interlace.groups import groups
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.recording import Recording, merge
@@ -76,7 +76,7 @@ def _load(options: DemoOptions) -> Workload:
         if path is not None:
             refuse_unwritable(f"--{name}", path)
     if options.plot is not None:
-        require_matplotlib()
+        refuse_format(options.plot)
     dtype, sizes = workload.DTYPES[options.dtype], (options.m, options.n, options.k)
     if options.input is not None:
         return workload.from_file(options.input, dtype, options.seed, *sizes)

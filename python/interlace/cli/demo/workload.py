@@ -30,16 +30,16 @@ class DemoOptions(CommandOptions):
     """Run the fused ops on real input and draw what happened."""
 
     ranks: int = option(4, type=positive_int, help="world size (default 4)")
-    place: str = option("sim", choices=("sim", "shm", "cuda"))
+    place: str = option("sim", choices=("sim", "shm", "cuda"), help="where ranks run (default sim)")
     m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
     k: int | None = option(None, type=positive_int, help="features of the activations")
-    dtype: str = option("bfloat16", choices=DTYPES)
+    dtype: str = option("bfloat16", choices=DTYPES, help="of everything (default bfloat16)")
     seed: int = option(0, type=int, help="schedule, embedding and weights")
     text: str | None = option(None, metavar="FILE", help="text to take the tokens from")
     input: str | None = option(None, metavar="FILE", help="activations and weights, .npy or .pt")
     trace: str | None = option(None, metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")
-    plot: str | None = option(None, metavar="FILE", help="write the timeline as PNG")
+    plot: str | None = option(None, metavar="FILE", help="draw the timeline (needs matplotlib)")
 
     def interprets(self) -> bool:
         return self.place != "cuda"

@@ -5,12 +5,17 @@ import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeVar
 
+from interlace.runtime.tuning.chips import BUILDABLE
+
 Options = TypeVar("Options", bound="CommandOptions")
 
 
-def option(default: Any = dataclasses.MISSING, *, positional: bool = False, **keywords: Any) -> Any:
+def option(
+    default: Any = dataclasses.MISSING, *, help: str, positional: bool = False, **keywords: Any
+) -> Any:
     """A field of an options class. ``keywords`` are those of ``argparse``'s ``add_argument``."""
-    return dataclasses.field(default=default, metadata={"positional": positional, **keywords})
+    metadata = {"positional": positional, "help": help, **keywords}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +57,9 @@ def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Option
 
 def positive_int(text: str) -> int:
     """For ``type=``: an int of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+    return int(text)
 
 
 def _numbers(text: str, example: str) -> list[int]:
@@ -77,7 +81,8 @@ def world_sizes(text: str) -> list[int]:
 def arches(text: str) -> list[int]:
     """For ``type=``: "80,90,100"."""
     found = _numbers(text, "80,90,100")
-    unknown = [arch for arch in found if arch not in (80, 90, 100)]
+    unknown = [arch for arch in found if arch not in BUILDABLE]
     if unknown:
-        raise argparse.ArgumentTypeError(f"known are 80, 90 and 100, got {unknown[0]}")
+        known = ", ".join(map(str, BUILDABLE))
+        raise argparse.ArgumentTypeError(f"known are {known}, got {unknown[0]}")
     return found

@@ -1,4 +1,4 @@
-"""Progress of long commands on stderr: rich's bars where it is installed, else a line per step.
+"""Progress of long commands on stderr: rich's bars on a terminal, else lines.
 
 Ranks that are processes of their own say how far they are in a file, which a thread of the caller reads; a
 process that measures itself calls :meth:`Progress.at` between blocks and has no such thread.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 PERIOD = 0.2
+LINE_PERIOD = 10.0
 Tick = Callable[[int, int], None]
 
 
@@ -44,11 +45,11 @@ class Progress:
         self._last = 0.0
 
     def __enter__(self) -> "Progress":
-        if self._shown:
-            with contextlib.suppress(ImportError):  # drawn by the caller only
-                self._bar = _bars("TaskProgressColumn", auto_refresh=False)
-                self._bar.start()
-                self._task = self._bar.add_task("", total=float(self._count))
+        if self._shown:  # drawn by the caller only
+            self._bar = _bars("TaskProgressColumn", auto_refresh=False)
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=float(self._count))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -106,7 +107,11 @@ class Progress:
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
     """Yields a function that begins a bar, of a text and a count; its result is called after each step."""
-    with _bars("MofNCompleteColumn") as bars:
+    bars = _bars("MofNCompleteColumn")
+    if bars is None:
+        yield lines
+        return
+    with bars:
 
         def begin(text: str, total: int | None) -> Callable[..., None]:
             task = bars.add_task(text, total=total)
@@ -115,17 +120,47 @@ def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
         yield begin
 
 
-def _bars(column: str, **how: Any) -> Any:
-    """rich's bars on stderr; ``column`` says how much is done."""
-    from rich import progress
-    from rich.console import Console
+def lines(
+    text: str, total: int | None, now: Callable[[], float] = time.monotonic
+) -> Callable[..., None]:
+    """What is to be called after each of ``total`` steps: it prints a line, now and then and at the end."""
+    done, begun = 0, now()
+    last = begun
 
+    def tell() -> None:
+        took = now() - begun
+        words = [f"{text}: {done}" + (f" of {total}" if total else ""), f"{took:.0f} s"]
+        if total and 0 < done < total:
+            words.append(f"about {took / done * (total - done):.0f} s left")
+        print(", ".join(words), file=sys.stderr, flush=True)
+
+    def step(*_: Any) -> None:
+        nonlocal done, last
+        done += 1
+        if done == total or now() - last >= LINE_PERIOD:
+            last = now()
+            tell()
+
+    tell()
+    return step
+
+
+def _bars(column: str, **how: Any) -> Any:
+    """rich's bars on stderr, ``column`` of which says how much is done; None where nobody sees them."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         getattr(progress, column)(),
         progress.TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
         **how,
     )

@@ -12,9 +12,9 @@ from interlace.benchmark.subjects.requests import DTYPES, FUSED
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
 from interlace.cli.output.options import CommandOptions, option
+from interlace.runtime.tuning.chips import BUILDABLE
 
 PLACES = ("sim", "shm", "cuda")
-ARCHES = (80, 86, 89, 90, 100, 120)
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
 MOST_BUDGET = 1e5
 MatmulShape = tuple[int, int, int]
@@ -68,7 +68,7 @@ class TuneOptions(CommandOptions):
         False, action="store_true", help="only list what is chosen now, and what would be tried"
     )
     arch: int | None = option(
-        None, type=int, choices=ARCHES, help="with --dry-run: as on such a GPU, without one"
+        None, type=int, choices=BUILDABLE, help="with --dry-run: as on such a GPU, without one"
     )
     cache: str | None = option(
         None, metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"

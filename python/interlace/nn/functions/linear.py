@@ -184,8 +184,8 @@ def _checked_weights(
         matrix = checks.source(name, weight, communicator)
         if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
             raise ValueError(
-                f"{name} must have shape (out, {input.shape[-1]}) for input of shape "
-                f"{tuple(input.shape)}, got {tuple(matrix.shape)}"
+                f"input must have as many features as {name} of shape (out, in) = "
+                f"{tuple(matrix.shape)}, got input of shape {tuple(input.shape)}"
             )
         if bias is not None:
             vector = checks.source(bias_name, bias, communicator)

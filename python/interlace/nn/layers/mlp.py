@@ -8,7 +8,7 @@ import torch
 from interlace.arguments import checks
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
-from interlace.nn.parameters.sharding import OnGroup
+from interlace.nn.parameters.sharding import OnGroup, divisible
 from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor
@@ -61,8 +61,9 @@ class SequenceParallelMLP(OnGroup):
         dtype: Any = None,
     ) -> None:
         super().__init__(group)
-        if not callable(activation):
-            with self.group.accepting("SequenceParallelMLP"):
+        with self.group.accepting("SequenceParallelMLP"):
+            divisible("intermediate_size", intermediate_size, self.group)
+            if not callable(activation):
                 activation = checks.activation("activation", activation)
         self.activation = activation
         self.save_gathered = save_gathered

@@ -5,7 +5,7 @@ its slowest rank; of these the median. All rows of a dimension run at the same t
 training. Small and large messages are two *protocols*, each with a line of its own: the slope is the
 median of the slopes between all pairs of sizes (Theil-Sen), the latency the median of what is left. The
 large one begins where the lines cross, if that is between the sizes measured, else half-way on a scale of
-doublings.
+doublings. Where noise hides the slope of small messages it is that of large ones.
 """
 
 import datetime
@@ -29,9 +29,13 @@ ITEM = 4  # float32
 SMALL = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
 LARGE = (512 << 10, 2 << 20, 8 << 20)
 WARM_UP = 2
-LEAST_SLOPE = 1e-6  # us per byte: 10**12 bytes/s, where noise hides the slope
+LEAST_SLOPE = 1e-7  # us per byte: 10**13 bytes/s, faster than any link
 Key = tuple[int, str, int]  # dim, op, bytes
 Times = dict[Key, list[float]]
+
+
+class NoisyTimesError(ValueError):
+    """Times that say nothing of a bandwidth, because larger messages did not take longer."""
 
 
 @dataclass(frozen=True)
@@ -120,23 +124,31 @@ def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
     }
 
 
-def fit(points: Mapping[int, float]) -> tuple[float, float]:
-    """Latency in us and us per byte, from times by bytes.
+def fit(points: Mapping[int, float], slope: float | None = None) -> tuple[float, float]:
+    """Latency in us and us per byte, unless that is known, from times by bytes.
 
     >>> fit({1000: 12.0, 2000: 14.0, 3000: 16.0, 4000: 99.0})
     (10.0, 0.002)
     """
     pairs = itertools.combinations(sorted(points.items()), 2)
     slopes = [(late - soon) / (more - less) for (less, soon), (more, late) in pairs]
-    slope = max(LEAST_SLOPE, statistics.median_low(slopes)) if slopes else LEAST_SLOPE
+    slope = statistics.median_low(slopes) if slope is None else slope
     return max(0.0, statistics.median(t - slope * size for size, t in points.items())), slope
 
 
 def link_of(
     dim: int, ranks: int, op: str, small: Mapping[int, float], large: Mapping[int, float]
 ) -> Link:
-    """The line of each protocol, and where the second begins."""
+    """The line of each protocol, and where the second begins. Raises NoisyTimesError."""
     (latency, slope), (later, flatter) = fit(small), fit(large)
+    if flatter < LEAST_SLOPE:
+        raise NoisyTimesError(
+            f"{op} along dimension {dim} of the mesh: {max(large):,} bytes took "
+            f"{large[max(large)]:.0f} us, {min(large):,} bytes {large[min(large)]:.0f} us. That is noise, "
+            "and nothing is written: try again on a quiet machine, or with more --repetitions"
+        )
+    if slope < LEAST_SLOPE:
+        latency, slope = fit(small, flatter)
     low, high = max(small), min(large)
     crossing = (later - latency) / (slope - flatter) if slope > flatter else 0.0
     begins = crossing if low <= crossing <= high else math.sqrt(low * high)

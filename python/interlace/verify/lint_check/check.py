@@ -1,9 +1,9 @@
 """Lint of compiled kernels: memory ordering, registers, tensor cores, without a GPU.
 
-:func:`lint` compiles a ``@triton.jit`` kernel for sm_80, sm_90 or sm_100 in a worker process and reads what
-the compiler made of it. What it looks for is :data:`RULES`; a finding names the line of the source. The
-rules are those of the PTX memory model (PTX ISA, "Memory Consistency Model") as Triton's lowering of
-``tl.atomic_*`` meets it; the races of a protocol are for ``interlace.verify.races``.
+:func:`lint` compiles a ``@triton.jit`` kernel for a GPU that need not be here, in a worker process, and
+reads what the compiler made of it. What it looks for is :data:`RULES`; a finding names the line of the
+source. The rules are those of the PTX memory model (PTX ISA, "Memory Consistency Model") as Triton's
+lowering of ``tl.atomic_*`` meets it; the races of a protocol are for ``interlace.verify.races``.
 
 A kernel is compiled for one signature, as one launch would. What Triton specialises on, a launch with
 other types, alignments or constants may compile to something else: lint what you launch.
@@ -25,10 +25,10 @@ from interlace.runtime.compiler.request import (
 )
 from interlace.runtime.core.kernel_arguments import specialised
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.tuning.chips import BUILDABLE
 
-__all__ = ["ARCHES", "RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
+__all__ = ["RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
 
-ARCHES = (80, 90, 100)
 ANY_ARCH = 90
 
 
@@ -36,7 +36,7 @@ ANY_ARCH = 90
 class LintReport(Measurement):
     """A compiled kernel's figures, and what is wrong with it.
 
-    ``kernel`` is its name, ``arch`` 80, 90 or 100. ``registers`` are per thread, ``stack`` bytes per
+    ``kernel`` is its name, ``arch`` as 90 for sm_90. ``registers`` are per thread, ``stack`` bytes per
     thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,
     ``tensor_cores`` matrix instructions, or None for a kernel without a dot that could use them.
     ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it took to compile and read.
@@ -107,7 +107,8 @@ def lint(
     strings, None, ``tl.dtype``); one with a default may be left out. ``divisible`` names the arguments
     that are multiples of 16, pointers: 16-byte aligned. Tensors of torch nearly always are, and a
     launch specialises on it, so name them, or loads are narrower than in the launch, and not
-    asynchronous. ``arch`` is 80, 90 or 100, or "sm_90". ``ignore`` leaves rules out by name.
+    asynchronous. ``arch`` is 80, 86, 87, 89, 90, 100,
+    103, 120 or 121, or "sm_90". ``ignore`` leaves rules out by name.
 
     A kernel that does not compile is a finding, "does not compile", with the compiler's last lines.
     ``ValueError`` and ``TypeError`` name an argument that is wrong, before anything is compiled.
@@ -173,7 +174,7 @@ def _checked(request: LintRequest) -> Compilation:
         raise ValueError(f"num_warps of {name} is {request.num_warps}, not a power of 2 up to 32")
     if request.num_stages < 1:
         raise ValueError(f"num_stages of {name} is {request.num_stages}, not at least 1")
-    arch, known = str(request.arch).removeprefix("sm_"), [str(each) for each in ARCHES]
+    arch, known = str(request.arch).removeprefix("sm_"), [str(each) for each in BUILDABLE]
     if arch not in known:
         raise ValueError(f"arch is {request.arch!r}; kernels are linted for {', '.join(known)}")
     types, constants = specialised_arguments(function, request.signature, request.constexprs)

@@ -5,6 +5,7 @@ jobs run in parallel processes. What they found is a :class:`JobResult` each.
 """
 
 import importlib.util
+import inspect
 import pathlib
 import sys
 import time
@@ -15,7 +16,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from interlace.runtime.compiler.build import build
-from interlace.runtime.compiler.catalogue import Entry, entries
+from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.verify.lint_check.check import lint_many, lint_request, specialisation
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
@@ -39,12 +40,14 @@ class CheckPlan:
     ranks: tuple[int, ...] = (2, 3, 4, 8)
     seeds: int = 3
     schedules: int = 20
-    arches: tuple[int, ...] = (80, 90, 100)
+    arches: tuple[int, ...] = ARCHES
     quick: bool = False
     ignore: tuple[str, ...] = ()
 
 
-QUICK = CheckPlan((2, 3), 1, 3, (90,), True)
+FULL, QUICK = CheckPlan(), CheckPlan((2, 3), 1, 3, (90,), True)
+# of a function of one's own, which may need ranks in powers of two
+FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 30, (90,))
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,7 @@ def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
     """The entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
-    if not plan.quick:
-        return chosen
-    return list({(entry.kernel, entry.arch): entry for entry in reversed(chosen)}.values())
+    return one_of_each(chosen) if plan.quick else chosen
 
 
 def lint_launches(
@@ -199,6 +200,16 @@ def lint_launches(
 
 def _linted(subject: str, variant: str, texts: tuple[str, ...], seconds: float = 0.0) -> JobResult:
     return JobResult(subject, "lint", variant, "1 variant", texts, seconds)
+
+
+def parameters_without_default(fn: Callable[..., Any]) -> list[str]:
+    """Names of what a call of ``fn`` has to give; none where its signature is not known."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def load_function(text: str) -> Callable[[], Any]:

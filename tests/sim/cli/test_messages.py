@@ -1,0 +1,148 @@
+"""The words of the command line: help, errors before anything begins, lines of progress."""
+
+import pathlib
+
+import pytest
+
+from interlace.benchmark.runs.results import BenchRow, MeasuredSize, SizeResult
+from interlace.benchmark.timing.figures import Spread
+from interlace.benchmark.timing.subject import ALGORITHM
+from interlace.cli import main
+from interlace.cli.bench import report
+from interlace.cli.commands import doctor
+from interlace.cli.output import progress
+from interlace.cli.output.files import refuse_format
+from interlace.verify.suite import jobs
+
+FUNCTIONS = """
+import functools
+
+def takes(rows, columns=2):
+    return rows
+
+small = functools.partial(takes, 4)
+"""
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == main.parser().format_help() and not printed.err
+
+
+def test_the_help_of_a_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (kind, _) in main.COMMANDS.items():
+        with pytest.raises(SystemExit) as ended:
+            main.run([name, "--help"])
+        printed = capsys.readouterr().out
+        assert ended.value.code == 0 and (kind.__doc__ or "").splitlines()[0] in printed
+
+
+def test_brackets_of_an_error_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise ValueError("pip install 'interlace[plot]'\n[red]more[/red]")
+
+    monkeypatch.setattr(doctor, "collect", broken)
+    assert main.run(["doctor"]) == 2
+    printed = capsys.readouterr().err
+    assert printed == "error: pip install 'interlace[plot]'\n[red]more[/red]\n"
+
+
+def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.run(["demo", "--ranks", "abc"])
+    assert "argument --ranks: must be a positive whole number, got 'abc'" in said(capsys)
+
+
+def test_a_plot_of_an_unknown_format_ends_the_demo_before_it_begins(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    refuse_format("right.svg")
+    assert main.run(["demo", "--plot", str(tmp_path / "out.xyz")]) == 2
+    printed = capsys.readouterr()
+    assert "'xyz' is none of" in printed.err and "png" in printed.err
+    assert not printed.out
+
+
+def test_a_function_with_arguments_is_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    assert main.run(["verify", f"{file}::takes"]) == 2
+    assert "::takes takes rows, and every rank calls it without arguments" in said(capsys)
+    assert not jobs.parameters_without_default(jobs.load_function(f"{file}::small"))
+
+
+@pytest.mark.parametrize("shown", [0.25, -1.95])
+def test_an_overlap_below_0_is_explained(shown: float) -> None:
+    row = BenchRow("fused", ALGORITHM, 1, Spread.of([1.0]), [1.0], 0.0, "", 0, overlap=shown)
+    measured = MeasuredSize(
+        op="all_gather_matmul",
+        shape={"m": 64},
+        nbytes=64,
+        bus_factor=None,
+        flops=0.0,
+        place="shm",
+        device="cpu",
+        world_size=2,
+        dtype="float32",
+        cache_bytes=0,
+        left_out=[],
+        rows=[row],
+    )
+    notes = report.notes([SizeResult(measured)])
+    assert any("one after the other" in note for note in notes) is (shown < 0)
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+def test_lines_say_how_far_it_is_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = 0.0
+    step = progress.lines("compiling", 40, now=lambda: clock)
+    for _ in range(40):
+        clock += 3.0
+        step()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling: 0 of 40, 0 s"
+    assert lines[1] == "compiling: 4 of 40, 12 s, about 108 s left"
+    assert lines[-1] == "compiling: 40 of 40, 120 s" and len(lines) == 11
+
+
+def test_where_the_count_is_not_known_there_is_no_estimate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = 0.0
+    step = progress.lines("compiling", None, now=lambda: clock)
+    clock = progress.LINE_PERIOD
+    step("a report")
+    assert capsys.readouterr().err.splitlines()[1] == "compiling: 1, 10 s"
+
+
+def test_commands_print_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress.counted() as begin:
+        begin("running", 2)
+    with progress.Progress("bench", 2) as shown:
+        shown.begin(1, "all_reduce")
+    assert capsys.readouterr().err.splitlines() == ["running: 0 of 2, 0 s", "2 of 2: all_reduce"]
+
+
+def test_on_a_terminal_they_draw_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.counted() as begin:
+        begin("running", 2)
+    printed = capsys.readouterr().err
+    assert "0/2" in printed and "running: 0 of 2" not in printed
