@@ -1,4 +1,4 @@
-"""The pictures of docs/images that follow from the code: none is stale, and each has colours for the dark."""
+"""The pictures of docs/images that follow from the code: none is stale, and all have dark colours."""
 
 import importlib
 import sys

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import pages
+from interlace.cli.main import COMMANDS
 from tiers import thorough
 
 ROOT = pages.ROOT
@@ -88,6 +89,7 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
         assert (f"{name}/index.html" if name != "index" else "index.html") in built, name
+    assert {f"commands/{name}/index.html" for name in COMMANDS} < built
     foreign = re.compile(FOREIGN)
     for name in built:
         assert not foreign.search((tmp_path / name).read_text()), (
@@ -105,7 +107,7 @@ def test_a_link_to_nowhere_is_seen(tmp_path: pathlib.Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/index.md").write_text("# One\n\n[two](#two)\n")
     (tmp_path / "mkdocs.yml").write_text(
-        f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nnav: [index.md]\nplugins: []\n"
+        f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nnav: [index.md]\nplugins: []\nhooks: []\n"
     )
     mkdocs = (sys.executable, "-m", "mkdocs", "build", "--strict")
     files = ("--site-dir", str(tmp_path / "site"), "--config-file", str(tmp_path / "mkdocs.yml"))
@@ -144,13 +146,30 @@ def test_links_of_the_pages_at_the_root_lead_somewhere() -> None:
             assert target.startswith("https://") or (ROOT / target).exists(), f"{name}: {target}"
 
 
-def converter() -> Any:
-    path = ROOT / "docs/reference/docstrings.py"
-    spec = importlib.util.spec_from_file_location("docstrings", path)
+def test_every_argument_of_every_command_is_on_a_page() -> None:
+    module = loaded("docs/commands.py")
+    every = module.commands()
+    assert set(every) == set(COMMANDS)
+    for name, parser in every.items():
+        page = module.page(name, parser)
+        assert f"[`{name}`]({name}.md)" in module.overview(every)
+        for action in parser._actions[1:]:
+            for word in action.option_strings or [action.metavar or action.dest]:
+                assert re.search(rf"^`.*{re.escape(word)}.*`$", page, re.MULTILINE), (name, word)
+    assert "](../bench.md)" in module.page("bench", every["bench"])
+    assert "](../bench.md)" not in module.page("doctor", every["doctor"])
+
+
+def loaded(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location(pathlib.Path(file).stem, ROOT / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def converter() -> Any:
+    return loaded("docs/reference/docstrings.py")
 
 
 SOURCE = """What it does, as :func:`other`.
