@@ -42,6 +42,34 @@ _ELEMENTS = {
 _DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
 MOST_RANKS = 64
 
+_ANY, _COUNT, _DIVISOR = "*", range(1 << 40), range(1, 1 << 40)
+_TEXTS = {_ANY: str}
+_TYPES = frozenset((*_RANGES, *(f"*{name}" for name in _ELEMENTS)))
+_KERNEL = {
+    "symbol": str,
+    "cubin": {"file": str, "sha256": str},
+    "grid": str,
+    "conditions": [str],
+    "cooperative": bool,
+    "threads": _DIVISOR,
+    "arguments": [
+        {"name": str, "type": _TYPES, "from": str, "used": bool, "divisible_by": _DIVISOR},
+    ],
+    "shared_memory": {"static": _COUNT, "dynamic": _COUNT},
+    "scratch": {"bytes_per_program": _COUNT, "alignment": _DIVISOR},
+}
+_MANIFEST = {
+    "op": str,
+    "sequence": [str],
+    "values": _TEXTS,
+    "tables": _TEXTS,
+    "quantities": _TEXTS,
+    "functions": _TEXTS,
+    "workspace": {"formulas": _TEXTS},
+    "arches": {_ANY: {"constants": {}, "kernels": {_ANY: _KERNEL}}},
+}
+"""What of a manifest is used here: types, or numbers, by field."""
+
 
 def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
     """The bundle in directory ``path``, for the current device or for ``arch`` (90 is 9.0).
@@ -89,19 +117,18 @@ class Bundle:
     """
 
     def __init__(self, path: pathlib.Path, manifest: dict[str, Any], arch: str) -> None:
+        _require("manifest", manifest, _MANIFEST)
         self.path, self.manifest, self.arch = path, manifest, arch
         self.op: str = manifest["op"]
         self.sequence: tuple[str, ...] = tuple(manifest["sequence"])
         facts = manifest["arches"][arch]
         self._workspace: dict[str, str] = manifest["workspace"]["formulas"]
-        for part in ("values", "tables"):
-            if not isinstance(manifest[part], dict):
-                raise TypeError(f"{part} is {manifest[part]!r}")
         self._formulas = Formulas(manifest["functions"], manifest["quantities"], facts["constants"])
         self.kernels = {
             name: Kernel(path, name, kernel, self._formulas)
             for name, kernel in facts["kernels"].items()
         }
+        self._run = [self.kernels[name] for name in self.sequence]
 
     def evaluate(self, name: str, values: Mapping[str, Any]) -> Any:
         """A quantity of the manifest ("slots", "sends") at launch ``values``.
@@ -145,11 +172,10 @@ class Bundle:
         Raises TypeError for an argument of no kernel, before any is launched, and what
         :meth:`Kernel.launch` does.
         """
-        kernels = [self.kernels[name] for name in self.sequence]
         for name in arguments:
-            if not any(name in kernel.arguments for kernel in kernels):
+            if not any(name in kernel.arguments for kernel in self._run):
                 raise TypeError(f"no kernel of {self.op} has an argument {name!r}")
-        for kernel in kernels:
+        for kernel in self._run:
             own = {name: arguments[name] for name in kernel.arguments if name in arguments}
             kernel.launch(values, own, stream=stream)
 
@@ -299,6 +325,23 @@ class Kernel:
         address = int(memory.ptr)
         assert address % self.facts["scratch"]["alignment"] == 0, hex(address)
         return address
+
+
+def _require(name: str, value: Any, wanted: Any) -> None:
+    """Raises TypeError or KeyError unless ``value`` has all that is ``wanted``; it may have more."""
+    if isinstance(wanted, (range, frozenset)):
+        fits = type(value) in (int, str) and value in wanted
+    else:
+        fits = type(value) is (wanted if isinstance(wanted, type) else type(wanted))
+    if not fits:
+        raise TypeError(f"{name} is {str(value)[:80]!r}")
+    if isinstance(wanted, list):
+        for one in value:
+            _require(name, one, wanted[0])
+    elif isinstance(wanted, dict):
+        for key, kind in wanted.items():
+            for each in value if key == _ANY else (key,):
+                _require(f"{name}.{each}", value[each], kind)
 
 
 def _check_ranks(values: Mapping[str, Any]) -> None:

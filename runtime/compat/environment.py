@@ -23,11 +23,18 @@ VARIABLES = {
     "INTERLACE_COMPILING": "set by interlace: this process compiles kernels for another one",
     "INTERLACE_RESTARTED": "set by interlace: the command has started itself anew",
 }
+SWITCHES = [name for name, text in VARIABLES.items() if text.startswith(("`0`:", "`1`:"))]
 _OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # which it sets for a service named interlace
 
 
 def check_environment() -> None:
-    """Raise ValueError for an ``INTERLACE_*`` that is not among them; it names the nearest that is."""
+    """Raise ValueError for an ``INTERLACE_*`` that is not among them; it names the nearest that is.
+
+    So it does for a switch that is neither 0 nor 1.
+    """
+    for name in SWITCHES:
+        if (value := os.environ.get(name, "")) not in ("", "0", "1"):
+            raise ValueError(f"{name} in the environment must be 0 or 1, got {value!r}")
     for name in os.environ:
         known = name in VARIABLES or not name.startswith("INTERLACE_")
         if not known and not _OF_KUBERNETES.search(name):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.bundles import OPTIONS
+from cases.damage import damaged, damaged_json
 from faults.crew import folder
 from faults.rows import Clock, Plan, Row, Trial
 from interlace import aot
@@ -24,25 +25,14 @@ from interlace.runtime.compiler.bundle.bundle import BundleTarget
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.record.reader import PastOp, RankRecord, foot
 from interlace.runtime.tuning import cache, calibration
-from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from sim.core import test_plain
-from sim.tuning.test_tune_files import FOREIGN, HERE, ROW
+from sim.tuning import test_tune_files
+from sim.tuning.test_tune_files import FOREIGN
 
 MOST_BYTES = 32 << 20
 """That a file of a few KiB may take while it is read."""
 
 Reading = Callable[[Path], Any]
-
-
-def damaged(whole: bytes, chance: random.Random) -> bytes:
-    """Some bytes replaced, removed or put in; now and then nothing but garbage."""
-    if chance.random() < 0.05:
-        return chance.randbytes(chance.randrange(400))
-    data = bytearray(whole)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randint(0, len(data))
-        data[at : at + chance.randint(0, 8)] = chance.randbytes(chance.randint(0, 8))
-    return bytes(data)
 
 
 def messages(plan: Plan) -> Iterator[Trial]:
@@ -71,14 +61,12 @@ def messages(plan: Plan) -> Iterator[Trial]:
 
 
 def tuned(file: Path) -> Reading:
-    cache.add(HERE, [ROW], file)
-    return lambda path: cache.rows_for(HERE, path)
+    test_tune_files.tuned(file)
+    return lambda path: cache.rows_for(test_tune_files.HERE, path)
 
 
 def calibrated(file: Path) -> Reading:
-    links = (Link(0, 2, "all_gather", (LinkProtocol(0, 31.0, 1.9),)),)
-    measured = MeasuredMesh("interlace", (2,), "2026-11-22", "2.13.0", "0.1.0", "shm", links)
-    calibration.add(measured, file)
+    test_tune_files.calibrated(file)
     return lambda path: calibration.read("cpu", path)
 
 
@@ -96,7 +84,7 @@ def of_measurements(make: Callable[[Path], Reading], plan: Plan) -> Iterator[Tri
         foreign = [text.encode(errors="surrogateescape") for text in FOREIGN.values()]
         for number in range(plan.trials):
             known = number < len(foreign)
-            file.write_bytes(foreign[number] if known else damaged(whole, chance))
+            file.write_bytes(foreign[number] if known else damaged_json(whole, chance))
             yield tried(unguarded if plan.broken else read, file, ())
 
 
@@ -111,7 +99,8 @@ def of_bundles(plan: Plan) -> Iterator[Trial]:
         for number in range(plan.trials):
             shutil.copytree(built, path)
             file = path / ("manifest.json" if number % 4 else chance.choice(files))
-            file.write_bytes(damaged(file.read_bytes(), chance))
+            change = damaged_json if file.suffix == ".json" else damaged
+            file.write_bytes(change(file.read_bytes(), chance))
             yield tried(partial(aot.load, arch=90), path, () if plan.broken else (ValueError,))
             shutil.rmtree(path)
 

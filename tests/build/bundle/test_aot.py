@@ -5,6 +5,7 @@ There is no GPU here: launches are recorded by ``cupy_stand_in.py``. What is in 
 """
 
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ import torch
 
 import interlace.formulas
 from cases.bundles import manifest_of
+from cases.damage import read_100000_damaged
 from interlace import aot
 from stand_ins import cupy_stand_in
 from tiers import thorough
@@ -274,6 +276,17 @@ def test_damage_is_said(
     change(path)
     with pytest.raises(aot.BundleError, match=text):
         aot.load(path, arch=90)
+
+
+@thorough
+def test_100000_damaged_manifests_are_refused(
+    bundles: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "bundle"
+    shutil.copytree(bundles["all_gather"], path)
+    load = functools.partial(aot.load, path, arch=90)
+    # whole JSON takes 20 times as long: all of its functions are compiled
+    assert read_100000_damaged(path / "manifest.json", load, ValueError, share=0.05) > 50_000
 
 
 def test_architecture_has_to_be_in_the_bundle(cupy: Any, bundles: dict[str, pathlib.Path]) -> None:

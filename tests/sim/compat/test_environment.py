@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.compat.environment import VARIABLES, check_environment, write_log
+from interlace.runtime.compat.environment import SWITCHES, VARIABLES, check_environment, write_log
 from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -42,6 +42,16 @@ def test_a_slip_is_named_with_what_was_meant(
 ) -> None:
     monkeypatch.setenv(slip, "0")
     with pytest.raises(ValueError, match=rf"^{slip} in the environment .* did you mean {meant}"):
+        check_environment()
+
+
+@pytest.mark.parametrize("value", ["2", "true", "no"])
+def test_a_switch_is_0_or_1(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "1")
+    check_environment()
+    monkeypatch.setenv("INTERLACE_MACHINE_CODE", value)
+    with pytest.raises(ValueError, match=f"INTERLACE_MACHINE_CODE .* 0 or 1, got '{value}'"):
         check_environment()
 
 

@@ -1,15 +1,13 @@
 """Plain data that processes tell each other: it comes back as it was; what nobody sends does nothing."""
 
 import builtins
-import contextlib
 import math
 import pathlib
 import pickle
 import random
 import re
-import resource
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from cases import damage
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
@@ -213,18 +212,6 @@ def damaged(draw: Any, valid: list[bytes]) -> bytes:
     return bytes(data)
 
 
-@contextlib.contextmanager
-def little_memory() -> Iterator[None]:
-    """Within this no more than 256 MiB can be had; what tracemalloc counts takes ten times as long."""
-    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def tried(data: bytes, decoders: dict[str, Callable[[bytes], Any]] = DECODERS) -> None:
     """Every decoder returns, or says that it cannot read it; it runs nothing and takes little memory."""
     tracemalloc.reset_peak()
@@ -261,9 +248,6 @@ def test_garbage_is_refused(kind: str, examples: int) -> None:
         tracemalloc.stop()
 
 
-WORDS = [n.to_bytes(8, "little", signed=True) for n in (-(1 << 63), -1, 0, 1, 255, 1 << 40)]
-
-
 @thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_100000_damaged_ones_are_refused(kind: str) -> None:
@@ -275,16 +259,9 @@ def test_100000_damaged_ones_are_refused(kind: str) -> None:
     def on(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(20):
-            data = bytearray(chance.choice(valid))
-            for _ in range(chance.randint(1, 4)):
-                at = chance.randint(0, len(data))
-                data[at : at + chance.randint(0, 8)] = chance.randbytes(chance.randint(0, 8))
-            if chance.random() < 0.3:
-                at = chance.randint(0, len(data))
-                data[at : at + 8] = chance.choice(WORDS)
-            tried(bytes(data), decoders)
+            tried(damage.damaged(chance.choice(valid), chance), decoders)
 
-    with little_memory():
+    with damage.little_memory():
         on()
 
 
@@ -297,7 +274,7 @@ def test_who_takes_more_memory_is_found() -> None:
         except Exception as error:
             raise plain.UnreadableError("too much") from error
 
-    with little_memory(), pytest.raises(AssertionError, match="greedy"):
+    with damage.little_memory(), pytest.raises(AssertionError, match="greedy"):
         tried(b"", {"greedy": greedy})
 
 

@@ -1,24 +1,28 @@
 """Files of ``interlace tune``: never somebody else's, and found out before it measures."""
 
+import functools
 import io
 import json
 import os
 import pathlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from cases.damage import read_100000_damaged
 from interlace.cli import main
 from interlace.cli.tune import command
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions
-from interlace.runtime.tuning import cache, files
+from interlace.runtime.tuning import cache, calibration, files
 from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
-from interlace.runtime.tuning.files import NotOursError
+from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
+from interlace.runtime.tuning.files import MeasuredFile, NotOursError
+from tiers import thorough
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 ROW = CacheRow(
@@ -185,3 +189,27 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: pathlib.Path) -> 
     with pytest.raises(OSError, match="symbolic links"), files._locked(file):
         pass
     assert precious.read_text() == "all of it"
+
+
+def calibrated(file: pathlib.Path) -> MeasuredFile[Any]:
+    protocols = (LinkProtocol(0, 31.0, 1.9), LinkProtocol(1 << 16, 50.0, 3.5))
+    links = tuple(Link(0, 2, op, protocols) for op in calibration.OPS)
+    mesh = MeasuredMesh("interlace", (2,), "2026-11-22", "2.13.0", "0.1.0", "shm", links)
+    calibration.add(mesh, file)
+    return calibration.file_of("cpu")
+
+
+def tuned(file: pathlib.Path) -> MeasuredFile[Any]:
+    cache.add(HERE, [ROW], file)
+    return FILE
+
+
+@thorough
+@pytest.mark.parametrize("made", [tuned, calibrated])
+def test_100000_damaged_ones_are_refused(
+    made: Callable[[pathlib.Path], MeasuredFile[Any]], tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "file.json"
+    content = functools.partial(made(file).content, file)
+    assert content()
+    assert read_100000_damaged(file, content, NotOursError) > 50_000

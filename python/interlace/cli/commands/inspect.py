@@ -60,6 +60,8 @@ def inspect(console: Any, options: InspectOptions) -> int:
             found, base = groups[job, record.group], _base(record)
             found.update({base + rank: found.get(base + rank) for rank in range(len(record.ranks))})
             found[base + record.rank] = record
+    if not groups:
+        raise ValueError(f"no record in {' '.join(options.target)} can be read")
     several = len({job for job, _ in groups}) > 1
     for (job, name), group in sorted(groups.items()):
         _show(console, name + several * f" of job {job or 'that runs'}", group)
