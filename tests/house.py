@@ -49,7 +49,7 @@ FOLDERS = {
     ),
     "runtime/tuning": "runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
-    "runtime/compiler/lint": "runtime/tuning",
+    "runtime/compiler/lint": "runtime/core runtime/tuning",
     "runtime/compiler": (
         "runtime/algorithms runtime/compat runtime/compiler/lint runtime/core runtime/tuning"
     ),
@@ -166,8 +166,9 @@ FOLDERS = {
     ),
     "interlace/cli/commands": (
         "interlace interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
-        "interlace/verify/suite runtime/algorithms runtime/compiler runtime/compiler/bundle "
-        "runtime/core runtime/places/one_host runtime/record runtime/tuning"
+        "interlace/verify interlace/verify/schedule_check interlace/verify/suite "
+        "runtime/algorithms runtime/compiler runtime/compiler/bundle runtime/core "
+        "runtime/places/one_host runtime/record runtime/tuning"
     ),
     "interlace/cli/tune": (
         "interlace interlace/benchmark/runs interlace/benchmark/subjects "
@@ -178,6 +179,7 @@ FOLDERS = {
         "interlace interlace/cli/bench interlace/cli/commands interlace/cli/demo "
         "interlace/cli/output interlace/cli/tune runtime/core"
     ),
+    "interlace_pytest": "interlace/verify",
     "program": "interlace/cli",
 }
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from interlace.runtime.compiler.lint.faults import Fault
+from interlace.runtime.compiler.lint.faults import NOWHERE, Fault
 from interlace.runtime.compiler.lint.loops import Loop
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.kernel_arguments import leaves, outside
 
 _TYPE = re.compile(
@@ -84,7 +85,7 @@ class Measurement:
     tensor_cores: int | None = None
     faults: tuple[Fault, ...] = ()
     error: str | None = None
-    where: str = ""
+    where: SourceText = NOWHERE
     seconds: float = 0.0
     loops: tuple[Loop, ...] = ()
 

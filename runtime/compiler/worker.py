@@ -26,11 +26,12 @@ from typing import IO, Any
 from interlace.runtime.compat.triton_launcher import cached, compiled, knobs, tool
 from interlace.runtime.compiler import artifacts
 from interlace.runtime.compiler.lint import sass as sass_rules
-from interlace.runtime.compiler.lint.faults import selected
+from interlace.runtime.compiler.lint.faults import NOWHERE, selected
 from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.loops import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Compilation, Measurement
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.kernel_arguments import joined, leaves
 
 # Set in compiling processes. A script that compiles at its top level would otherwise start another.
@@ -189,11 +190,11 @@ def _describe(error: BaseException) -> str:
     return "; ".join(causes)[:1000]
 
 
-def _refused(request: Compilation, error: BaseException) -> str:
+def _refused(request: Compilation, error: BaseException) -> SourceText:
     """The line of the kernel that Triton's front end refused, if that is where it failed."""
     line = getattr(getattr(error, "node", None), "lineno", None)
     if line is None:
-        return ""
+        return NOWHERE
     kernel = load(request)
     decorators = next(
         i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def ")

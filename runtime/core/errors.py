@@ -45,6 +45,18 @@ class PeerDiedError(InterlaceError):
         return type(self), (self.rank, self.pid, self.doing), {"args": self.args}
 
 
+class SourceText(str):
+    """Text that names lines of source, as "signal.py:69 in publish"; ``frames`` are (path, line), innermost
+    first."""
+
+    frames: tuple[tuple[str, int], ...]
+
+    def __new__(cls, text: str, frames: tuple[tuple[str, int], ...] = ()) -> "SourceText":
+        made = super().__new__(cls, text)
+        made.frames = frames
+        return made
+
+
 @dataclass(frozen=True)
 class BlockedWait:
     """One wait that can never end: who waits, for what, and where in the source.

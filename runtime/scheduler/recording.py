@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from interlace.runtime.core.errors import SourceText
+
 TICKS = 1000  # of time per unit
 STEPS, MICROSECONDS = "schedule steps", "microseconds"
 
@@ -26,7 +28,8 @@ class RecordedSpan(NamedTuple):
 
     ``kind``: "tile", "sum", "copy", "wait", "store", or "item" for an entry of a stream. ``peer``: of
     a tile whose rows it multiplies, of a copy where it goes, of a wait who was waited for. ``nbytes``
-    went into other ranks' memory. ``slot``: what was waited for, last before a tile.
+    went into other ranks' memory. ``slot``: what was waited for, last before a tile. ``lines``: those of
+    the source, innermost first.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class RecordedSpan(NamedTuple):
     nbytes: int = 0
     slot: Slot | None = None
     label: str = ""
+    lines: tuple[SourceText, ...] = ()
 
 
 class Signal(NamedTuple):

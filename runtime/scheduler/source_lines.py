@@ -3,10 +3,11 @@
 import linecache
 import os
 import re
+import sys
 from collections import Counter
 from typing import Any
 
-from interlace.runtime.core.errors import BlockedWait
+from interlace.runtime.core.errors import BlockedWait, SourceText
 from interlace.runtime.interpreter.session import outwards, source_frames
 from interlace.runtime.scheduler.task import Task
 
@@ -22,7 +23,7 @@ def polling(
     frames = source_frames(suspended)
     expected = source = None
     what = "a slot" if address is None else memory.name(address)
-    where = ""
+    where = SourceText("")
     for frame in frames:
         if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
             values = frame.f_locals
@@ -30,13 +31,13 @@ def polling(
             source = _scalar(values.get("source"))
             what = f"slot at byte {_scalar(values.get('slot_byte'))} from rank {source}"
         elif not where or where.startswith(_SIGNALS):
-            where = f"{line_of(frame)} in {frame.f_code.co_name}"
+            where = place_of(frame)
     if frames and expected is None:
         expected = _expected(frames[0])
     for frame in outwards(suspended):
         inside = frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads")
         if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
-            where += f", inline PTX: {text}"
+            where = SourceText(f"{where}, inline PTX: {text}", where.frames)
             break
     return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
 
@@ -83,7 +84,7 @@ def _expected(frame: Any) -> int | None:
 
 def program_line(task: Task) -> str:
     frames = source_frames(task.greenlet.gr_frame)
-    return f"{line_of(frames[0])} in {frames[0].f_code.co_name}" if frames else "its beginning"
+    return place_of(frames[0]) if frames else "its beginning"
 
 
 def user_frame(frame: Any) -> Any:
@@ -98,11 +99,23 @@ def user_line(task: Task) -> str:
     return line_of(user_frame(task.greenlet.gr_frame))
 
 
-def line_of(frame: Any) -> str:
+def line_of(frame: Any) -> SourceText:
     """The frame's line, as in "file.py:12"; empty for None."""
     if frame is None:
-        return ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return SourceText("")
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    return SourceText(f"{os.path.basename(path)}:{number}", ((path, number),))
+
+
+def place_of(frame: Any) -> SourceText:
+    """The frame's line and function: "file.py:12 in function"."""
+    line = line_of(frame)
+    return SourceText(f"{line} in {frame.f_code.co_name}", line.frames)
+
+
+def program_lines() -> tuple[SourceText, ...]:
+    """Lines of the running program, innermost first; empty outside of kernels."""
+    return tuple(place_of(frame) for frame in source_frames(sys._getframe()))
 
 
 def _scalar(value: Any) -> int | None:

@@ -31,10 +31,12 @@ import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
 from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler import recording as recordings
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.recording import RecordedSpan, Recording, Signal, Slot
+from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
 
 _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
@@ -57,6 +59,7 @@ class _Lane:
     waited: Slot | None = None
     copied: int = 0
     copied_to: int | None = None
+    lines: tuple[SourceText, ...] = ()
 
 
 class Recorder(Observer):
@@ -99,7 +102,8 @@ class Recorder(Observer):
         self, task: Task, stream: str, label: str, start: int, copied_to: torch.Tensor | None
     ) -> None:
         rank = task.rank
-        span = RecordedSpan("item", rank, f"stream {stream}", "", start, self.now(), label=label)
+        lane, lines = f"stream {stream}", (task.owner.running,)
+        span = RecordedSpan("item", rank, lane, "", start, self.now(), label=label, lines=lines)
         if copied_to is not None:
             to = self._slot(copied_to.data_ptr())
             peer = None if to is None else to.rank
@@ -126,6 +130,7 @@ class Recorder(Observer):
         inside, elsewhere = _STORES.get(task.program.kernel, ("copy", "store"))
         lane = self._lane(task)
         self._close_wait(task, lane)
+        lane.lines = program_lines()
         away = place is not None and place.rank != task.rank
         nbytes = addresses.size * pointers.get_element_ty().primitive_bitwidth // 8 if away else 0
         if place is None:
@@ -147,7 +152,7 @@ class Recorder(Observer):
             if slot.byte >= _CREDIT_BYTE:  # else it looks for an abort
                 if lane.polled != slot:  # polls of one slot in a row are one wait
                     self._close_wait(task, lane)
-                    lane.polled = slot
+                    lane.polled, lane.lines = slot, program_lines()
                 lane.last_poll = self.now()
             return
         self._close_wait(task, lane)
@@ -175,7 +180,8 @@ class Recorder(Observer):
     def _add(self, task: Task, lane: _Lane, kind: str, end: int, **details: Any) -> None:
         assert task.program is not None
         op, since, lane.since = task.program.op, lane.since, end
-        self._spans.append(RecordedSpan(kind, task.rank, task.who, op, since, end, **details))
+        span = RecordedSpan(kind, task.rank, task.who, op, since, end, lines=lane.lines, **details)
+        self._spans.append(span)
 
     def _publish(self, rank: int, lane: str, op: str, slot: Slot | None, when: int) -> None:
         if slot is not None and slot.byte >= _HEADER_BYTES:

@@ -33,5 +33,5 @@ def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) ->
         for finding in detector.found.values():
             return str(finding)
         if error is not None:
-            return error
+            return str(error)
     return ""

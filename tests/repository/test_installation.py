@@ -91,7 +91,8 @@ def test_the_wheel_has_every_file_and_no_other(
             ):
                 sources.add("/".join(filter(None, (inside, *parts))))
     assert {name for name in names if name.endswith(".py")} == sources
-    assert {"interlace/py.typed", "interlace/data/overlap.txt"} <= names
+    data = {f"interlace/data/{each.name}" for each in (ROOT / "python/interlace/data").iterdir()}
+    assert {"interlace/py.typed", "interlace/data/report.html", *data} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert "Requires-Python: >=3.10\n" in metadata
     for line in (

@@ -18,6 +18,7 @@ TOP = {
     "interlace": "python/interlace",
     "interlace.kernels": "kernels",
     "interlace.runtime": "runtime",
+    "interlace_pytest": "python/interlace_pytest",
 }
 FOLDERS = ("python", "kernels", "runtime", "tests", "benchmarks")
 MAX_LINES = 500

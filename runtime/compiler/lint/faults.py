@@ -8,6 +8,8 @@ are in ``ptx_rules.py``, ``triton_ir.py`` and ``sass.py``; this table is what us
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from interlace.runtime.core.errors import SourceText
+
 RULES = {
     "does not compile": "The compiler refused the kernel; its last lines are the message.",
     "release without barrier": (
@@ -61,6 +63,9 @@ RULES = {
 }
 
 
+NOWHERE = SourceText("")
+
+
 @dataclass(frozen=True)
 class Fault:
     """One broken rule.
@@ -71,7 +76,7 @@ class Fault:
 
     rule: str
     message: str
-    where: str = ""
+    where: SourceText = NOWHERE
 
     def __str__(self) -> str:
         return f"{self.where}: {self.rule}: {self.message}" if self.where else self.short()

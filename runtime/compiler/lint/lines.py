@@ -12,6 +12,8 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from interlace.runtime.core.errors import SourceText
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -34,13 +36,14 @@ def later(chain: FrameChain, other: FrameChain) -> bool:
     return False
 
 
-def describe(chain: FrameChain) -> str:
+def describe(chain: FrameChain) -> SourceText:
     """The innermost line and the kernel's: "a.py:69 in f, called at b.py:9"; no ``f`` if a file is gone."""
     if not chain or not chain[0].line:
-        return ""
-    if len(chain) == 1:
-        return place(chain[0], name_function=False)
-    return f"{place(chain[0])}, called at {place(chain[-1], name_function=False)}"
+        return SourceText("")
+    text = place(chain[0], name_function=len(chain) > 1)
+    if len(chain) > 1:
+        text += f", called at {place(chain[-1], name_function=False)}"
+    return SourceText(text, tuple((frame.path, frame.line) for frame in chain))
 
 
 def place(frame: Frame, name_function: bool = True) -> str:

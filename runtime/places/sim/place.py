@@ -21,7 +21,7 @@ import torch
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.errors import BlockedWait, InterlaceError, rank_error
+from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import (
     Array,
@@ -84,15 +84,16 @@ class SimStream(Stream):
         self._place = place
         self._name = name
         self._scheduler, self._observer = place.world.scheduler, place.world.observer
-        self._items: deque[tuple[str, Callable[[], Any], torch.Tensor | None, str]] = deque()
+        self._items: deque[tuple[SourceText, str, Callable[[], Any], torch.Tensor | None]] = deque()
         self._busy = False
-        self.running = "", ""  # where the present item was enqueued, and its label
+        self.running = SourceText("")  # the present item's label, and where it was enqueued
 
     def _enqueue(
         self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
     ) -> None:
-        where = line_of(user_frame(sys._getframe(2))) if self._scheduler.observed else ""
-        self._items.append((label, item, copied_to, where))
+        where = line_of(user_frame(sys._getframe(2)) if self._scheduler.observed else None)
+        told = SourceText(f"{label}, enqueued at {where}" if where else label, where.frames)
+        self._items.append((told, label, item, copied_to))
         if not self._busy:
             self._busy = True
             self._scheduler.spawn(
@@ -101,8 +102,7 @@ class SimStream(Stream):
 
     def _work_off(self) -> None:
         while self._items:
-            label, item, copied_to, where = self._items.popleft()
-            self.running = where, label
+            self.running, label, item, copied_to = self._items.popleft()
             start = self._observer.now()
             item()
             self._observer.on_item(self._scheduler.current, self._name, label, start, copied_to)

@@ -4,10 +4,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from interlace.cli.commands import sarif, verify_page
+from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
 from interlace.verify.suite import jobs as suite
@@ -45,6 +47,8 @@ class VerifyOptions(CommandOptions):
         metavar="RULE",
         help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
     )
+    html: str | None = option(None, metavar="FILE", help="write a page to look at what was found")
+    sarif: str | None = option(None, metavar="FILE", help="write findings for code scanning")
     json: bool = option(False, action="store_true", help="print JSON")
 
     def interprets(self) -> bool:
@@ -57,6 +61,9 @@ def verify(console: Any, options: VerifyOptions) -> int:
     if not own and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
         raise ValueError(f"{options.target}: is none of {known}, and not path/to/file.py::function")
+    for name in ("html", "sarif"):
+        if path := getattr(options, name):
+            refuse_unwritable(f"--{name}", path)
     plan = _plan(options, own)
     # what the user's code prints must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
@@ -67,11 +74,15 @@ def verify(console: Any, options: VerifyOptions) -> int:
             "target": options.target,
             "ranks": list(plan.ranks),
             "clean": not any(result.findings for result in results),
-            "results": [{**asdict(r), "seconds": round(r.seconds, 3)} for r in results],
+            "results": [result.to_dict() for result in results],
         }
         console.out(json.dumps(facts, indent=2))
     else:
         render(console, results)
+    if options.html is not None:
+        verify_page.write(options.html, options.target, results)
+    if options.sarif is not None:
+        sarif.write(options.sarif, results)
     return 1 if any(result.findings for result in results) else 0
 
 

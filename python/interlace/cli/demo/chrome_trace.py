@@ -56,7 +56,7 @@ class _Trace:
                 details["bytes sent"] = str(span.nbytes)
             if span.slot is not None:
                 details["slot at byte"] = str(span.slot.byte)
-            event = {"ph": "X", "name": _title(span), "cat": span.kind, "args": details}
+            event = {"ph": "X", "name": title_of(span), "cat": span.kind, "args": details}
             duration = {"dur": max(span.end - span.start, 1) / TICKS}
             self.events.append({**event, **where(span.rank, span.lane, span.start), **duration})
         for number, (wait, signal) in enumerate(recording.ended_by().items(), first_arrow):
@@ -88,7 +88,8 @@ class _Trace:
         return events
 
 
-def _title(span: RecordedSpan) -> str:
+def title_of(span: RecordedSpan) -> str:
+    """The span in words."""
     if span.label:
         return span.label
     return {

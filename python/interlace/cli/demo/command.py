@@ -13,11 +13,12 @@ from rich.table import Table
 
 import interlace
 from interlace import reference
-from interlace.cli.demo import chrome_trace, timeline, workload
+from interlace.cli.demo import chrome_trace, page, timeline, workload
 from interlace.cli.demo.cases import CASES, DemoCase
 from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_format, refuse_unwritable
+from interlace.cli.output.page import write_page
 from interlace.groups import groups
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.recording import Recording, merge
@@ -69,7 +70,7 @@ def _load(options: DemoOptions) -> Workload:
     """The input, after everything that could make the run useless has been looked at."""
     if options.text is not None and options.input is not None:
         raise ValueError("--text and --input exclude each other")
-    for name in ("trace", "plot"):
+    for name in ("trace", "plot", "html"):
         path = getattr(options, name)
         if path is not None and options.place == "cuda":
             raise ValueError(f"--{name} needs --place sim or shm: no compiled kernel is recorded")
@@ -165,3 +166,14 @@ def _write(console: Console, options: DemoOptions, outcomes: Sequence[CaseResult
     if options.plot is not None:
         timeline.write_plot(pathlib.Path(options.plot), parts, options.ranks)
         write(console, f"Plot: {options.plot}")
+    if options.html is not None:
+        panels = [
+            page.panel_of(f"{o.case.title}: {o.case.formula}", o.case.story, o.recording)
+            for o in outcomes
+            if o.recording is not None
+        ]
+        wrong = [outcome.case.title for outcome in outcomes if not outcome.correct]
+        verdict = f"wrong: {', '.join(wrong)}" if wrong else "correct"
+        facts = f"{options.ranks} ranks, {options.place}, {options.dtype}"
+        write_page(options.html, "demo", verdict, facts, panels, bad=bool(wrong))
+        write(console, f"Page: {options.html}")

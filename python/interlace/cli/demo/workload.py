@@ -40,6 +40,7 @@ class DemoOptions(CommandOptions):
     input: str | None = option(None, metavar="FILE", help="activations and weights, .npy or .pt")
     trace: str | None = option(None, metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")
     plot: str | None = option(None, metavar="FILE", help="draw the timeline (needs matplotlib)")
+    html: str | None = option(None, metavar="FILE", help="write a page to look at what happened")
 
     def interprets(self) -> bool:
         return self.place != "cuda"

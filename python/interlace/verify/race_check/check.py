@@ -1,7 +1,7 @@
 """``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,11 +10,13 @@ from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Scheduler
 from interlace.runtime.scheduler.strategies import for_seed
+from interlace.runtime.scheduler.task import Task
 from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.findings import Finding, RaceReport
-from interlace.verify.race_check.happens_before import Detector
+from interlace.verify.race_check.happens_before import Detector, task_lines
 from interlace.verify.race_check.torch_accesses import TorchAccesses
+from interlace.verify.schedule_check.interleaving import Story, Storyteller
 from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
 
 SEEDS = 10
@@ -77,18 +79,23 @@ def races(
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
     errors: list[tuple[int, str]] = []
+    stories: list[Story] = []
     events = 0
     for seed in chosen:
         detector = Detector(seed)
-        error = _observed(on_rank, world_size, seed, detector, store_buffers, timeout)
-        if error is not None and _form(error) not in {_form(text) for _, text in errors}:
+        raised = _observed(on_rank, world_size, seed, detector, store_buffers, timeout)
+        error = "" if raised is None else f"{type(raised).__name__}: {raised}"
+        differs = bool(error) and _form(error) not in {_form(text) for _, text in errors}
+        if differs:
             errors.append((seed, error))
         events += detector.events
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
-        if new:
-            relaxed = [Detector(seed, rules) for _, _, rules in CAUSES]
-            _observed(on_rank, world_size, seed, Several(relaxed), store_buffers, timeout)
+        if new or differs:
+            relaxed, teller = [Detector(seed, rules) for _, _, rules in CAUSES], RaceTeller()
+            several = Several([*relaxed, teller])
+            _observed(on_rank, world_size, seed, several, store_buffers, timeout)
+            stories.append(teller.story(seed, raised))
             for finding in _explained(new, relaxed):
                 found[finding.key] = finding
         on_seed(seed)
@@ -99,6 +106,7 @@ def races(
         tuple(found.values()),
         tuple(errors),
         tuple(launches.values()),
+        tuple(stories),
     )
 
 
@@ -114,8 +122,8 @@ def _observed(
     detector: "Detector | Several",
     store_buffers: bool,
     timeout: float,
-) -> str | None:
-    """One schedule; the text of the exception that ended it."""
+) -> Exception | None:
+    """One schedule; the exception that ended it."""
     scheduler = Scheduler(
         seed,
         strategy=for_seed(seed),
@@ -127,22 +135,36 @@ def _observed(
         with poisoned_memory(), TorchAccesses(scheduler, detector):
             run_sim(on_rank, world_size, scheduler=scheduler)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return error
     return None
 
 
 class Several:
-    """Detectors that look at the same run by different rules: an observer that tells each of them."""
+    """Observers of the same run, such as detectors with different rules: one that tells each of them."""
 
-    def __init__(self, detectors: list[Detector]) -> None:
-        self.detectors = detectors
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def tell_all(*arguments: Any, **named: Any) -> Any:
-            answers = [getattr(each, name)(*arguments, **named) for each in self.detectors]
+            answers = [getattr(each, name)(*arguments, **named) for each in self.observers]
             return answers[0]
 
         return tell_all
+
+
+class RaceTeller(Storyteller):
+    """Notes what torch operators of user code and streams do to symmetric memory, too."""
+
+    def know(self, tensor: Any, rank: int) -> None: ...
+
+    def new(self, task: Task, tensor: Any, op: str) -> None: ...
+
+    def touch(self, task: Task, tensor: Any, op: str, *, stores: bool) -> None:
+        place = self._memory.find(tensor.data_ptr())
+        if place is not None:
+            verb = "writes" if stores else "reads"
+            self._note(task, f"{verb} ({op}) at {place}", task_lines(task))
 
 
 def _explained(findings: list[Finding], relaxed: list[Detector]) -> list[Finding]:

@@ -7,6 +7,9 @@ replays the schedule in which it was seen.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from interlace.runtime.core.errors import SourceText
+from interlace.verify.schedule_check.interleaving import Story
+
 # Kinds of findings, and what each means.
 KINDS = {
     "write-read": "a load that nothing orders after the store whose value it needs",
@@ -29,7 +32,7 @@ class Access:
     rank: int
     who: str
     what: str
-    lines: tuple[str, ...]
+    lines: tuple[SourceText, ...]
 
     def __str__(self) -> str:
         text = f"rank {self.rank} {self.who} {self.what}"
@@ -80,7 +83,8 @@ class Finding:
 class RaceReport:
     """The result of :func:`interlace.verify.races`. ``events`` counts accesses that were looked at.
 
-    ``errors`` are exceptions of runs, by seed, as text.
+    ``errors`` are exceptions of runs, by seed, as text. ``stories`` tell the schedules in which
+    something was found.
     """
 
     world_size: int
@@ -89,6 +93,7 @@ class RaceReport:
     findings: tuple[Finding, ...]
     errors: tuple[tuple[int, str], ...] = ()
     launches: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    stories: tuple[Story, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def clean(self) -> bool:

@@ -31,10 +31,11 @@ import numpy as np
 import torch
 
 from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.interpreter.session import active_addresses, source_frames
+from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import user_frame
+from interlace.runtime.scheduler.source_lines import place_of, program_lines, user_frame
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, joined, reaches
 from interlace.verify.race_check.findings import Access, Finding
@@ -177,7 +178,7 @@ class Detector(Observer):
         scalar_store = stores and pointers.data.size == 1
         component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        site = self._site(agent, "stores" if stores else "loads", _kernel_lines())
+        site = self._site(agent, "stores" if stores else "loads", program_lines())
         for place in self._memory.find(addresses, size):
             self._access(agent, component, place, site, size, stores=stores)
 
@@ -185,7 +186,7 @@ class Detector(Observer):
         """A torch operator of a stream or of user code has read or written ``tensor``."""
         agent, size = self._agent(task), tensor.element_size()
         verb = "writes" if stores else "reads"
-        site = self._site(agent, f"{verb} ({op})", _task_lines(task))
+        site = self._site(agent, f"{verb} ({op})", task_lines(task))
         for low, nbytes in _byte_ranges(tensor):
             segment = self._memory.at(low)
             if segment is not None and low + nbytes <= segment.end:
@@ -226,7 +227,7 @@ class Detector(Observer):
             done = np.broadcast_to(result.data == atomic.compare.data, shape).ravel()
             success = done if len(done) == len(addresses) else success
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
-        site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", _kernel_lines())
+        site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", program_lines())
         for position, address in enumerate(addresses.tolist()):
             self._one_atomic(agent, address, size, atomic, bool(success[position]), site)
         if atomic.releases or not self.rules.orders:
@@ -234,14 +235,14 @@ class Detector(Observer):
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         agent = self._agent(task)
-        site = self._site(agent, f"publishes ({op})", _task_lines(task))
+        site = self._site(agent, f"publishes ({op})", task_lines(task))
         atomic = _stream_atomic("xchg", "release")
         self._one_atomic(agent, slot.data_ptr(), WORD, atomic, True, site)
         self._after_release(agent)
 
     def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
         agent = self._agent(task)
-        site = self._site(agent, "waits", _task_lines(task))
+        site = self._site(agent, "waits", task_lines(task))
         atomic = _stream_atomic("load", "acquire")
         for index in range(slots.numel()):
             address = slots.data_ptr() + WORD * index
@@ -328,7 +329,7 @@ class Detector(Observer):
         agent.fenced[level] = self._released(agent, each_thread=False)
         self._after_release(agent)
 
-    def _site(self, agent: Agent, what: str, lines: tuple[str, ...]) -> int:
+    def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""
         return self._sites.setdefault(Access(agent.rank, agent.who, what, lines), len(self._sites))
 
@@ -355,23 +356,12 @@ def _stream_atomic(kind: str, sem: str) -> Atomic:
     return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")
 
 
-def _line(frame: Any) -> str:
-    code = frame.f_code
-    return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} in {code.co_name}"
-
-
-def _kernel_lines() -> tuple[str, ...]:
-    """Lines of the running program, innermost first."""
-    return tuple(_line(frame) for frame in source_frames(sys._getframe(2)))
-
-
-def _task_lines(task: Task) -> tuple[str, ...]:
+def task_lines(task: Task) -> tuple[SourceText, ...]:
     """The user's line, for user code and for what user code has put on a stream."""
     if task.owner is not None:
-        where, label = task.owner.running
-        return (f"{label}, enqueued at {where}" if where else label,)
+        return (task.owner.running,)
     frame = user_frame(sys._getframe(2))
-    return () if frame is None else (_line(frame),)
+    return () if frame is None else (place_of(frame),)
 
 
 def _byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:

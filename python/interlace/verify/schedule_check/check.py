@@ -10,7 +10,7 @@ printed as an interleaving.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from interlace import launcher
@@ -19,7 +19,7 @@ from interlace.runtime.scheduler.scheduler import Scheduler
 from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
-from interlace.verify.schedule_check.interleaving import Storyteller
+from interlace.verify.schedule_check.interleaving import Story, Storyteller
 from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
 
 SHRINK_RUNS = 300
@@ -32,8 +32,8 @@ class Failure:
     """A schedule that fails. ``kind`` is the exception's name, or "different results".
 
     ``segments`` replay it: :func:`replay`. ``switches`` counts changes from one task to another,
-    ``found_switches`` those of the schedule as it was found. ``story`` is the interleaving, a line
-    per step.
+    ``found_switches`` those of the schedule as it was found. ``told`` is what happened in the
+    ``segments``, ``found`` what happened in the schedule as it was found; ``story`` has a line per step.
     """
 
     seed: int
@@ -41,12 +41,18 @@ class Failure:
     text: str
     segments: tuple[ScheduleSegment, ...]
     found_switches: int
-    story: tuple[str, ...] = ()
+    told: Story = field(repr=False)
+    found: Story = field(repr=False)
 
     @property
     def switches(self) -> int:
         """Changes from one task to another in ``segments``."""
         return max(0, len(self.segments) - 1)
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The interleaving, a line per step."""
+        return self.told.lines()
 
     def __str__(self) -> str:
         lines = [
@@ -58,7 +64,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """The result of :func:`schedules`. ``failing`` are the seeds that failed, of ``schedules``."""
+    """The result of :func:`schedules`. ``failing`` are the seeds that failed, of ``schedules``.
+
+    ``story`` tells the first schedule, right or wrong.
+    """
 
     world_size: int
     schedules: int
@@ -66,6 +75,7 @@ class ScheduleReport:
     seconds: float
     failing: tuple[int, ...]
     failure: Failure | None = None
+    story: Story | None = field(default=None, repr=False, compare=False)
 
     @property
     def clean(self) -> bool:
@@ -138,7 +148,7 @@ def schedules(
     on_rank = launcher.rank_function(fn, args, kwargs)
     trial = Trial(on_rank, world_size, store_buffers, check, timeout)
     begin = time.monotonic()
-    first_outcome = trial.run(chosen[0])
+    first_outcome = trial.run(chosen[0], tell=True)
     failing = [chosen[0]] if first_outcome.wrong is not None else []
     if deterministic and not failing:
         trial = replace(trial, expected=first_outcome.digest)
@@ -155,7 +165,8 @@ def schedules(
     if failing:
         first = next(seed for seed in chosen if seed in failing)
         failure = shrunk(trial, first, search=shrink)
-    return ScheduleReport(world_size, len(chosen), store_buffers, seconds, tuple(failing), failure)
+    counts = world_size, len(chosen), store_buffers, seconds
+    return ScheduleReport(*counts, tuple(failing), failure, first_outcome.story)
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,7 @@ class TrialResult:
     error: BaseException | None
     digest: str
     segments: tuple[ScheduleSegment, ...]
-    story: tuple[str, ...] = ()
+    story: Story
 
 
 @dataclass(frozen=True)
@@ -185,12 +196,12 @@ class Trial:
     ) -> TrialResult:
         """The schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
         strategy = for_seed(seed) if segments is None else Replay(segments)
-        story = Storyteller() if tell else None
+        teller = Storyteller()
         scheduler = Scheduler(
             seed,
             strategy=strategy,
             store_buffers=self.store_buffers,
-            observer=story,
+            observer=teller if tell else None,
             timeout=self.timeout,
         )
         error, digest = None, ""
@@ -203,17 +214,17 @@ class Trial:
             wrong = "different results" if self.expected not in (None, digest) else None
         except Exception as caught:
             error, wrong = caught, type(caught).__name__
-        lines = () if story is None else story.lines(error)
-        return TrialResult(wrong, error, digest, scheduler.recorded(), lines)
+        return TrialResult(wrong, error, digest, scheduler.recorded(), teller.story(seed, error))
 
 
 def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:
     """The failure of ``seed``; if ``search``, with as few context switches as can be found."""
-    found = trial.run(seed)
+    found = trial.run(seed, tell=True)
     kind = found.wrong
     if kind is None:
         text = "failed and does not fail again: something besides the schedule decides"
-        return Failure(seed, "not repeatable", text, found.segments, len(found.segments) - 1)
+        switches, story = len(found.segments) - 1, found.story
+        return Failure(seed, "not repeatable", text, found.segments, switches, story, story)
     best = found.segments
     deadline = time.monotonic() + SHRINK_SECONDS
     runs = 0
@@ -244,7 +255,8 @@ def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:
         text = str(told.error).strip()
         if not text or text.endswith(":"):
             text = f"{text} {kind} without a message".strip()
-    return Failure(seed, kind, text, best, max(0, len(found.segments) - 1), told.story)
+    switches = max(0, len(found.segments) - 1)
+    return Failure(seed, kind, text, best, switches, told.story, found.story)
 
 
 def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:

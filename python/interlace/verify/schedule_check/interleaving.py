@@ -1,55 +1,103 @@
 """A schedule as a story: who did what, in the order in which it happened, a line per step."""
 
 import itertools
-import sys
-from typing import Any
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from interlace.runtime.core.accesses import Atomic
-from interlace.runtime.core.errors import DeadlockError
-from interlace.runtime.interpreter.session import active_addresses, source_frames
+from interlace.runtime.core.errors import BlockedWait, DeadlockError, SourceText
+from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import MemoryNames, line_of
+from interlace.runtime.scheduler.source_lines import MemoryNames, program_lines
 from interlace.runtime.scheduler.task import Task
 
 LONGEST = 200
+MOST_STEPS = 20_000
 
 
-class Storyteller(Observer):
-    """Notes signals, items of streams, and what programs do to symmetric memory; the rest is private."""
+class Step(NamedTuple):
+    """``task``, or the memory, did what ``text`` says; ``who`` is the task among those of its rank.
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[str, str]] = []
-        self._memory = MemoryNames()
-        self._stuck: int | None = None
+    ``lines`` of the source are innermost first. ``after``: numbers of the steps whose signals it has seen.
+    """
 
-    def lines(self, error: BaseException | None = None) -> tuple[str, ...]:
+    task: str
+    rank: int
+    who: str
+    text: str
+    lines: tuple[SourceText, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Story:
+    """The last steps of a run, the first of them number ``first``, and the waits left in a deadlock."""
+
+    seed: int
+    first: int
+    steps: tuple[Step, ...]
+    blocked: tuple[BlockedWait, ...] = ()
+
+    def lines(self) -> tuple[str, ...]:
         """One line per step; repetitions of a line are counted. A long story keeps its end."""
         told: list[str] = []
-        stuck = self._stuck if isinstance(error, DeadlockError) else None
-        for task, steps in itertools.groupby(self._steps[:stuck], lambda step: step[0]):
+        for task, steps in itertools.groupby(self.steps, lambda step: step.task):
             told.append(f"{task}:")
-            for text, same in itertools.groupby(text for _, text in steps):
+            texts = (_with_line(step) for step in steps)
+            for text, same in itertools.groupby(texts):
                 times = len(list(same))
                 told.append(f"    {text}" + (f"  ({times} times)" if times > 1 else ""))
         if len(told) > LONGEST:
             told = [f"... {len(told) - LONGEST} lines before this ...", *told[-LONGEST:]]
-        if isinstance(error, DeadlockError):
-            told += [str(wait) for wait in error.blocked]
-        return tuple(told)
+        return (*told, *map(str, self.blocked))
 
-    def _note(self, task: Task | None, text: str) -> None:
+
+def _with_line(step: Step) -> str:
+    frames = step.lines[0].frames if step.lines else ()
+    return step.text + (f"  [{os.path.basename(frames[0][0])}:{frames[0][1]}]" if frames else "")
+
+
+class Storyteller(Observer):
+    """Notes signals, items of streams, and what is done to symmetric memory; the rest is private."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._count = 0
+        self._memory = MemoryNames()
+        self._stuck: int | None = None
+        self._written: dict[int, tuple[Task, int]] = {}  # who wrote a signal last, in which step
+        self._seen: set[tuple[Task, int]] = set()
+
+    def story(self, seed: int, error: BaseException | None = None) -> Story:
+        """What has been noted of the run of ``seed``, which ``error`` ended."""
+        first, steps = self._count - len(self._steps), tuple(self._steps)
+        if not isinstance(error, DeadlockError):
+            return Story(seed, first, steps)
+        end = None if self._stuck is None else max(0, self._stuck - first)
+        return Story(seed, first, steps[:end], tuple(error.blocked))
+
+    def _note(
+        self, task: Task | None, text: str, lines: tuple[SourceText, ...], after: Any = ()
+    ) -> None:
         if task is not None:
-            self._steps.append((task.name, text))
+            launch = f" of launch {task.number + 1}" if task.number and task.program else ""
+            self._add(Step(task.name, task.rank, task.who + launch, text, lines, tuple(after)))
+
+    def _add(self, step: Step) -> None:
+        self._steps.append(step)
+        self._count += 1
 
     def on_stuck(self) -> None:
-        self._stuck = len(self._steps)
+        self._stuck = self._count
 
     def _access(self, task: Task | None, verb: str, pointers: Any, mask: Any) -> None:
         addresses = active_addresses(pointers, mask)
         place = self._memory.find(int(addresses[0])) if len(addresses) else None
         if task is None or place is None:
             return
-        self._note(task, f"{verb} {_elements(len(addresses))} at {place}{_where()}")
+        self._note(task, f"{verb} {_elements(len(addresses))} at {place}", program_lines())
 
     def on_allocate(self, rank: int, memory: Any, label: str) -> None:
         self._memory.put(memory.data_ptr(), memory.nbytes, label)
@@ -58,7 +106,7 @@ class Storyteller(Observer):
         place = self._memory.find(address)
         if place is not None:
             text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
-            self._steps.append(("memory", text))
+            self._add(Step("memory", task.rank, task.who, text))
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)
@@ -67,28 +115,46 @@ class Storyteller(Observer):
         self._access(task, "stores", pointers, mask)
 
     def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
-        addresses = active_addresses(atomic.pointers, atomic.mask)
-        if not len(addresses):
+        addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
+        if task is None or not addresses:
             return
-        place = self._memory.find(int(addresses[0])) or "own memory"
+        place = self._memory.find(addresses[0]) or "own memory"
         seen = result.data.ravel()[0]
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
-        self._note(task, f"{verb} at {place}, sees {seen}{_where()}")
+        taken = atomic.compare is None or bool((result.data == atomic.compare.data).any())
+        after = self._waited(task, addresses) if taken and atomic.acquires else ()
+        self._note(task, f"{verb} at {place}, sees {seen}", program_lines(), after)
+        if taken and not atomic.reads_only:
+            self._written.update(dict.fromkeys(addresses, (task, self._count - 1)))
+
+    def _waited(self, task: Task, addresses: list[int]) -> list[int]:
+        """Steps of others that wrote these signals, which ``task`` has not seen yet."""
+        found = {self._written[each] for each in addresses if each in self._written}
+        new = sorted({step for writer, step in found if writer is not task})
+        new = [step for step in new if (task, step) not in self._seen]
+        self._seen.update((task, step) for step in new)
+        return new
 
     def on_barrier(self, task: Task | None) -> None:
-        self._note(task, f"barrier{_where()}")
+        self._note(task, "barrier", program_lines())
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
-        self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})")
+        self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued(task))
+        self._written[slot.data_ptr()] = task, self._count - 1
+
+    def on_signals_seen(self, task: Task, slots: Any) -> None:
+        addresses = [slots.data_ptr() + each * slots.itemsize for each in range(slots.numel())]
+        after = self._waited(task, addresses)
+        if after:
+            self._note(task, "has waited for signals", _enqueued(task), after)
 
     def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: Any) -> None:
-        self._note(task, f"has done: {label}")
+        self._note(task, f"has done: {label}", _enqueued(task))
+
+
+def _enqueued(task: Task) -> tuple[SourceText, ...]:
+    return (task.owner.running,) if task.owner is not None else ()
 
 
 def _elements(count: int) -> str:
     return f"{count} elements" if count > 1 else "1 element"
-
-
-def _where() -> str:
-    line = line_of(next(iter(source_frames(sys._getframe(3))), None))
-    return f"  [{line}]" if line else ""

@@ -10,18 +10,19 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
-from interlace.verify.lint_check.check import lint_many, lint_request, specialisation
+from interlace.verify.lint_check.check import LintReport, lint_many, lint_request, specialisation
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
+from interlace.verify.race_check.findings import RaceReport
 from interlace.verify.schedule_check import parallel
-from interlace.verify.schedule_check.check import schedules
+from interlace.verify.schedule_check.check import ScheduleReport, schedules
 from interlace.verify.suite.targets import TARGETS
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
@@ -52,7 +53,10 @@ FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 30, (90,)
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean."""
+    """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
+
+    ``report`` is that of the check, where there is one.
+    """
 
     subject: str
     check: str
@@ -60,6 +64,16 @@ class JobResult:
     count: str
     findings: tuple[str, ...]
     seconds: float
+    report: RaceReport | ScheduleReport | LintReport | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: all but the report."""
+        facts = {**vars(self), "seconds": round(self.seconds, 3)}
+        del facts["report"]
+        return facts
+
+
+JobOutcome = tuple[str, Sequence[str], RaceReport | ScheduleReport | LintReport | None]
 
 
 class Job(NamedTuple):
@@ -68,13 +82,13 @@ class Job(NamedTuple):
     subject: str
     check: str
     variant: str
-    run: Callable[[], tuple[str, Sequence[str]]]
+    run: Callable[[], JobOutcome]
 
     def result(self) -> JobResult:
         begin = time.monotonic()
-        count, findings = self.run()
-        seconds = time.monotonic() - begin
-        return JobResult(self.subject, self.check, self.variant, count, tuple(findings), seconds)
+        count, findings, report = self.run()
+        done = count, tuple(findings), time.monotonic() - begin, report
+        return JobResult(self.subject, self.check, self.variant, *done)
 
 
 def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
@@ -114,26 +128,23 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
     ]
 
 
-def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> tuple[str, Sequence[str]]:
+def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> JobOutcome:
     report = races(fn, world_size, seeds=seeds)
     texts = [str(finding) for finding in report.findings]
     texts += [f"seed {seed}: {text}" for seed, text in report.errors]
-    return f"{report.events} accesses", texts
+    return f"{report.events} accesses", texts, replace(report, launches=())
 
 
-def _schedules(
-    fn: Callable[[], Any], world_size: int, count: int, late: bool
-) -> tuple[str, Sequence[str]]:
+def _schedules(fn: Callable[[], Any], world_size: int, count: int, late: bool) -> JobOutcome:
     report = schedules(fn, world_size, n=count, store_buffers=late, workers=1)
-    return f"{report.schedules} schedules", [] if report.clean else [str(report)]
+    return f"{report.schedules} schedules", [] if report.clean else [str(report)], report
 
 
-def _protocol(name: str, ranks: int, rounds: int) -> tuple[str, Sequence[str]]:
+def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
     found = explored(name, ranks, rounds)
     reduced = ", reduced" if found.reduced else ""
-    return f"{found.states} states{reduced}", [
-        str(e) for e in (*found.deadlocks, *found.violations)
-    ]
+    texts = [str(each) for each in (*found.deadlocks, *found.violations)]
+    return f"{found.states} states{reduced}", texts, None
 
 
 def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[JobResult]:
@@ -194,12 +205,19 @@ def lint_launches(
             results.append(_linted(subject, launch.name, (text,)))
     for report in lint_many(requests, on_report=lambda report: on_done()):
         texts = () if report.clean else (str(report),)
-        results.append(_linted(subject, f"{report.kernel} sm_{report.arch}", texts, report.seconds))
+        variant = f"{report.kernel} sm_{report.arch}"
+        results.append(_linted(subject, variant, texts, report.seconds, report))
     return results
 
 
-def _linted(subject: str, variant: str, texts: tuple[str, ...], seconds: float = 0.0) -> JobResult:
-    return JobResult(subject, "lint", variant, "1 variant", texts, seconds)
+def _linted(
+    subject: str,
+    variant: str,
+    texts: tuple[str, ...],
+    seconds: float = 0.0,
+    report: LintReport | None = None,
+) -> JobResult:
+    return JobResult(subject, "lint", variant, "1 variant", texts, seconds, report)
 
 
 def parameters_without_default(fn: Callable[..., Any]) -> list[str]:

@@ -1,0 +1,98 @@
+"""A page on what ran: lanes by rank and program, arrows, and the source of every access, in one HTML file.
+
+``data/report.html`` draws it and needs nothing else, no network either. Here are its data: panels, each
+with a text and *views*, a view being one schedule.
+"""
+
+import json
+import linecache
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, NamedTuple
+
+from interlace.runtime.core.errors import SourceText
+
+Files = dict[str, dict[str, Any]]
+
+
+class PageEvent(NamedTuple):
+    """What a lane did from ``start`` to ``end``; ``mark`` is "", "red" or "blocked"; ``peer`` of a tile."""
+
+    lane: int
+    start: float
+    end: float
+    kind: str
+    text: str
+    lines: Sequence[SourceText] = ()
+    mark: str = ""
+    peer: int = 0
+
+
+@dataclass
+class PageView:
+    """A schedule; ``arrows`` are (from, to, "wait", "red" or "blocked") by number of the event."""
+
+    title: str
+    unit: str
+    lanes: list[tuple[int, str]]
+    events: list[PageEvent] = field(default_factory=list)
+    arrows: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Panel:
+    """A finding if ``bad``, else a run; ``table`` begins with its head."""
+
+    title: str
+    text: str
+    views: list[PageView] = field(default_factory=list)
+    bad: bool = False
+    lines: Sequence[SourceText] = ()
+    table: Sequence[Sequence[str]] = ()
+
+
+def write_page(
+    path: str, title: str, verdict: str, facts: str, panels: Sequence[Panel], *, bad: bool
+) -> None:
+    """Write the page to ``path``; source files that panels name become part of it."""
+    files: Files = {}
+    content = {
+        "title": title,
+        "verdict": verdict,
+        "bad": bad,
+        "facts": facts,
+        "panels": [_panel(panel, files) for panel in panels],
+        "files": files,
+    }
+    # nothing in it can end the element that it is in
+    text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    template = (resources.files("interlace") / "data" / "report.html").read_text("ascii")
+    pathlib.Path(path).write_text(template.replace("@DATA@", text), encoding="ascii")
+
+
+def _panel(panel: Panel, files: Files) -> dict[str, Any]:
+    """``panel`` for JSON; puts the files that it names into ``files``."""
+    views = []
+    for view in panel.views:
+        events = [[*each[:5], _frames(each.lines, files), *each[6:]] for each in view.events]
+        views.append({**vars(view), "events": events})
+    frames = _frames(panel.lines, files)
+    return {**vars(panel), "views": views, "lines": [], "frames": frames}
+
+
+def _frames(lines: Iterable[SourceText], files: Files) -> list[tuple[str, int, str]]:
+    """(file, line, text) of the frames whose source is there."""
+    frames = []
+    for line in lines:
+        for place, (path, number) in enumerate(line.frames):
+            text = line if not place else f"{os.path.basename(path)}:{number}"
+            if path not in files and (source := linecache.getlines(path)):
+                name = os.path.relpath(path)
+                short = path if name.startswith("..") else name
+                files[path] = {"name": short, "lines": [each.rstrip("\n") for each in source]}
+            if path in files:
+                frames.append((path, number, text))
+    return frames

@@ -1,0 +1,370 @@
+"""The page of ``--html`` and the log of ``--sarif``: what is in them, and the page in a browser."""
+
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import interlace
+from interlace.cli.commands import sarif, verify_page
+from interlace.cli.demo import command, page
+from interlace.cli.main import run
+from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
+from interlace.verify import ScheduleReport
+from interlace.verify.schedule_check import check as schedule_check
+from interlace.verify.suite import jobs as suite
+from interlace.verify.suite.jobs import CheckPlan, JobResult
+from sim.cli import browser
+
+EXAMPLE = pathlib.Path(__file__).parents[3] / "docs" / "examples" / "one_shot_all_reduce.py"
+MEETING = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
+TWO_PROGRAMS = """
+
+def uneven():
+    rank, output = interlace.get_rank(), torch.empty(32)
+    handle = symmetric_memory.rendezvous(symmetric_memory.empty(32))
+    tables = handle.buffer_ptrs_dev, handle.signal_pad_ptrs_dev
+    one_shot_all_reduce[(2 - rank,)](*tables, torch.ones(32), output, rank, 2, BLOCK=16)
+"""
+SOURCE = EXAMPLE.read_text()
+HEAD, TAIL = SOURCE.rsplit(MEETING, 1)
+WRONG = HEAD + TAIL.partition("\nif __name__")[0] + TWO_PROGRAMS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A repository with a wrong file in it."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / ".git").mkdir()
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "wrong.py").write_text(WRONG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: pathlib.Path) -> list[JobResult]:
+    """Races of one function, deadlocks of another."""
+    plan, found = CheckPlan((2,), 1, 1, (90,)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_check, "SHRINK_RUNS", 30)
+        patch.chdir(folder)
+        for name, check in (("three_rounds", "races"), ("uneven", "schedules")):
+            target = f"kernels/wrong.py::{name}"
+            jobs = suite.function_jobs(target, suite.load_function(target), plan)
+            found += [job.result() for job in jobs if job.check == check]
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(folder: pathlib.Path, results: list[JobResult]) -> pathlib.Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        verify_page.write("report.html", "kernels/wrong.py", results)
+    return folder / "report.html"
+
+
+def data_of(path: pathlib.Path) -> Any:
+    (text,) = re.findall(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def line_of(text: str) -> int:
+    return WRONG.splitlines().index(text) + 1
+
+
+LOADS = line_of("        total += tl.load(theirs + offsets)")
+STORES = line_of("    tl.store(own + offsets, tl.load(input_ptr + offsets))")
+
+
+# -- what is in it -------------------------------------------------------------------------------
+
+
+def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:
+    data = data_of(written)
+    assert data["bad"] and data["verdict"] == "2 findings"
+    race, _, overview = data["panels"]
+    (view,) = race["views"]
+    red = [number for number, event in enumerate(view["events"]) if event[6] == "red"]
+    assert [arrow for arrow in view["arrows"] if arrow[2] == "red"] == [[*red, "red"]]
+    lines = [view["events"][number][5][0][1] for number in red]
+    assert lines == [LOADS, STORES]
+    (source,) = {event[5][0][0] for event in view["events"]}
+    assert data["files"][source] == {"name": "kernels/wrong.py", "lines": WRONG.splitlines()}
+    assert len(overview["table"]) == 1 + 2 and not overview["bad"]
+
+
+def test_waits_point_to_what_ended_them(written: pathlib.Path) -> None:
+    """Each arrow goes from a release to a later acquire of the same word, by another program."""
+    (view,) = data_of(written)["panels"][0]["views"]
+    arrows = [arrow for arrow in view["arrows"] if arrow[2] == "wait"]
+    assert len(arrows) > 10
+    for begin, end, _ in arrows:
+        sent, seen = view["events"][begin], view["events"][end]
+        assert sent[1] < seen[1] and sent[0] != seen[0]
+        assert "(release, sys)" in sent[4] and "(acquire, sys)" in seen[4]
+        word = re.compile(r"signal pad 0 of rank \d, byte \d+")
+        assert word.findall(sent[4]) == word.findall(seen[4])
+
+
+def test_a_failure_is_shown_as_found_and_shrunk(
+    written: pathlib.Path, results: list[JobResult]
+) -> None:
+    deadlock = data_of(written)["panels"][1]
+    assert deadlock["title"].startswith("DeadlockError")
+    found, shrunk = deadlock["views"]
+    report = results[-1].report
+    assert isinstance(report, ScheduleReport) and report.failure is not None
+    assert found["title"] == f"as found, {report.failure.found_switches} context switches"
+    assert shrunk["title"] == f"shrunk, {report.failure.switches} context switches"
+    for view in (found, shrunk):
+        blocked = [event for event in view["events"] if event[6] == "blocked"]
+        lanes = [view["lanes"][event[0]] for event in blocked]
+        assert lanes == [[0, "one_shot_all_reduce program 1"], [0, "user code"]]
+        # user code waits for the program that waits
+        (arrow,) = (arrow for arrow in view["arrows"] if arrow[2] == "blocked")
+        assert [view["events"][number][4] for number in arrow[:2]] == [b[4] for b in blocked[::-1]]
+
+
+def test_nothing_in_the_data_ends_its_element(tmp_path: pathlib.Path) -> None:
+    evil = "</script><script>document.title = 'taken'</script><!--"
+    panel = Panel(
+        evil, evil, [PageView("v", "steps", [(0, evil)], [PageEvent(0, 0, 1, "load", evil)])]
+    )
+    write_page(str(tmp_path / "page.html"), evil, evil, evil, [panel], bad=False)
+    write_page(str(tmp_path / "empty.html"), "", "", "", [], bad=False)
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("</script>") == (tmp_path / "empty.html").read_text().count("</script>") == 2
+    assert data_of(tmp_path / "page.html")["panels"][0]["text"] == evil
+
+
+def test_the_page_names_nothing_outside_of_it(written: pathlib.Path) -> None:
+    template, _, _ = written.read_text().partition('id="data">')
+    assert "default-src 'none'" in template
+    assert set(re.findall(r"https?://[^\"' ]+", written.read_text())) == {
+        "http://www.w3.org/2000/svg"
+    }
+
+
+def test_a_clean_run_is_shown_too(tmp_path: pathlib.Path) -> None:
+    report = interlace.verify.schedules(interlace.barrier, 2, n=1, workers=1)
+    result = JobResult("f.py::f", "schedules", "2 ranks", "1 schedule", (), 0.1, report)
+    verify_page.write(str(tmp_path / "page.html"), "f.py::f", [result])
+    (panel,) = (data := data_of(tmp_path / "page.html"))["panels"]
+    assert data["verdict"] == "no findings" and not data["bad"]
+    assert [view["title"] for view in panel["views"]] == ["f.py::f: the first schedule"]
+
+
+@functools.cache
+def demonstrated() -> Panel:
+    options = command.DemoOptions(ranks=2, m=32, n=16, k=16)
+    case = command.CASES[0]
+    outcome = command.run_case(case, command._load(options), options)
+    assert outcome.recording is not None
+    return page.panel_of(case.title, case.story, outcome.recording)
+
+
+def test_the_demo_shows_tiles_waits_and_their_lines() -> None:
+    (view,) = demonstrated().views
+    tiles = [event for event in view.events if event.kind == "tile"]
+    assert {event.peer for event in tiles} == {0, 1}
+    assert all(event.lines[0].frames for event in tiles)
+    assert {line.partition(":")[0] for event in tiles for line in event.lines} >= {
+        "all_gather_matmul.py"
+    }
+    assert view.arrows
+    for begin, end, _ in view.arrows:
+        assert view.events[end].kind == "wait"
+        assert view.lanes[view.events[begin].lane] != view.lanes[view.events[end].lane]
+        assert view.events[begin].end <= view.events[end].end
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    for arguments in (["verify", "all"], ["demo"]):
+        assert run([*arguments, "--html", str(tmp_path / "no" / "page.html")]) == 2
+        assert "the folder does not exist" in " ".join(capsys.readouterr().err.split())
+
+
+# -- SARIF ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(folder: pathlib.Path, results: list[JobResult], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(folder / "kernels")
+    relative = [JobResult(**{**vars(r), "subject": r.subject[8:]}) for r in results]
+    linted = JobResult("wrong.py::uneven", "lint", "k sm_90", "1 variant", ("it spills",), 0.1)
+    sarif.write("log.sarif", [*relative, linted])
+    return json.loads(pathlib.Path("log.sarif").read_text())
+
+
+def test_sarif_has_what_its_schema_requires(log: Any) -> None:
+    assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json")
+    (run,) = log["runs"]
+    driver = run["tool"]["driver"]
+    assert driver["name"] == "interlace"
+    ids = [rule["id"] for rule in driver["rules"]]
+    assert ids == ["races/read-write", "schedules/DeadlockError", "lint"]
+    assert all(rule["shortDescription"]["text"] for rule in driver["rules"])
+    for result in run["results"]:
+        assert result["ruleId"] in ids and result["level"] == "error" and result["message"]["text"]
+        for place in (*result["locations"], *result["relatedLocations"]):
+            physical = place["physicalLocation"]
+            assert physical["artifactLocation"] == {"uri": "kernels/wrong.py", "uriBaseId": "ROOT"}
+            assert physical["region"]["startLine"] >= 1
+    assert set(run["originalUriBaseIds"]) == {"ROOT"}
+
+
+def test_sarif_names_lines(log: Any) -> None:
+    """Of a race both, of a deadlock that of the wait and the way there, of what has none the function's."""
+    race, deadlock, linted = log["runs"][0]["results"]
+
+    def lines(places: list[Any]) -> list[int]:
+        return [place["physicalLocation"]["region"]["startLine"] for place in places]
+
+    assert (lines(race["locations"]), lines(race["relatedLocations"])) == ([STORES], [LOADS])
+    (waits,) = lines(deadlock["locations"])
+    assert "tl.inline_asm_elementwise" in WRONG.splitlines()[waits - 1]
+    (flow,) = deadlock["codeFlows"][0]["threadFlows"]
+    assert STORES in lines([each["location"] for each in flow["locations"]])
+    assert lines(linted["locations"]) == [line_of("def uneven():")]
+
+
+def test_a_finding_in_a_library_is_where_it_was_called(folder: pathlib.Path) -> None:
+    from interlace.runtime.core.errors import SourceText
+
+    library, own = ("/elsewhere/signal.py", 7), (str(folder / "kernels" / "wrong.py"), 3)
+    place = sarif.SourcePlace([SourceText("signal.py:7 in put", (library, own))])
+    found = sarif._location(place, folder)
+    assert found is not None and found["physicalLocation"]["region"] == {"startLine": 3}
+    outside = sarif._location(sarif.SourcePlace([SourceText("signal.py:7", (library,))]), folder)
+    assert outside == {
+        "physicalLocation": {
+            "artifactLocation": {"uri": "file:///elsewhere/signal.py"},
+            "region": {"startLine": 7},
+        }
+    }
+
+
+# -- in a browser --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[browser.Browser]:
+    if browser.PROGRAM is None:
+        pytest.skip(f"needs one of {', '.join(browser.NAMES)}, and none is on PATH")
+    with browser.browser() as there:
+        yield there
+
+
+SHOWN = (
+    "[document.querySelector('.source .what').innerText, document.querySelector('.here').innerText]"
+)
+
+
+def test_a_click_shows_the_source_line(chromium: browser.Browser, written: pathlib.Path) -> None:
+    chromium.open(written)
+    said, line = chromium.js(SHOWN)  # the second access of the race is open from the start
+    assert "program" in said and "stores 64 elements" in said
+    assert "tl.store(own + offsets" in line and str(STORES) in line
+    chromium.click(".event.red")  # the first one
+    said, line = chromium.js(SHOWN)
+    assert "loads 64 elements" in said and "tl.load(theirs" in line and str(LOADS) in line
+    assert chromium.js("location.hash").startswith("#panel=0&view=0&event=")
+    assert chromium.said == []
+    assert all(url.startswith("file:") for url in chromium.asked)
+
+
+def test_races_are_red_in_light_and_in_dark(
+    chromium: browser.Browser, written: pathlib.Path
+) -> None:
+    chromium.open(written)
+    seen = []
+    for dark in (False, True):
+        chromium.dark(dark)
+        fill, stroke, paper = chromium.js(
+            "['.event.red', '.arrow.red', 'body'].map((s, i) => "
+            "getComputedStyle(document.querySelector(s))[['fill', 'stroke', 'backgroundColor'][i]])"
+        )
+        red, green, blue = map(int, re.findall(r"\d+", fill)[:3])
+        assert red > 2 * max(green, blue) * 0.8 and stroke == fill
+        seen.append(sum(map(int, re.findall(r"\d+", paper)[:3])))
+    assert seen[0] > 700 > 200 > seen[1]
+    chromium.click("#theme")
+    paper = chromium.js("getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", paper)[:3])) == seen[0]
+    chromium.dark(False)
+
+
+def test_the_slider_goes_through_the_steps(
+    chromium: browser.Browser, written: pathlib.Path
+) -> None:
+    chromium.open(written)
+    at = (
+        "(time => {const s = document.querySelector('input[type=range]'); s.value = time;"
+        "s.dispatchEvent(new Event('input')); return [document.querySelector('.now').innerText,"
+        "Number(document.querySelector('.later').getAttribute('x'))]})"
+    )
+    early, late = chromium.js(f"{at}(3.5)"), chromium.js(f"{at}(40.5)")
+    assert early[0].startswith("3: rank ") and late[0].startswith("40: rank ")
+    assert early[1] < late[1]
+    chromium.click("button[title='one event on']")
+    assert chromium.js("document.querySelector('.now').innerText").startswith("41: rank ")
+    chromium.click("button[title='one event back']")
+    assert chromium.js("document.querySelector('.now').innerText").startswith("40: rank ")
+    narrow = chromium.js("document.querySelector('.scroll svg').clientWidth")
+    chromium.click("button[title='wider']")
+    assert chromium.js("document.querySelector('.scroll svg').clientWidth") > 1.4 * narrow
+
+
+def test_both_schedules_of_a_failure_are_side_by_side(
+    chromium: browser.Browser, written: pathlib.Path
+) -> None:
+    chromium.open(written)
+    chromium.click("nav a:nth-child(2)")
+    chromium.until("document.querySelectorAll('.view').length === 2")
+    boxes = chromium.js(
+        "[...document.querySelectorAll('.view')].map(v => v.getBoundingClientRect().toJSON())"
+    )
+    first, second = boxes
+    assert first["top"] == second["top"] and first["right"] < second["left"]
+    assert chromium.js("document.querySelectorAll('.event.blocked').length") == 4
+    assert chromium.js("document.querySelectorAll('.arrow.blocked').length") == 2
+    assert chromium.said == []
+
+
+def test_a_link_opens_a_moment(chromium: browser.Browser, written: pathlib.Path) -> None:
+    event = 5
+    (view,) = data_of(written)["panels"][0]["views"]
+    chromium.open(written, f"#panel=0&view=0&event={event}")
+    text = view["events"][event][4]
+    assert chromium.js("document.querySelector('.source .what').innerText").endswith(text)
+
+
+def test_text_of_a_run_is_no_markup(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:
+    evil = "<img src=x onerror=\"document.title='taken'\"></script><script>document.title='taken'</script>"
+    panel = Panel(
+        evil, evil, [PageView(evil, "steps", [(0, evil)], [PageEvent(0, 0, 1, "load", evil)])]
+    )
+    write_page(str(tmp_path / "page.html"), "safe", evil, evil, [panel], bad=True)
+    chromium.open(tmp_path / "page.html")
+    assert chromium.js("document.title") == "interlace: safe"
+    assert chromium.js("document.querySelectorAll('img').length") == 0
+    assert chromium.js("document.querySelector('h2').innerText") == evil
+
+
+def test_the_demos_page_has_no_errors(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:
+    write_page(str(tmp_path / "page.html"), "demo", "correct", "", [demonstrated()], bad=False)
+    chromium.open(tmp_path / "page.html")
+    count = len(demonstrated().views[0].events)
+    assert chromium.js("document.querySelectorAll('.event').length") == count
+    tile = next(n for n, e in enumerate(demonstrated().views[0].events) if e.kind == "tile")
+    chromium.js(
+        f"document.querySelector('[data-event=\"{tile}\"]').dispatchEvent(new MouseEvent('click'))"
+    )
+    assert "store" in chromium.js("document.querySelector('.here').innerText")
+    assert chromium.said == []
