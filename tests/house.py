@@ -97,7 +97,6 @@ FOLDERS = {
         "interlace/arguments interlace/collectives interlace/groups "
         "interlace/ops interlace/ops/eager runtime/algorithms runtime/core"
     ),
-    "interlace/integrations": "interlace/groups interlace/nn/functions runtime/core",
     "interlace/process_group": (
         "interlace/collectives interlace/groups runtime/compat runtime/core "
         "runtime/places/cuda runtime/start"
@@ -117,6 +116,7 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/start runtime/tuning"
     ),
+    "interlace/integrations": "interlace interlace/groups interlace/nn/functions runtime/core",
     "interlace/benchmark/timing": "interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",
     "interlace/cli/demo": (
@@ -177,7 +177,7 @@ FOLDERS = {
     ),
     "interlace/cli": (
         "interlace interlace/cli/bench interlace/cli/commands interlace/cli/demo "
-        "interlace/cli/output interlace/cli/tune runtime/core"
+        "interlace/cli/output interlace/cli/tune runtime/compat runtime/core"
     ),
     "interlace_pytest": "interlace/verify",
     "program": "interlace/cli",

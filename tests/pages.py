@@ -216,7 +216,8 @@ def _command_fault(words: list[str], here: pathlib.Path) -> str:
             bad = [one for one in options_named if f'"{one}"' not in source]
             return f"{said}: the script has no {bad}" if bad else ""
         return ""
-    known = program in ("mypy", "pip", "cd", "mkdocs") or shutil.which(program)
+    launchers = ("srun", "sbatch", "mpirun", "mpiexec")
+    known = program in ("mypy", "pip", "cd", "mkdocs", *launchers) or shutil.which(program)
     return "" if known else f"{said}: what is {program}?"
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -54,6 +55,13 @@ def under_torchrun(command: str, *options: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def free_port() -> int:
+    """A port that nothing listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def shared_names() -> set[str]:

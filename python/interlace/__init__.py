@@ -71,6 +71,7 @@ from interlace.matmuls import (
 from interlace.numerics import check_numerics
 from interlace.runtime.compat.environment import check_environment as _check_environment
 from interlace.runtime.compat.environment import write_log as _write_log
+from interlace.runtime.compat.launchers import launched
 from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
 from interlace.runtime.core.errors import (
     AbortedError,
@@ -157,6 +158,7 @@ __all__ = [
     "init",
     "irecv",
     "isend",
+    "launched",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "monitored_barrier",

@@ -28,6 +28,7 @@ PUBLIC = (
     "interlace.tensor",
     "interlace.nn",
     "interlace.integrations.megatron",
+    "interlace.integrations.ray",
     "interlace.benchmark",
 )
 # Other names of functions that are there, which the page of collectives lists; and modules.

@@ -20,6 +20,7 @@ from interlace.cli.output.consoles import new_console, write
 from interlace.cli.output.options import CommandOptions, add_command, from_arguments
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import InterlaceError
 
 
@@ -60,6 +61,8 @@ def run(arguments: list[str]) -> int:
     if given.command is None:
         parser().print_help()
         return 0
+    if launchers.variables(os.environ).get("WORLD_SIZE", "1") != "1":  # not a shell of srun --pty
+        launchers.launched()
     kind, command = COMMANDS[given.command]
     options = from_arguments(kind, given)
     try:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.groups import rank_lists
 from interlace.runtime.compat import torch_groups
+from interlace.runtime.compat.launchers import launched
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place, positive_seconds
@@ -52,7 +53,7 @@ def replace(old: Communicator, new: Communicator) -> None:
 
 
 def default_group() -> Communicator:
-    """The caller's default group; made from the environment of ``torchrun`` if there is none yet."""
+    """The caller's default group; made from the environment of a launcher if there is none yet."""
     if _made_from is not None and _is_left_over():
         shutdown()
         if not dist.is_initialized():  # else torch's next group is joined
@@ -62,10 +63,10 @@ def default_group() -> Communicator:
             )
     communicator = _default.get() or _of_run or _of_process
     if communicator is None:
-        if "RANK" not in os.environ and not dist.is_initialized():
+        if not dist.is_initialized() and not launched():
             raise InterlaceError(
                 "no group: call this inside a function run by interlace.run, or start the script "
-                "with torchrun, or call torch.distributed.init_process_group first"
+                "with torchrun, srun or mpirun, or call torch.distributed.init_process_group first"
             )
         communicator = joined() or init()
     return communicator
@@ -123,10 +124,10 @@ def init(
 
     Called by itself on first use. Takes rank, world size and store from ``torch.distributed`` if that
     is initialized, else from the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR``, ``MASTER_PORT``). ``timeout``, in seconds, bounds every wait of the group. ``device``
-    is where the group's tensors are: "cpu", or "cuda" for GPUs, of which ranks of one host may share one.
-    By default "cuda" if every rank has a GPU of its own and torch's default group, if it is initialized,
-    is not one for CPUs alone.
+    ``MASTER_ADDR``, ``MASTER_PORT``), or others for them (:func:`interlace.launched`). ``timeout``, in
+    seconds, bounds every wait of the group. ``device`` is where the group's tensors are: "cpu", or "cuda"
+    for GPUs, of which ranks of one host may share one. By default "cuda" if every rank has a GPU of its own
+    and torch's default group, if it is initialized, is not one for CPUs alone.
 
     Returns the group. Raises :class:`InterlaceError` if neither source is there, and
     ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
@@ -151,12 +152,14 @@ def init(
         rank, world_size = dist.get_rank(), dist.get_world_size()
         store: Any = torch_groups.default_store()
     else:
+        launched()
         missing = [
             n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ
         ]
         if missing:
             raise InterlaceError(
-                f"interlace.init: {', '.join(missing)} not set; start the script with torchrun"
+                f"interlace.init: {', '.join(missing)} not set; start the script with torchrun, or set "
+                "them: docs/launching.md"
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torchrun's agent serves the store already; whoever starts ranks by hand lets rank 0 do it

@@ -1,11 +1,11 @@
 """Failures that torch's C++ must see as such, modes, gradients, and the end and the start of groups."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import interlace
 from multi.process_group import backend_failure_ranks as ranks
+from support import free_port
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
@@ -40,9 +40,7 @@ def test_inference_tensors(tmp_path: Path) -> None:
 
 
 def test_again_on_the_same_port() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     assert on_ranks(ranks.same_port, 3, port, 3) == [3] * 3
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import interlace
 from guard import busy
 from multi.shm import shrink_ranks as ranks
 from processes import WAIT, heard, started
+from support import free_port
 from tiers import thorough
 
 
@@ -164,9 +164,7 @@ def test_ranks_that_mean_different_groups_hear_so(hosts: int, tmp_path: Path) ->
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_torchs_own_groups(hosts: int, tmp_path: Path) -> None:
     """Of the default group comes the next one, of another one with the same global ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with started(ranks.of_torch, 4, tmp_path, port, hosts) as (processes, ends):
         for rank in (1, 2, 3):
             assert "rank 0 (pid" in heard(ends[rank])

@@ -1,0 +1,102 @@
+"""Actors of Ray as ranks: Ray chooses where they run, and nobody starts torchrun.
+
+:func:`run` makes the actors, lets them join a group, and calls a function on all of them. In actors of
+your own :func:`meeting` and :func:`join` do the same.
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import interlace
+
+__all__ = ["join", "meeting", "run"]
+
+
+def meeting() -> dict[str, str]:
+    """The address, a free port and a new secret, at which ranks meet: on the actor that is rank 0, for all.
+
+    Returns a dict of variables for :func:`join`. The port is free when it is asked for, so join soon.
+    """
+    from ray.util import get_node_ip_address
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    return {
+        "MASTER_ADDR": str(get_node_ip_address()),
+        "MASTER_PORT": port,
+        "INTERLACE_SECRET": secrets.token_hex(),
+    }
+
+
+def join(rank: int, world_size: int, meeting: Mapping[str, str]) -> None:
+    """Make the process of the calling actor ``rank`` of ``world_size``, as torchrun would.
+
+    ``meeting``: what :func:`meeting` gave on rank 0. The first op, :func:`interlace.init` or torch's
+    ``init_process_group("interlace")`` then makes the group, and raises what they do. An actor with a GPU
+    sees that one alone, so its number on the host is 0.
+    """
+    own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    os.environ.update(meeting, **own)
+
+
+class RayRank:
+    """What is an actor: one rank."""
+
+    def meeting(self) -> dict[str, str]:
+        return meeting()
+
+    def run(
+        self,
+        rank: int,
+        world_size: int,
+        meeting: Mapping[str, str],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        join(rank, world_size, meeting)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            interlace.shutdown()
+
+
+def run(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` actors of Ray, its ranks; what it returned, by rank.
+
+    Parameters
+    ----------
+    options : of the actors, as ``Actor.options`` takes them: ``{"num_gpus": 1}``, a placement group.
+
+    Raises
+    ------
+    Exception : what ``fn`` or joining raised first on a rank, as Ray hands it on; the actors end.
+    """
+    import ray
+
+    actors = [ray.remote(RayRank).options(**(options or {})).remote() for _ in range(world_size)]
+    try:
+        where = ray.get(actors[0].meeting.remote())
+        given = world_size, where, fn, args, kwargs
+        waiting = [actor.run.remote(rank, *given) for rank, actor in enumerate(actors)]
+        order = {each: rank for rank, each in enumerate(waiting)}
+        results: list[Any] = [None] * world_size
+        while waiting:
+            (ended,), waiting = ray.wait(
+                waiting
+            )  # the first that fails, not that of the lowest rank
+            results[order[ended]] = ray.get(ended)
+        return results
+    finally:
+        for actor in actors:
+            ray.kill(actor)
