@@ -91,7 +91,7 @@ clean:  ## remove .venv and everything that tools leave behind
 	find kernels runtime python tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so an install that failed is tried again.
-$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/dist: $(VENV)/%: pyproject.toml constraints/torch-$(TORCH).txt
+$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/dist: $(VENV)/%: pyproject.toml setup.py constraints/torch-$(TORCH).txt
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
 		echo "interlace needs Python 3.10 to 3.14. '$(PYTHON)' says:" \
 			"$$("$(PYTHON)" --version 2>&1 | head -n 1)" >&2; \

@@ -13,12 +13,15 @@ A tile goes out with ``tl.store`` (``OUT_DESCRIPTOR`` False), or through a descr
 while the next tile is being computed, and is for outputs that nobody publishes (law 2).
 """
 
+from typing import Literal, get_args
+
 import triton
 import triton.language as tl
 
 from interlace.kernels.matmul import tile_offsets
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+ACTIVATIONS = get_args(Activation)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ LONGEST = (
     "multi/tensor/test_styles.py",
     "multi/nn/test_tiny_gpt.py",
     "multi/nn/test_nn.py",
+    "repository/test_types.py",
 )
 
 assert all((TESTS / name).exists() for name in LONGEST)

@@ -8,24 +8,42 @@ In the source a docstring is plain text, made to be read there and by ``help()``
 
 What follows the colon is a description, with shapes and dtypes in words, where numpydoc has a type; types
 are in the signature. So sections become those of Google's style, ``Returns`` a paragraph; roles such as
-``:func:`` become code; an example and a paragraph's indented block become fenced blocks.
+``:func:`` become code; an example and a paragraph's indented block become fenced blocks. Every parameter
+of a function has a row, with its type and default; what a sentence says of it is not said again there.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import griffe
 
 SECTIONS = {"Parameters": "Args", "Attributes": "Attributes", "Raises": "Raises"}
 ENTRY = re.compile(r"([\w*.]+(?:, [\w*.]+)*) : (.*)")
+COMMON = {
+    "group": "whose ranks take part: None for all, or any form that `interlace.Group` has",
+    "async_op": "return a `Work` at once, and do not wait",
+    "group_src": "the rank in the group, in place of `src`",
+    "group_dst": "the rank in the group, in place of `dst`",
+    "num_warps": "of the launch",
+    "num_stages": "of the launch",
+    **dict.fromkeys(("tag", "backend", "pg_options", "group_desc", "device_id"), "as torch has it"),
+}
+ABOVE = "see above"
 ROLE = re.compile(r":(?:py:)?[a-z]+:`~?([^`]+)`")
 
 
-def markdown(text: str) -> str:
-    """A docstring in the form that griffe's parser of Google's style takes."""
+def markdown(text: str, parameters: Sequence[str] = ()) -> str:
+    """A docstring in the form that griffe's parser takes; ``parameters`` are those of a function."""
     lines = ROLE.sub(r"`\1`", text).expandtabs().split("\n")
+    if parameters and "Parameters" not in lines:
+        ends = (
+            n for n, line in enumerate(lines) if line.startswith((*SECTIONS, "Returns", ">>> "))
+        )
+        end = next(ends, len(lines))
+        lines[end:end] = ["", "Parameters", "----------", ""]
     done: list[str] = []
     number = 0
     while number < len(lines):
@@ -33,6 +51,10 @@ def markdown(text: str) -> str:
         underlined = number + 1 < len(lines) and set(lines[number + 1].strip()) == {"-"}
         if underlined and line in SECTIONS:
             entries, number = _entries(lines, number + 2)
+            if line == "Parameters":
+                known = [name.lstrip("*") for name, _ in entries]
+                others = [name for name in parameters if name not in known]
+                entries += [(name, COMMON.get(name, ABOVE)) for name in others]
             done += [
                 "",
                 f"{SECTIONS[line]}:",
@@ -84,4 +106,6 @@ class PlainDocstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = markdown(obj.docstring.value)
+            names = [each.name for each in obj.parameters] if obj.is_function else []
+            parameters = [name for name in names if name not in ("self", "cls")]
+            obj.docstring.value = markdown(obj.docstring.value, parameters)

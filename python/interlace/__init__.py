@@ -57,17 +57,12 @@ from interlace.collectives.uneven import (
     reduce_scatter_v,
     scatter_v,
 )
+from interlace.grouped_matmuls import all_gather_grouped_matmul, all_to_all_grouped_matmul
 from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
 from interlace.groups.new import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from interlace.groups.recovery import rebuild, shrink
 from interlace.launcher import run
-from interlace.matmuls import (
-    all_gather_grouped_matmul,
-    all_gather_matmul,
-    all_to_all_grouped_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from interlace.numerics import check_numerics
 from interlace.runtime.compat.environment import check_environment as _check_environment
 from interlace.runtime.compat.environment import write_log as _write_log

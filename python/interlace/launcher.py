@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
+from interlace.arguments.words import RunPlace
 from interlace.groups import groups
 from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.tuning import configuration
 
-PLACES = ("sim", "shm", "cuda")
+PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
 JOB_PLACES = ("hosts", "nvshmem")
 MAX_WORLD_SIZE = 64
 
@@ -18,7 +19,7 @@ def run(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    place: str = "sim",
+    place: RunPlace = "sim",
     seed: int = 0,
     timeout: float = 300.0,
     processes: bool = False,

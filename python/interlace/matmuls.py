@@ -1,34 +1,82 @@
 """The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from interlace import recorded
 from interlace.arguments import checks
-from interlace.fused import gather, grouped, reduce
+from interlace.arguments.words import (
+    FusedAlgorithm,
+    FusedReduceOp,
+    Gather,
+    GatherLater,
+    GatherNow,
+    No,
+    Reduce,
+    Scatter,
+    Tensors,
+    Yes,
+)
+from interlace.fused import gather, reduce
 from interlace.groups.groups import resolve
+from interlace.kernels.epilogue import Activation
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.communicator import internal_form
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+Tensor = torch.Tensor
+
+
+@overload
 def all_gather_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor | Sequence[torch.Tensor],
+    input: Tensor, weight: Tensor, *, return_gathered: No = ..., **how: Unpack[GatherNow]
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Tensor, *, return_gathered: Yes, **how: Unpack[GatherNow]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Sequence[Tensor], *, return_gathered: No = ..., **how: Unpack[GatherNow]
+) -> list[Tensor]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Sequence[Tensor], *, return_gathered: Yes, **how: Unpack[GatherNow]
+) -> tuple[Tensor, list[Tensor]]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Tensors, *, return_gathered: bool = ..., **how: Unpack[GatherLater]
+) -> Work: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensors,
+    *,
+    return_gathered: bool = ...,
+    async_op: bool = ...,
+    **how: Unpack[Gather],
+) -> Any: ...
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensors,
     *,
     gather_dim: int = 0,
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-    activation: str | Sequence[str | None] | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    activation: Activation | Sequence[Activation | None] | None = None,
     group: Any = None,
     return_gathered: bool = False,
     async_op: bool = False,
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work:
     """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
 
     Parameters
@@ -64,13 +112,13 @@ def all_gather_matmul(
     options = gather.GatherMatmulOptions(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if _requires_gradients(input, weight, bias):
+    if recorded.requires_gradients(input, weight, bias):
         if _matrices(input) and recorded.equal_shards(group, input, gather_dim):
-            several = not isinstance(weight, torch.Tensor)
+            several = not isinstance(weight, Tensor)
             count = len(weight) if several else 1
             with resolve(group).accepting(gather.OP):
                 names = checks.activations(activation, count, several)
-            return recorded.run(
+            return recorded.run(  # type: ignore[no-any-return]
                 gather.OP,
                 async_op,
                 (input, weight, gather_dim),
@@ -83,7 +131,7 @@ def all_gather_matmul(
         checks.warn_without_gradients(gather.OP)
     tensors = (input, weight, bias, (), None)
     communicator = resolve(group).on(input)
-    return gather.gather_matmul(communicator, tensors, (options,), async_op)
+    return gather.gather_matmul(communicator, tensors, (options,), async_op)  # type: ignore[return-value]
 
 
 def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
@@ -95,19 +143,31 @@ def _activated(result: Any, names: list[str], several: bool, with_gathered: bool
     return (result[0], done) if with_gathered else done
 
 
+@overload
 def matmul_reduce_scatter(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[Scatter]
+) -> Tensor: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[Scatter]
+) -> Work: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[Scatter]
+) -> Any: ...
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
     *,
-    reduce_op: str = "sum",
+    reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
     group: Any = None,
     async_op: bool = False,
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | Work:
     """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
     Parameters
@@ -139,21 +199,33 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     options = reduce.MatmulReduceOptions(reduce_op, scatter_dim, algorithm, out_dtype, activation)
-    return _matmul_reduce((input, weight, bias), options, group, async_op)
+    return _matmul_reduce((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
 
 
+@overload
 def matmul_all_reduce(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[Reduce]
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[Reduce]
+) -> Work: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[Reduce]
+) -> Any: ...
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
     *,
-    reduce_op: str = "sum",
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
     group: Any = None,
     async_op: bool = False,
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | Work:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
     ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
@@ -169,7 +241,7 @@ def matmul_all_reduce(
     """
     given = (reduce_op, None, algorithm, out_dtype, activation)
     options = reduce.MatmulReduceOptions(*given, op=reduce.ALL_REDUCE)
-    return _matmul_reduce((input, weight, bias), options, group, async_op)
+    return _matmul_reduce((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
 
 
 def _matmul_reduce(
@@ -177,7 +249,7 @@ def _matmul_reduce(
 ) -> Any:
     """Either op that reduces; recorded for backward if autograd can and is to know of it."""
     op, (input, weight, bias) = options.op, tensors
-    if _requires_gradients(*tensors):
+    if recorded.requires_gradients(*tensors):
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
         if _matrices(input, weight) and all(
             recorded.equal_parts(group, input, weight, dim) for dim in dims
@@ -195,153 +267,5 @@ def _matmul_reduce(
 def _matrices(*tensors: Any) -> bool:
     """Whether a call with these is one that autograd can know of."""
     return not modes_active() and all(
-        isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
+        isinstance(each, Tensor) and each.dim() > 1 for each in tensors
     )
-
-
-def _requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and _requires_gradients(*each):
-            return True
-    return False
-
-
-def all_gather_grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_splits: Sequence[int] | torch.Tensor,
-    output_splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    group: Any = None,
-    return_received: bool = False,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """Every rank multiplies the rows of all ranks, each by its expert's weight, as they arrive.
-
-    For experts of which every rank has a slice (tensor parallel): ``weight`` holds all E experts.
-
-    Parameters
-    ----------
-    input : this rank's rows, ``(t, k)``, sorted by expert. ``t`` may differ between ranks. Any strides.
-    weight : ``(E, k, n)`` with any strides; the ``(E, n, k)`` of stacked ``nn.Linear`` weights is read in
-        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks.
-    input_splits : rows for each of the E experts: ints, or a tensor of integers (one on a GPU is waited
-        for). They add up to ``t``.
-    output_splits : what the caller expects in the result, E * W ints by expert and source rank; compared
-        with what the ranks have. None: not compared.
-    bias : ``(E, n)``.
-    activation, algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
-    return_received : also return the rows as they were multiplied.
-
-    Returns
-    -------
-    ``(output, splits)``, or ``(received, output, splits)`` with ``return_received``; with ``async_op`` a
-    :class:`Work` whose ``wait()`` returns it. ``output`` is ``(r, n)``, rows by expert, then by source
-    rank, then as the source had them; ``splits`` is int64 ``(E, W)``, on the CPU.
-
-    Raises ValueError or TypeError naming the argument, both values and the rank.
-
-    Gradients are recorded where all ranks have equally many rows, as by :func:`all_gather_matmul`.
-
-    >>> def layer():
-    ...     rank, weight = interlace.get_rank(), torch.stack([torch.ones(4, 1), 2 * torch.ones(4, 1)])
-    ...     rows = torch.full((3, 4), float(1 + rank))
-    ...     output, splits = interlace.all_gather_grouped_matmul(rows, weight, [1 + rank, 2 - rank])
-    ...     return output.flatten().tolist(), splits.tolist()
-    >>> interlace.run(layer, 2)[0]
-    ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
-    """
-    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.GroupedOptions(grouped.GATHER, *given)
-    return _grouped_matmul((input, weight, bias), options, group, async_op)
-
-
-def all_to_all_grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_splits: Sequence[int] | torch.Tensor,
-    output_splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    group: Any = None,
-    return_received: bool = False,
-    async_op: bool = False,
-    algorithm: str = "auto",
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
-
-    For experts that are spread over ranks (expert parallel): of E experts rank r has those from
-    ``r * E / W`` on, and ``weight`` is theirs, ``(E / W, k, n)``. ``input_splits`` still has all E, so the
-    rows for one rank lie together, as for ``torch.distributed.all_to_all_single``. Splits may be as uneven
-    as they like, zeros included.
-
-    ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
-    Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
-    Raises what that does.
-
-    The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
-    ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
-
-    >>> def layer():
-    ...     rank = interlace.get_rank()
-    ...     weight = torch.full((1, 4, 1), 10.0 ** rank)  # one expert per rank
-    ...     rows = torch.full((3, 4), 1.0 + rank)
-    ...     output, splits = interlace.all_to_all_grouped_matmul(rows, weight, [2, 1])
-    ...     return output.flatten().tolist(), splits.tolist()
-    >>> interlace.run(layer, 2)
-    [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
-    """
-    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
-    return _grouped_matmul((input, weight, bias), options, group, async_op)
-
-
-def _grouped_matmul(
-    tensors: tuple[Any, ...], options: grouped.GroupedOptions, group: Any, async_op: bool
-) -> Any:
-    input, weight, bias = tensors
-    op, communicator = options.op, resolve(group).on(input)
-    if _requires_gradients(*tensors):
-        if not modes_active():
-            with communicator.accepting(op):
-                call = grouped.checked(communicator, input, weight, bias, options)
-            first = f"{op} of tensors that require gradients"  # on all ranks, then
-            routes = communicator.run(
-                first,
-                lambda: Outcome(grouped.agree(communicator, options, call, first), None),
-                async_op=False,
-            )
-            if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
-                splits = routes.splits()
-
-                def finish(made: Any) -> Any:
-                    received, output = made if options.return_received else (None, made)
-                    output = activate(output, call.activation)
-                    return grouped.result(received, output, splits)
-
-                return recorded.run(
-                    op,
-                    async_op,
-                    (input, weight, call.input_splits, [n for each in splits for n in each]),
-                    finish,
-                    options,
-                    bias=bias,
-                    group=group,
-                    return_received=options.return_received,
-                )
-        checks.warn_without_gradients(op, stacklevel=4)
-    tensors = (*tensors, None, None)
-    run = internal_form(op, grouped.grouped_matmul)
-    return run(communicator, tensors, (options,), async_op)

@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -32,7 +32,8 @@ from interlace.runtime.tuning.files import MeasuredFile, is_count, is_figure, re
 
 FORMAT, VERSION = "interlace tuning", 1
 VARIABLE = "INTERLACE_TUNE_CACHE"
-ALGORITHMS = ("fused", "pipelined", "unfused")
+Algorithm = Literal["fused", "pipelined", "unfused"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
         page_text = (tmp_path / f"reference/{page}/index.html").read_text()
         assert f'id="{name}"' in page_text, name
     assert "Any strides." in (tmp_path / "reference/fused/index.html").read_text()
+    collectives = (tmp_path / "reference/collectives/index.html").read_text()
+    assert "NOT_GIVEN" not in collectives and "<code>async_op</code>" in collectives
 
 
 @thorough
@@ -230,6 +232,23 @@ More.
 @thorough
 def test_docstrings_are_put_into_a_form_that_renders() -> None:
     assert converter().markdown(SOURCE) == RESULT
+
+
+@thorough
+def test_every_parameter_has_a_row() -> None:
+    page = (ROOT / "docs/reference/collectives.md").read_text()
+    names = [
+        f"interlace.{name}"
+        for name in re.findall(r"^::: interlace\.([a-z_]+)$", page, re.MULTILINE)
+    ]
+    assert len(names) > 20
+    for name in [*names, "interlace.functional.all_reduce", "interlace.all_gather_matmul"]:
+        module, _, function = name.rpartition(".")
+        called = getattr(importlib.import_module(module), function)
+        parameters = list(inspect.signature(called).parameters)
+        made = converter().markdown(inspect.getdoc(called), parameters)
+        rows = re.findall(r"^    (\w+): \S", made.partition("\nArgs:\n")[2], re.MULTILINE)
+        assert set(parameters) <= set(rows), name
 
 
 @thorough

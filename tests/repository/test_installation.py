@@ -132,23 +132,40 @@ def test_an_index_would_take_it(source: pathlib.Path, tmp_path: pathlib.Path) ->
     assert said.count("PASSED") == len(list((tmp_path / "dist").iterdir())) == 2
 
 
-@thorough
-def test_it_installs_and_works_in_a_new_environment(
-    source: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    """torch and the other requirements are lent by this environment; interlace is not."""
-    venv.create(tmp_path / "new", symlinks=True)
-    python = tmp_path / "new/bin/python"
+def new_environment(folder: pathlib.Path, project: pathlib.Path, command: str) -> pathlib.Path:
+    """The Python of one to which torch and so on are lent, not interlace, and in which ``command`` ran."""
+    venv.create(folder / "new", symlinks=True)
+    python = folder / "new/bin/python"
     inside = call(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
     )
     lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     # A line of a .pth file adds a folder, but not what that folder's own .pth files add.
     pathlib.Path(inside.strip(), "lent.pth").write_text("\n".join(lent) + "\n")
-    pip, *install = shlex.split("pip install .")
+    pip, *install = shlex.split(command)
     offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
-    call(sys.executable, "-m", pip, "--python", python, *install, *offline, cwd=source)
+    call(sys.executable, "-m", pip, "--python", python, *install, *offline, cwd=project)
+    return python
+
+
+@thorough
+def test_type_checkers_follow_an_editable_installation(tmp_path: pathlib.Path) -> None:
+    """As the Makefile makes it; they do not see what an import hook finds."""
+    pytest.importorskip("mypy")
+    shutil.copytree(ROOT, tmp_path / "repository", symlinks=True, ignore=LEFT_OUT)
+    python = new_environment(tmp_path, tmp_path / "repository", "pip install -e .")
+    script = "import interlace, interlace.kernels.signal\nreveal_type(interlace.get_rank())\n"
+    (tmp_path / "script.py").write_text(script)
+    said = call(python, "-m", "mypy", "--cache-dir", tmp_path / "cache", "script.py", cwd=tmp_path)
+    assert 'script.py:2: note: Revealed type is "int"' in said
+
+
+@thorough
+def test_it_installs_and_works_in_a_new_environment(
+    source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    python = new_environment(tmp_path, source, "pip install .")
     assert call(python, "-c", SMOKE, cwd=tmp_path).split() == ["True", "True", "[128.0,", "128.0]"]
     assert "place" in call(python, "-m", "interlace", "doctor", cwd=tmp_path).lower()
     assert "doctor" in call(tmp_path / "new/bin/interlace", "--help", cwd=tmp_path)
-    call(sys.executable, "-m", pip, "--python", python, "check", cwd=tmp_path)
+    call(sys.executable, "-m", "pip", "--python", python, "check", cwd=tmp_path)

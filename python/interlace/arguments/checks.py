@@ -6,20 +6,21 @@ import operator
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments.reduce_ops import NAMES, OPS, PREMUL_SUM, Factor, ReduceOp
+from interlace.arguments.words import FusedAlgorithm, FusedReduceName
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 FLOAT_DTYPES = (*FUSED_DTYPES, torch.float64)
-ALGORITHMS = ("auto", "fused", "pipelined", "unfused")
-REDUCE_OPS = ("sum", "avg")
+ALGORITHMS: tuple[str, ...] = get_args(FusedAlgorithm)
+REDUCE_OPS: tuple[str, ...] = get_args(FusedReduceName)
 _SUM: Any = ReduceOp.SUM
 
 

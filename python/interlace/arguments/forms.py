@@ -13,7 +13,6 @@ import torch
 from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
 
-NOT_GIVEN: Any = object()
 Tensors = Sequence[torch.Tensor]
 
 
@@ -134,10 +133,10 @@ def apart(
 
 def either(name: str, value: Any, alias: str, other: Any, function: str) -> Any:
     """An argument that has two names; TypeError as Python's own if both or neither are given."""
-    if other is NOT_GIVEN:
-        if value is NOT_GIVEN:
+    if other is None:
+        if value is None:
             raise TypeError(f"{function}() missing required argument: {name!r}")
         return value
-    if value is not NOT_GIVEN:
+    if value is not None:
         raise TypeError(f"{function}() got both {name!r} and {alias!r}")
     return other

@@ -1,16 +1,17 @@
 """Reduce operations: their names, the dtypes that they are for, and the factor of a PREMUL_SUM."""
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from interlace.arguments.words import ReduceName
 from interlace.runtime.numerics import reductions
 
 ReduceOp = dist.ReduceOp
 
-OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 PREMUL_SUM = "premul_sum"
+OPS: tuple[str, ...] = (*get_args(ReduceName), PREMUL_SUM)
 
 Factor = float | torch.Tensor | None
 

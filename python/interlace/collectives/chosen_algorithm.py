@@ -13,15 +13,18 @@ All run on a rank's streams, in every place, also where the group's own engine u
 all ranks on one node.
 """
 
+from typing import get_args
+
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import CollectiveAlgorithm
 from interlace.runtime.algorithms.plain import KERNEL_DTYPES
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.engines.streams import StreamEngine
 
-COLLECTIVE_ALGORITHMS = ("auto", "kernel", "copy", "multimem", "low_latency")
+COLLECTIVE_ALGORITHMS: tuple[str, ...] = get_args(CollectiveAlgorithm)
 ONE_NODE_ALGORITHMS = ("multimem", "low_latency")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import dense
+from interlace.arguments.words import AnyReduceOp
 from interlace.collectives import rootless
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -73,7 +74,10 @@ _reduce_scatter_tensor_coalesced = _of_lists(
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor], op: Any = "sum", group: Any = None, async_op: bool = False
+    tensors: Sequence[torch.Tensor],
+    op: AnyReduceOp = "sum",
+    group: Any = None,
+    async_op: bool = False,
 ) -> Work | None:
     """:func:`interlace.all_reduce` of each of ``tensors``, which may differ in shape and dtype.
 
@@ -138,7 +142,7 @@ def all_gather_into_tensor_coalesced(
 def reduce_scatter_tensor_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[Any],
-    op: Any = "sum",
+    op: AnyReduceOp = "sum",
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:

@@ -6,12 +6,13 @@ internal forms take both. What the functions are for: ``rootless.py``.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import apart, one_per_rank
+from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm
 from interlace.collectives import chosen_algorithm
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -22,7 +23,7 @@ from interlace.runtime.core.work import Work
 Rank = int | None
 
 
-BROADCAST_ALGORITHMS = ("auto", "copy", "low_latency")
+BROADCAST_ALGORITHMS: tuple[str, ...] = get_args(BroadcastAlgorithm)
 
 
 def checked_broadcast(
@@ -71,7 +72,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
     *,
-    algorithm: str = "auto",
+    algorithm: BroadcastAlgorithm = "auto",
 ) -> Work | None:
     """``tensor`` becomes that of rank ``src``, in place. Any dtype.
 
@@ -133,7 +134,7 @@ _reduce = internal_form("reduce", checked_reduce)
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
-    op: Any = "sum",
+    op: AnyReduceOp = "sum",
     group: Any = None,
     async_op: bool = False,
     group_dst: int | None = None,

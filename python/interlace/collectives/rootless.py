@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense, reduce_ops
-from interlace.arguments.forms import NOT_GIVEN, either, parts
+from interlace.arguments.forms import either, parts
+from interlace.arguments.words import AnyReduceOp, CollectiveAlgorithm, PerRank
 from interlace.collectives import chosen_algorithm, sparse
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -66,11 +67,11 @@ _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
 
 def all_reduce(
     tensor: torch.Tensor,
-    op: Any = "sum",
+    op: AnyReduceOp = "sum",
     group: Any = None,
     async_op: bool = False,
     *,
-    algorithm: str = "auto",
+    algorithm: CollectiveAlgorithm = "auto",
 ) -> Work | None:
     """Reduce ``tensor`` over ranks, in place; every rank ends with the same bits.
 
@@ -156,15 +157,15 @@ _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
 
 
 def all_gather(
-    output: Any = NOT_GIVEN,
-    tensor: Any = NOT_GIVEN,
+    output: PerRank | None = None,
+    tensor: torch.Tensor | None = None,
     group: Any = None,
     async_op: bool = False,
     *,
-    algorithm: str = "auto",
-    tensor_list: Any = NOT_GIVEN,
-    output_tensor: Any = NOT_GIVEN,
-    input_tensor: Any = NOT_GIVEN,
+    algorithm: CollectiveAlgorithm = "auto",
+    tensor_list: list[torch.Tensor] | None = None,
+    output_tensor: torch.Tensor | None = None,
+    input_tensor: torch.Tensor | None = None,
 ) -> Work | None:
     """Gather every rank's ``tensor`` into ``output``. Any dtype.
 
@@ -189,7 +190,7 @@ def all_gather(
     """
     communicator = resolve(group).on(tensor, input_tensor)
     with communicator.accepting("all_gather"):
-        if tensor_list is not NOT_GIVEN:
+        if tensor_list is not None:
             output = either("output", output, "tensor_list", tensor_list, "all_gather")
         output = either("output", output, "output_tensor", output_tensor, "all_gather")
         tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
@@ -259,14 +260,14 @@ _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=
 
 
 def reduce_scatter(
-    output: Any = NOT_GIVEN,
-    input: Any = NOT_GIVEN,
-    op: Any = "sum",
+    output: torch.Tensor | None = None,
+    input: PerRank | None = None,
+    op: AnyReduceOp = "sum",
     group: Any = None,
     async_op: bool = False,
     *,
-    algorithm: str = "auto",
-    input_list: Any = NOT_GIVEN,
+    algorithm: CollectiveAlgorithm = "auto",
+    input_list: list[torch.Tensor] | None = None,
 ) -> Work | None:
     """Reduce over ranks; rank r keeps part r in ``output``.
 
@@ -289,7 +290,7 @@ def reduce_scatter(
     """
     communicator = resolve(group).on(output)
     with communicator.accepting("reduce_scatter"):
-        output = either("output", output, "output", NOT_GIVEN, "reduce_scatter")
+        output = either("output", output, "output", None, "reduce_scatter")
         input = either("input", input, "input_list", input_list, "reduce_scatter")
     return _reduce_scatter(communicator, (output, input), (op, algorithm), async_op)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import AnyReduceOp
 from interlace.collectives.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.collectives.rooted import _gather, _scatter
 from interlace.collectives.rootless import _all_gather, _reduce_scatter
@@ -84,7 +85,7 @@ def reduce_scatter_v(
     output: torch.Tensor,
     input: Whole,
     input_split_sizes: Sequence[int] | None = None,
-    op: Any = "sum",
+    op: AnyReduceOp = "sum",
     group: Any = None,
     async_op: bool = False,
     *,

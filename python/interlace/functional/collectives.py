@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments.words import AnyReduceOp
 from interlace.functional.calls import allow_in_graph, check, ints, reduction, run
 from interlace.ops.async_tensor import wait
 
@@ -13,7 +14,7 @@ allow_in_graph(wait)
 
 def all_reduce(
     input: torch.Tensor,
-    reduce_op: Any = "sum",
+    reduce_op: AnyReduceOp = "sum",
     *,
     group: Any = None,
     tag: str = "",
@@ -33,13 +34,13 @@ def all_reduce(
     [[2.0, 2.0], [2.0, 2.0]]
     """
     check("all_reduce", group, tag, input=input, out=out)
-    reduce_op, input = reduction("all_reduce", group, tag, reduce_op, input)
-    return run("all_reduce", group, tag, input, reduce_op, out=out)
+    name, input = reduction("all_reduce", group, tag, reduce_op, input)
+    return run("all_reduce", group, tag, input, name, out=out)
 
 
 def reduce_scatter(
     input: torch.Tensor,
-    reduce_op: Any = "sum",
+    reduce_op: AnyReduceOp = "sum",
     scatter_dim: int = 0,
     *,
     group: Any = None,
@@ -58,12 +59,12 @@ def reduce_scatter(
     [[0, 2], [4, 6]]
     """
     check("reduce_scatter", group, tag, {"scatter_dim": scatter_dim}, input=input, out=out)
-    reduce_op, input = reduction("reduce_scatter", group, tag, reduce_op, input)
-    return run("reduce_scatter", group, tag, input, reduce_op, scatter_dim, out=out)
+    name, input = reduction("reduce_scatter", group, tag, reduce_op, input)
+    return run("reduce_scatter", group, tag, input, name, scatter_dim, out=out)
 
 
 def reduce(
-    input: torch.Tensor, reduce_op: Any, dst: int, *, group: Any = None, tag: str = ""
+    input: torch.Tensor, reduce_op: AnyReduceOp, dst: int, *, group: Any = None, tag: str = ""
 ) -> torch.Tensor:
     """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others.
 
@@ -77,8 +78,8 @@ def reduce(
     [[0.0, 0.0], [2.0, 2.0]]
     """
     check("reduce", group, tag, {"dst": dst}, input=input)
-    reduce_op, input = reduction("reduce", group, tag, reduce_op, input)
-    return run("reduce", group, tag, input, reduce_op, dst)
+    name, input = reduction("reduce", group, tag, reduce_op, input)
+    return run("reduce", group, tag, input, name, dst)
 
 
 def all_gather(

@@ -3,27 +3,65 @@
 See ``fused/grouped.py`` for the order of rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from interlace.arguments.words import FunctionalGrouped, FusedAlgorithm, No, Yes
 from interlace.functional.calls import check, ints, keeps, run_to_list
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+Tensor = torch.Tensor
+
+
+@overload
 def all_gather_grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     *,
-    bias: torch.Tensor | None = None,
+    return_received: No = ...,
+    **how: Unpack[FunctionalGrouped],
+) -> Tensor: ...
+@overload
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    return_received: Yes,
+    **how: Unpack[FunctionalGrouped],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    return_received: bool,
+    **how: Unpack[FunctionalGrouped],
+) -> Any: ...
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: Tensor | None = None,
     group: Any = None,
     tag: str = "",
     return_received: bool = False,
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """All ranks' rows, each times its expert's weight, as :func:`interlace.all_gather_grouped_matmul`.
 
     ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
@@ -42,22 +80,52 @@ def all_gather_grouped_matmul(
     """
     tensors, splits = (input, weight, bias), (input_splits, output_splits)
     options = (return_received, algorithm, out_dtype)
-    return _grouped("all_gather_grouped_matmul", group, tag, tensors, splits, *options)
+    return _grouped("all_gather_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
 
 
+@overload
 def all_to_all_grouped_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     *,
-    bias: torch.Tensor | None = None,
+    return_received: No = ...,
+    **how: Unpack[FunctionalGrouped],
+) -> Tensor: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    return_received: Yes,
+    **how: Unpack[FunctionalGrouped],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    return_received: bool,
+    **how: Unpack[FunctionalGrouped],
+) -> Any: ...
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: Tensor | None = None,
     group: Any = None,
     tag: str = "",
     return_received: bool = False,
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Rows at their experts' ranks, times their weights, as :func:`interlace.all_to_all_grouped_matmul`.
 
     ``input``, ``weight``, ``bias``, splits and result as for :func:`all_gather_grouped_matmul`, but
@@ -74,14 +142,14 @@ def all_to_all_grouped_matmul(
     """
     tensors, splits = (input, weight, bias), (input_splits, output_splits)
     options = (return_received, algorithm, out_dtype)
-    return _grouped("all_to_all_grouped_matmul", group, tag, tensors, splits, *options)
+    return _grouped("all_to_all_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
 
 
 def _grouped(
     op: str,
     group: Any,
     tag: str,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
     splits: tuple[Sequence[int], Sequence[int]],
     return_received: bool,
     *options: Any,

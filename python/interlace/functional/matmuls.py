@@ -1,11 +1,26 @@
 """The functional forms of the fused matmuls; part of ``interlace.functional``."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from interlace.arguments.words import (
+    FunctionalGather,
+    FusedAlgorithm,
+    FusedReduceOp,
+    No,
+    Tensors,
+    Yes,
+)
 from interlace.functional.calls import check, keeps, refuse, run, run_to_list
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Tensor = torch.Tensor
 
 
 def _name_of(reduce_op: Any) -> str:
@@ -13,19 +28,64 @@ def _name_of(reduce_op: Any) -> str:
     return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
 
 
+@overload
 def all_gather_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor | Sequence[torch.Tensor],
+    input: Tensor,
+    weight: Tensor,
+    gather_dim: int = ...,
+    *,
+    return_gathered: No = ...,
+    **how: Unpack[FunctionalGather],
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensor,
+    gather_dim: int = ...,
+    *,
+    return_gathered: Yes,
+    **how: Unpack[FunctionalGather],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Sequence[Tensor],
+    gather_dim: int = ...,
+    *,
+    return_gathered: No = ...,
+    **how: Unpack[FunctionalGather],
+) -> list[Tensor]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Sequence[Tensor],
+    gather_dim: int = ...,
+    *,
+    return_gathered: Yes,
+    **how: Unpack[FunctionalGather],
+) -> tuple[Tensor, list[Tensor]]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensors,
+    gather_dim: int = ...,
+    *,
+    return_gathered: bool,
+    **how: Unpack[FunctionalGather],
+) -> Any: ...
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensors,
     gather_dim: int = 0,
     *,
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
     group: Any = None,
     tag: str = "",
     return_gathered: bool = False,
     save_gathered: bool = True,
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
     """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
 
     ``input``: this rank's shard, ``[..., k]``; shards must be equal. ``weight``: ``(k, n)``, or a list of
@@ -43,7 +103,7 @@ def all_gather_matmul(
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
     check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
-    several = not isinstance(weight, torch.Tensor)
+    several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
         text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
         refuse("all_gather_matmul", group, tag, TypeError(text))
@@ -72,17 +132,17 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    reduce_op: str = "sum",
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     group: Any = None,
     tag: str = "",
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
     As :func:`interlace.matmul_reduce_scatter`, for equal parts: the size of the group must divide what is
@@ -104,16 +164,16 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    reduce_op: str = "sum",
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = "sum",
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     group: Any = None,
     tag: str = "",
-    algorithm: str = "auto",
+    algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
     ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, of which

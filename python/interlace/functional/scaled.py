@@ -3,29 +3,99 @@
 See ``eager/scaled.py`` for what scales are.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from interlace.arguments.words import (
+    FunctionalScaled,
+    FusedReduceOp,
+    No,
+    ScaledAlgorithm,
+    Tensors,
+    Yes,
+)
 from interlace.functional.calls import check, run, run_to_list
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+Tensor = torch.Tensor
+
+
+@overload
 def all_gather_scaled_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor | Sequence[torch.Tensor],
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor | Sequence[torch.Tensor],
+    input: Tensor,
+    weight: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensors,
+    gather_dim: int = ...,
+    *,
+    return_gathered: No = ...,
+    **how: Unpack[FunctionalScaled],
+) -> Tensor: ...
+@overload
+def all_gather_scaled_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensors,
+    gather_dim: int = ...,
+    *,
+    return_gathered: Yes,
+    **how: Unpack[FunctionalScaled],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_gather_scaled_matmul(
+    input: Tensor,
+    weight: Sequence[Tensor],
+    input_scale: Tensor,
+    weight_scale: Tensors,
+    gather_dim: int = ...,
+    *,
+    return_gathered: No = ...,
+    **how: Unpack[FunctionalScaled],
+) -> list[Tensor]: ...
+@overload
+def all_gather_scaled_matmul(
+    input: Tensor,
+    weight: Sequence[Tensor],
+    input_scale: Tensor,
+    weight_scale: Tensors,
+    gather_dim: int = ...,
+    *,
+    return_gathered: Yes,
+    **how: Unpack[FunctionalScaled],
+) -> tuple[Tensor, list[Tensor]]: ...
+@overload
+def all_gather_scaled_matmul(
+    input: Tensor,
+    weight: Tensors,
+    input_scale: Tensor,
+    weight_scale: Tensors,
+    gather_dim: int = ...,
+    *,
+    return_gathered: bool,
+    **how: Unpack[FunctionalScaled],
+) -> Any: ...
+def all_gather_scaled_matmul(
+    input: Tensor,
+    weight: Tensors,
+    input_scale: Tensor,
+    weight_scale: Tensors,
     gather_dim: int = 0,
     *,
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
     group: Any = None,
     tag: str = "",
     return_gathered: bool = False,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    algorithm: str = "auto",
-) -> Any:
+    algorithm: ScaledAlgorithm = "auto",
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
     """``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``; fp8 travels.
 
     ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
@@ -47,7 +117,7 @@ def all_gather_scaled_matmul(
     [[4.0, 4.0], [4.0, 4.0]]
     """
     op = "all_gather_scaled_matmul"
-    several = not isinstance(weight, torch.Tensor)
+    several = not isinstance(weight, Tensor)
     weights: list[Any] = list(weight) if several else [weight]
     scales: list[Any] = (
         list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
@@ -70,20 +140,20 @@ def all_gather_scaled_matmul(
 
 
 def scaled_matmul_reduce_scatter(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    reduce_op: str = "sum",
+    input: Tensor,
+    weight: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     group: Any = None,
     tag: str = "",
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    algorithm: str = "auto",
-) -> torch.Tensor:
+    algorithm: ScaledAlgorithm = "auto",
+) -> Tensor:
     """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
 
     ``input``, ``weight``, ``input_scale``, ``weight_scale`` and ``out_dtype``, in which products travel, as

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import FusedReduceOp
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import matmul_reduce as algorithms
 from interlace.runtime.algorithms import plain
@@ -31,7 +32,7 @@ ONE_SHOT_BYTES = threshold("one_shot_bytes")
 class MatmulReduceOptions(NamedTuple):
     """A call's arguments that are no tensors. ``scatter_dim`` is None where ``op`` is matmul_all_reduce."""
 
-    reduce_op: str = "sum"
+    reduce_op: FusedReduceOp | str = "sum"
     scatter_dim: int | None = 0
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None

@@ -54,7 +54,7 @@ def _copies(tensor: torch.Tensor, size: int) -> Outputs:
     return [[tensor]] + [[tensor.clone()] for _ in range(size - 1)]
 
 
-def _reduced(op: str, inputs: Tensors, reduce_op: str) -> torch.Tensor:
+def _reduced(op: str, inputs: Tensors, reduce_op: Any) -> torch.Tensor:
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
     reduce_ops.check_dtype(op, name, "input", inputs[0].dtype)

@@ -14,6 +14,7 @@ import torch
 
 import interlace
 from interlace import reference
+from interlace.arguments import checks
 from interlace.benchmark.subjects.plain import AllGather, AllReduce, Plain, ReduceScatter, Tensors
 from interlace.benchmark.timing import payload
 from interlace.runtime.core.place import Place
@@ -30,7 +31,7 @@ class Fused(ABC):
     op: str
     communication: type[Plain]
     communicated = "n"
-    algorithms = ("auto", "fused", "pipelined", "unfused")
+    algorithms = checks.ALGORITHMS
     sizes = ("m", "n", "k")
     without = "has a shape; it takes --m, --n and --k"  # of other sizes
 

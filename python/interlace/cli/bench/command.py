@@ -63,8 +63,8 @@ def _prints() -> bool:
 
 
 def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeResult]:
-    place, world_size = given.place_of(options), given.world_size_of(options)
-    results = []
+    place: Any = given.place_of(options)
+    world_size, results = given.world_size_of(options), []
     with Progress("bench", len(requests)) as progress:
         for number, request in enumerate(requests):
             progress.begin(number, _text(request))

@@ -12,10 +12,11 @@ from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loa
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
 from interlace.cli.output.options import CommandOptions, option
+from interlace.launcher import JOB_PLACES
+from interlace.launcher import PLACES as OWN_PLACES
 from interlace.runtime.core.place import MOST_SECONDS
 
-OWN_PLACES = ("sim", "shm", "cuda")
-PLACES = (*OWN_PLACES, "hosts", "nvshmem")  # these two only with torchrun
+PLACES = (*OWN_PLACES, *JOB_PLACES)  # these only with torchrun
 GPU_PLACES = ("cuda", "nvshmem")
 DEFAULT_SIZES = "64K:16M:x16"
 DEFAULT_SHAPE = "1024"

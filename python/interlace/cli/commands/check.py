@@ -16,6 +16,7 @@ import torch
 
 import interlace
 from interlace import reference
+from interlace.arguments.words import RunPlace
 from interlace.cli.output.options import CommandOptions, option, positive_int
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.tuning import configuration
@@ -202,7 +203,8 @@ def cases(device: str) -> Iterator[CheckCase]:
 
 
 def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
-    start, place = time.perf_counter(), "cuda" if device == "cuda" else "sim"
+    start = time.perf_counter()
+    place: RunPlace = "cuda" if device == "cuda" else "sim"
     try:
         with configuration.override(**case.overrides):
             results = interlace.run(_on_rank, case.world_size, case, seed, place=place, seed=seed)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import interlace
+from interlace.arguments.words import RunPlace
 from interlace.cli.output.consoles import write
 from interlace.cli.output.machine import DEVICE_LIBRARY, MachineFacts, inspect_machine
 from interlace.cli.output.options import CommandOptions, option
@@ -105,7 +106,7 @@ def try_places(facts: MachineFacts) -> None:
             verdict["why"] = f"{said}; {verdict['why']}"
 
 
-def _tried(place: str, interpreted: bool) -> tuple[bool, str]:
+def _tried(place: RunPlace, interpreted: bool) -> tuple[bool, str]:
     kernels = interpreted or place == "cuda"
     begin = time.monotonic()
     try:

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -85,14 +86,15 @@ def _load(options: DemoOptions) -> Workload:
 
 
 def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult:
-    simulated = options.place == "sim"
+    place: Any = options.place
+    simulated = place == "sim"
     with trace.recording() if simulated else nullcontext() as recorder:
         answers = interlace.run(
             _on_rank,
             options.ranks,
             CASES.index(case),
             work,
-            place=options.place,
+            place=place,
             seed=options.seed,
             timeout=TIMEOUT,
         )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from interlace.cli.output.options import CommandOptions, option, positive_int
+from interlace.launcher import PLACES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_M, DEFAULT_N, DEFAULT_K = 512, 512, 256
@@ -30,7 +31,7 @@ class DemoOptions(CommandOptions):
     """Run the fused ops on real input and draw what happened."""
 
     ranks: int = option(4, type=positive_int, help="world size (default 4)")
-    place: str = option("sim", choices=("sim", "shm", "cuda"), help="where ranks run (default sim)")
+    place: str = option("sim", choices=PLACES, help="where ranks run (default sim)")
     m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
     k: int | None = option(None, type=positive_int, help="features of the activations")

@@ -5,16 +5,18 @@ import os
 import pathlib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from interlace.arguments.words import RunPlace
 from interlace.benchmark.subjects.requests import DTYPES, FUSED
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
 from interlace.cli.output.options import CommandOptions, option
+from interlace.launcher import PLACES
 from interlace.runtime.tuning.chips import BUILDABLE
 
-PLACES = ("sim", "shm", "cuda")
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
 MOST_BUDGET = 1e5
 MatmulShape = tuple[int, int, int]
@@ -79,9 +81,10 @@ class TuneOptions(CommandOptions):
         return None if self.dry_run else place_of(self) != "cuda"
 
 
-def place_of(options: TuneOptions) -> str:
+def place_of(options: TuneOptions) -> RunPlace:
     has_gpu = torch.cuda.is_available() or options.arch is not None
-    return options.place or ("cuda" if has_gpu else "shm")
+    chosen: Any = options.place or ("cuda" if has_gpu else "shm")
+    return chosen  # type: ignore[no-any-return]
 
 
 def world_size_of(options: TuneOptions) -> int:

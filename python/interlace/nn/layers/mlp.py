@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
+from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
 from interlace.nn.parameters.sharding import OnGroup, divisible
@@ -45,7 +46,7 @@ class SequenceParallelMLP(OnGroup):
         self,
         hidden_size: int,
         intermediate_size: int,
-        activation: str | Callable[[Tensor], Tensor] = "gelu",
+        activation: Activation | Callable[[Tensor], Tensor] = "gelu",
         *,
         gated: bool = False,
         bias: bool = True,
@@ -63,9 +64,8 @@ class SequenceParallelMLP(OnGroup):
         super().__init__(group)
         with self.group.accepting("SequenceParallelMLP"):
             divisible("intermediate_size", intermediate_size, self.group)
-            if not callable(activation):
-                activation = checks.activation("activation", activation)
-        self.activation = activation
+            named = None if callable(activation) else checks.activation("activation", activation)
+        self.activation = activation if named is None else named
         self.save_gathered = save_gathered
         options: dict[str, Any] = {
             "bias": bias,

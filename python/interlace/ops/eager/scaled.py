@@ -19,11 +19,12 @@ accumulates in fp32; products of a reduction are scaled before they travel, in `
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from interlace.arguments import checks, dense
+from interlace.arguments.words import ScaledAlgorithm
 from interlace.fused.gather import GatherMatmulOptions
 from interlace.fused.reduce import MatmulReduceOptions
 from interlace.ops.eager import fused, plain, scaled_kernels, shapes
@@ -38,7 +39,7 @@ from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import choose_scaled_algorithm
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-ALGORITHMS = ("auto", "fused", "unfused")
+ALGORITHMS: tuple[str, ...] = get_args(ScaledAlgorithm)
 
 Tensor = torch.Tensor
 _scaled_mm: Any = torch._scaled_mm

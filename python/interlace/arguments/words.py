@@ -1,0 +1,96 @@
+"""The words that arguments take, as types for checkers; what checks them at run time derives from these.
+
+And, as ``TypedDict``s for overloads, the options of the fused ops that do not decide what a call returns.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch.distributed import ReduceOp
+
+from interlace.kernels.epilogue import Activation
+from interlace.runtime.tuning.cache import Algorithm
+
+RunPlace = Literal["sim", "shm", "cuda"]
+FusedAlgorithm = Literal["auto", Algorithm]
+ScaledAlgorithm = Literal["auto", "fused", "unfused"]
+CollectiveAlgorithm = Literal["auto", "kernel", "copy", "multimem", "low_latency"]
+BroadcastAlgorithm = Literal["auto", "copy", "low_latency"]
+FusedReduceName = Literal["sum", "avg"]
+ReduceName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
+FusedReduceOp = FusedReduceName | ReduceOp | ReduceOp.RedOpType
+AnyReduceOp = ReduceName | ReduceOp | ReduceOp.RedOpType
+
+Tensor = torch.Tensor
+Tensors = Tensor | Sequence[Tensor]
+PerRank = Tensor | list[Tensor]
+Splits = Sequence[int] | Tensor
+No = Literal[False]
+Yes = Literal[True]
+
+
+class FunctionalOptions(TypedDict, total=False):
+    group: Any
+    tag: str
+    out_dtype: torch.dtype | None
+
+
+class FunctionalGather(FunctionalOptions, total=False):
+    bias: Tensor | Sequence[Tensor | None] | None
+    save_gathered: bool
+    algorithm: FusedAlgorithm
+
+
+class FunctionalGrouped(FunctionalOptions, total=False):
+    bias: Tensor | None
+    algorithm: FusedAlgorithm
+
+
+class FunctionalScaled(FunctionalOptions, total=False):
+    bias: Tensor | Sequence[Tensor | None] | None
+    use_fast_accum: bool
+    algorithm: ScaledAlgorithm
+
+
+class FusedOptions(TypedDict, total=False):
+    group: Any
+    algorithm: FusedAlgorithm
+    out_dtype: torch.dtype | None
+
+
+class Gather(FusedOptions, total=False):
+    gather_dim: int
+    bias: Tensor | Sequence[Tensor | None] | None
+    activation: Activation | Sequence[Activation | None] | None
+
+
+class GatherNow(Gather, total=False):
+    async_op: No
+
+
+class GatherLater(Gather):
+    async_op: Yes
+
+
+class Reduce(FusedOptions, total=False):
+    reduce_op: FusedReduceOp
+    bias: Tensor | None
+    activation: Activation | None
+
+
+class Scatter(Reduce, total=False):
+    scatter_dim: int
+
+
+class Grouped(FusedOptions, total=False):
+    bias: Tensor | None
+    activation: Activation | None
+
+
+class GroupedNow(Grouped, total=False):
+    async_op: No
+
+
+class GroupedLater(Grouped):
+    async_op: Yes

@@ -1,0 +1,249 @@
+"""The grouped matmuls as they are called: rows meet the weights of their experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from interlace import recorded
+from interlace.arguments import checks
+from interlace.arguments.words import (
+    FusedAlgorithm,
+    Grouped,
+    GroupedLater,
+    GroupedNow,
+    No,
+    Splits,
+    Yes,
+)
+from interlace.fused import grouped
+from interlace.groups.groups import resolve
+from interlace.kernels.epilogue import Activation
+from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.communicator import internal_form
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.work import Work
+from interlace.runtime.numerics.activations import activate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Tensor = torch.Tensor
+
+
+@overload
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: No = ...,
+    **how: Unpack[GroupedNow],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: Yes,
+    **how: Unpack[GroupedNow],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: bool = ...,
+    **how: Unpack[GroupedLater],
+) -> Work: ...
+@overload
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: bool = ...,
+    async_op: bool = ...,
+    **how: Unpack[Grouped],
+) -> Any: ...
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = None,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    group: Any = None,
+    return_received: bool = False,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...] | Work:
+    """Every rank multiplies the rows of all ranks, each by its expert's weight, as they arrive.
+
+    For experts of which every rank has a slice (tensor parallel): ``weight`` holds all E experts.
+
+    Parameters
+    ----------
+    input : this rank's rows, ``(t, k)``, sorted by expert. ``t`` may differ between ranks. Any strides.
+    weight : ``(E, k, n)`` with any strides; the ``(E, n, k)`` of stacked ``nn.Linear`` weights is read in
+        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks.
+    input_splits : rows for each of the E experts: ints, or a tensor of integers (one on a GPU is waited
+        for). They add up to ``t``.
+    output_splits : what the caller expects in the result, E * W ints by expert and source rank; compared
+        with what the ranks have. None: not compared.
+    bias : ``(E, n)``.
+    activation, algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
+    return_received : also return the rows as they were multiplied.
+
+    Returns
+    -------
+    ``(output, splits)``, or ``(received, output, splits)`` with ``return_received``; with ``async_op`` a
+    :class:`Work` whose ``wait()`` returns it. ``output`` is ``(r, n)``, rows by expert, then by source
+    rank, then as the source had them; ``splits`` is int64 ``(E, W)``, on the CPU.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Gradients are recorded where all ranks have equally many rows, as by :func:`all_gather_matmul`.
+
+    >>> def layer():
+    ...     rank, weight = interlace.get_rank(), torch.stack([torch.ones(4, 1), 2 * torch.ones(4, 1)])
+    ...     rows = torch.full((3, 4), float(1 + rank))
+    ...     output, splits = interlace.all_gather_grouped_matmul(rows, weight, [1 + rank, 2 - rank])
+    ...     return output.flatten().tolist(), splits.tolist()
+    >>> interlace.run(layer, 2)[0]
+    ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
+    """
+    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
+    options = grouped.GroupedOptions(grouped.GATHER, *given)
+    return _grouped_matmul((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+
+
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: No = ...,
+    **how: Unpack[GroupedNow],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: Yes,
+    **how: Unpack[GroupedNow],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: bool = ...,
+    **how: Unpack[GroupedLater],
+) -> Work: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = ...,
+    *,
+    return_received: bool = ...,
+    async_op: bool = ...,
+    **how: Unpack[Grouped],
+) -> Any: ...
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Splits,
+    output_splits: Splits | None = None,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    group: Any = None,
+    return_received: bool = False,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...] | Work:
+    """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
+
+    For experts that are spread over ranks (expert parallel): of E experts rank r has those from
+    ``r * E / W`` on, and ``weight`` is theirs, ``(E / W, k, n)``. ``input_splits`` still has all E, so the
+    rows for one rank lie together, as for ``torch.distributed.all_to_all_single``. Splits may be as uneven
+    as they like, zeros included.
+
+    ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
+    Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
+    Raises what that does.
+
+    The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
+    ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
+
+    >>> def layer():
+    ...     rank = interlace.get_rank()
+    ...     weight = torch.full((1, 4, 1), 10.0 ** rank)  # one expert per rank
+    ...     rows = torch.full((3, 4), 1.0 + rank)
+    ...     output, splits = interlace.all_to_all_grouped_matmul(rows, weight, [2, 1])
+    ...     return output.flatten().tolist(), splits.tolist()
+    >>> interlace.run(layer, 2)
+    [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
+    """
+    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
+    options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
+    return _grouped_matmul((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+
+
+def _grouped_matmul(
+    tensors: tuple[Any, ...], options: grouped.GroupedOptions, group: Any, async_op: bool
+) -> Any:
+    input, weight, bias = tensors
+    op, communicator = options.op, resolve(group).on(input)
+    if recorded.requires_gradients(*tensors):
+        if not modes_active():
+            with communicator.accepting(op):
+                call = grouped.checked(communicator, input, weight, bias, options)
+            first = f"{op} of tensors that require gradients"  # on all ranks, then
+            routes = communicator.run(
+                first,
+                lambda: Outcome(grouped.agree(communicator, options, call, first), None),
+                async_op=False,
+            )
+            if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
+                splits = routes.splits()
+
+                def finish(made: Any) -> Any:
+                    received, output = made if options.return_received else (None, made)
+                    output = activate(output, call.activation)
+                    return grouped.result(received, output, splits)
+
+                return recorded.run(
+                    op,
+                    async_op,
+                    (input, weight, call.input_splits, [n for each in splits for n in each]),
+                    finish,
+                    options,
+                    bias=bias,
+                    group=group,
+                    return_received=options.return_received,
+                )
+        checks.warn_without_gradients(op, stacklevel=4)
+    tensors = (*tensors, None, None)
+    run = internal_form(op, grouped.grouped_matmul)
+    return run(communicator, tensors, (options,), async_op)

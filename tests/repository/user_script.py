@@ -1,0 +1,64 @@
+"""A user's script for type checkers; a line that is wrong says so at its end."""
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import interlace
+from interlace import Work, functional, nn
+
+
+def fused(x: Tensor, w: Tensor, flag: bool) -> None:
+    ws, mean = [w, w], torch.distributed.ReduceOp.AVG
+    assert_type(interlace.all_gather_matmul(x, w, gather_dim=1, out_dtype=torch.float32), Tensor)
+    assert_type(interlace.all_gather_matmul(x, ws, activation=["relu", None]), list[Tensor])
+    pair = interlace.all_gather_matmul(x, w, return_gathered=True, algorithm="pipelined")
+    assert_type(pair, tuple[Tensor, Tensor])
+    several = interlace.all_gather_matmul(x, ws, return_gathered=True)
+    assert_type(several, tuple[Tensor, list[Tensor]])
+    assert_type(interlace.all_gather_matmul(x, ws, async_op=True), Work)
+    interlace.all_gather_matmul(x, w, return_gathered=flag, async_op=flag)
+    assert_type(interlace.matmul_reduce_scatter(x, w, reduce_op="avg", scatter_dim=1), Tensor)
+    assert_type(interlace.matmul_all_reduce(x, w, reduce_op=mean, async_op=True), Work)
+    assert_type(interlace.all_gather_grouped_matmul(x, w, [1], [2]), tuple[Tensor, Tensor])
+    received = interlace.all_to_all_grouped_matmul(x, w, [1], return_received=True)
+    assert_type(received, tuple[Tensor, Tensor, Tensor])
+    interlace.all_gather_matmul(x, w, activation="reluu")  # wrong
+    interlace.all_gather_matmul(x, ws, activation=["relu", "reluu"])  # wrong
+    interlace.all_gather_matmul(x, w, bia=x)  # wrong
+    interlace.all_gather_matmul("x", w)  # wrong
+    interlace.matmul_reduce_scatter(x, w, reduce_op="sume")  # wrong
+    interlace.matmul_all_reduce(x, w, algorithm="fuse")  # wrong
+    interlace.all_gather_grouped_matmul(x, w, [1], algorithm="fuse")  # wrong
+
+
+def functions(x: Tensor, w: Tensor) -> None:
+    assert_type(functional.all_gather_matmul(x, w), Tensor)
+    several = functional.all_gather_matmul(x, [w, w], 1, return_gathered=True)
+    assert_type(several, tuple[Tensor, list[Tensor]])
+    assert_type(functional.all_gather_scaled_matmul(x, w, x, x), Tensor)
+    assert_type(functional.all_to_all_grouped_matmul(x, w, [1], [1]), Tensor)
+    assert_type(functional.matmul_reduce_scatter(x, w, "avg"), Tensor)
+    assert_type(functional.all_reduce(x, torch.distributed.ReduceOp.MAX), Tensor)
+    functional.all_gather_matmul(x, w, algorithm="fuse")  # wrong
+    functional.all_gather_scaled_matmul(x, w, x, x, algorithm="pipelined")  # wrong
+    functional.matmul_all_reduce(x, w, "sume")  # wrong
+    functional.all_reduce(x, "sume")  # wrong
+
+
+def collectives(x: Tensor) -> None:
+    work = interlace.all_reduce(x, "max", async_op=True, algorithm="kernel")
+    assert_type(work, Work | None)
+    interlace.all_reduce(x, torch.distributed.ReduceOp.SUM)
+    interlace.all_gather([x, x], x)
+    interlace.reduce_scatter(x, [x, x], "avg")
+    interlace.broadcast(x, 0, algorithm="low_latency")
+    nn.SequenceParallelMLP(4, 8, activation=torch.tanh)
+    nn.SequenceParallelMLP(4, 8, activation="gelu_tanh")
+    interlace.run(collectives, 2, x, place="shm")
+    interlace.all_reduce(x, "sume")  # wrong
+    interlace.all_reduce(x, algorithm="fused")  # wrong
+    interlace.all_gather("x", x)  # wrong
+    interlace.broadcast(x, 0, algorithm="kernel")  # wrong
+    nn.SequenceParallelMLP(4, 8, activation="reluu")  # wrong
+    interlace.run(collectives, 2, x, place="gpu")  # wrong
