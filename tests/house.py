@@ -153,8 +153,8 @@ FOLDERS = {
         "runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
-        "interlace interlace/benchmark/timing interlace/groups interlace/verify/suite "
-        "runtime/algorithms runtime/core"
+        "interlace interlace/arguments interlace/benchmark/timing interlace/groups "
+        "interlace/verify/suite runtime/algorithms runtime/core"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups "
@@ -165,13 +165,13 @@ FOLDERS = {
         "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/core"
     ),
     "interlace/cli/commands": (
-        "interlace interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
+        "interlace interlace/arguments interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
         "interlace/verify interlace/verify/schedule_check interlace/verify/suite "
         "runtime/algorithms runtime/compiler runtime/compiler/bundle runtime/core "
         "runtime/places/one_host runtime/record runtime/tuning"
     ),
     "interlace/cli/tune": (
-        "interlace interlace/benchmark/runs interlace/benchmark/subjects "
+        "interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "
         "interlace/benchmark/timing interlace/cli/bench interlace/cli/output "
         "interlace/fused runtime/tuning"
     ),

@@ -10,9 +10,9 @@ from interlace import recorded
 from interlace.arguments import checks
 from interlace.arguments.words import (
     FusedAlgorithm,
-    Grouped,
-    GroupedLater,
-    GroupedNow,
+    FusedGrouped,
+    FusedGroupedLater,
+    FusedGroupedNow,
     No,
     Splits,
     Yes,
@@ -40,7 +40,7 @@ def all_gather_grouped_matmul(
     output_splits: Splits | None = ...,
     *,
     return_received: No = ...,
-    **how: Unpack[GroupedNow],
+    **how: Unpack[FusedGroupedNow],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -50,7 +50,7 @@ def all_gather_grouped_matmul(
     output_splits: Splits | None = ...,
     *,
     return_received: Yes,
-    **how: Unpack[GroupedNow],
+    **how: Unpack[FusedGroupedNow],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
@@ -60,7 +60,7 @@ def all_gather_grouped_matmul(
     output_splits: Splits | None = ...,
     *,
     return_received: bool = ...,
-    **how: Unpack[GroupedLater],
+    **how: Unpack[FusedGroupedLater],
 ) -> Work: ...
 @overload
 def all_gather_grouped_matmul(
@@ -71,7 +71,7 @@ def all_gather_grouped_matmul(
     *,
     return_received: bool = ...,
     async_op: bool = ...,
-    **how: Unpack[Grouped],
+    **how: Unpack[FusedGrouped],
 ) -> Any: ...
 def all_gather_grouped_matmul(
     input: Tensor,
@@ -135,7 +135,7 @@ def all_to_all_grouped_matmul(
     output_splits: Splits | None = ...,
     *,
     return_received: No = ...,
-    **how: Unpack[GroupedNow],
+    **how: Unpack[FusedGroupedNow],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -145,7 +145,7 @@ def all_to_all_grouped_matmul(
     output_splits: Splits | None = ...,
     *,
     return_received: Yes,
-    **how: Unpack[GroupedNow],
+    **how: Unpack[FusedGroupedNow],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -155,7 +155,7 @@ def all_to_all_grouped_matmul(
     output_splits: Splits | None = ...,
     *,
     return_received: bool = ...,
-    **how: Unpack[GroupedLater],
+    **how: Unpack[FusedGroupedLater],
 ) -> Work: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -166,7 +166,7 @@ def all_to_all_grouped_matmul(
     *,
     return_received: bool = ...,
     async_op: bool = ...,
-    **how: Unpack[Grouped],
+    **how: Unpack[FusedGrouped],
 ) -> Any: ...
 def all_to_all_grouped_matmul(
     input: Tensor,

@@ -12,13 +12,13 @@ from interlace import recorded
 from interlace.arguments import checks
 from interlace.arguments.words import (
     FusedAlgorithm,
+    FusedGather,
+    FusedGatherLater,
+    FusedGatherNow,
+    FusedReduce,
     FusedReduceOp,
-    Gather,
-    GatherLater,
-    GatherNow,
+    FusedScatter,
     No,
-    Reduce,
-    Scatter,
     Tensors,
     Yes,
 )
@@ -37,23 +37,27 @@ Tensor = torch.Tensor
 
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensor, *, return_gathered: No = ..., **how: Unpack[GatherNow]
+    input: Tensor, weight: Tensor, *, return_gathered: No = ..., **how: Unpack[FusedGatherNow]
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensor, *, return_gathered: Yes, **how: Unpack[GatherNow]
+    input: Tensor, weight: Tensor, *, return_gathered: Yes, **how: Unpack[FusedGatherNow]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], *, return_gathered: No = ..., **how: Unpack[GatherNow]
+    input: Tensor,
+    weight: Sequence[Tensor],
+    *,
+    return_gathered: No = ...,
+    **how: Unpack[FusedGatherNow],
 ) -> list[Tensor]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], *, return_gathered: Yes, **how: Unpack[GatherNow]
+    input: Tensor, weight: Sequence[Tensor], *, return_gathered: Yes, **how: Unpack[FusedGatherNow]
 ) -> tuple[Tensor, list[Tensor]]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensors, *, return_gathered: bool = ..., **how: Unpack[GatherLater]
+    input: Tensor, weight: Tensors, *, return_gathered: bool = ..., **how: Unpack[FusedGatherLater]
 ) -> Work: ...
 @overload
 def all_gather_matmul(
@@ -62,7 +66,7 @@ def all_gather_matmul(
     *,
     return_gathered: bool = ...,
     async_op: bool = ...,
-    **how: Unpack[Gather],
+    **how: Unpack[FusedGather],
 ) -> Any: ...
 def all_gather_matmul(
     input: Tensor,
@@ -145,15 +149,15 @@ def _activated(result: Any, names: list[str], several: bool, with_gathered: bool
 
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[Scatter]
+    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[FusedScatter]
 ) -> Tensor: ...
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[Scatter]
+    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[FusedScatter]
 ) -> Work: ...
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[Scatter]
+    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[FusedScatter]
 ) -> Any: ...
 def matmul_reduce_scatter(
     input: Tensor,
@@ -204,15 +208,15 @@ def matmul_reduce_scatter(
 
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[Reduce]
+    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[FusedReduce]
 ) -> Tensor: ...
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[Reduce]
+    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[FusedReduce]
 ) -> Work: ...
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[Reduce]
+    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[FusedReduce]
 ) -> Any: ...
 def matmul_all_reduce(
     input: Tensor,

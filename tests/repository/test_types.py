@@ -1,4 +1,4 @@
-"""What type checkers know of interlace, on a user's script: mypy, and pyright where it is installed."""
+"""Type checkers on a user's script: mypy, and pyright where it is installed."""
 
 import pathlib
 import re

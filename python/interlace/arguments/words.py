@@ -59,38 +59,38 @@ class FusedOptions(TypedDict, total=False):
     out_dtype: torch.dtype | None
 
 
-class Gather(FusedOptions, total=False):
+class FusedGather(FusedOptions, total=False):
     gather_dim: int
     bias: Tensor | Sequence[Tensor | None] | None
     activation: Activation | Sequence[Activation | None] | None
 
 
-class GatherNow(Gather, total=False):
+class FusedGatherNow(FusedGather, total=False):
     async_op: No
 
 
-class GatherLater(Gather):
+class FusedGatherLater(FusedGather):
     async_op: Yes
 
 
-class Reduce(FusedOptions, total=False):
+class FusedReduce(FusedOptions, total=False):
     reduce_op: FusedReduceOp
     bias: Tensor | None
     activation: Activation | None
 
 
-class Scatter(Reduce, total=False):
+class FusedScatter(FusedReduce, total=False):
     scatter_dim: int
 
 
-class Grouped(FusedOptions, total=False):
+class FusedGrouped(FusedOptions, total=False):
     bias: Tensor | None
     activation: Activation | None
 
 
-class GroupedNow(Grouped, total=False):
+class FusedGroupedNow(FusedGrouped, total=False):
     async_op: No
 
 
-class GroupedLater(Grouped):
+class FusedGroupedLater(FusedGrouped):
     async_op: Yes

@@ -371,7 +371,11 @@ def off_on_rank_1(**wrong: Any) -> Callable[[], Any]:
     ("wrong", "kind", "text"),
     [
         ({"weights": torch.ones(3, 4)}, TypeError, "weights must be a non-empty sequence"),
-        ({"weights": [torch.ones(3, 5)]}, ValueError, r"weights\[0\] must have shape \(out, 4\)"),
+        (
+            {"weights": [torch.ones(3, 5)]},
+            ValueError,
+            r"as many features as weights\[0\] .* = \(3, 5\)",
+        ),
         ({"weights": [torch.ones(3, 4).half()]}, TypeError, r"weights\[0\] is torch.float16"),
         ({"biases": [torch.ones(4)]}, ValueError, r"biases\[0\] must have shape \(3,\)"),
         ({"biases": [None, None]}, ValueError, "biases has 2 entries, weights has 1"),
