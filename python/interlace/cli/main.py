@@ -14,7 +14,7 @@ import triton
 from interlace import __version__
 from interlace.cli.bench.command import bench
 from interlace.cli.bench.options import BenchOptions
-from interlace.cli.commands import build, calibrate, check, doctor, inspect, verify
+from interlace.cli.commands import build, calibrate, check, doctor, inspect, new, verify
 from interlace.cli.demo.workload import DemoOptions
 from interlace.cli.output.consoles import new_console, write
 from interlace.cli.output.options import CommandOptions, add_command, from_arguments
@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any, Any], int]]] = {
     "check": (check.CheckOptions, check.check),
     "build": (build.BuildOptions, build.build),
     "verify": (verify.VerifyOptions, verify.verify),
+    "new": (new.NewOptions, new.new),
     "bench": (BenchOptions, bench),
     "tune": (TuneOptions, tune),
     "calibrate": (calibrate.CalibrateOptions, calibrate.calibrate),

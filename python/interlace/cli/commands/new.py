@@ -1,0 +1,52 @@
+"""``interlace new``: files to start from, which pass their own tests and ``verify`` as they are written."""
+
+import importlib.util
+import keyword
+import pathlib
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from interlace.cli.output.consoles import write
+from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.options import CommandOptions, option
+
+FILES = {"{}.py": "new_kernel.txt", "test_{}.py": "new_kernel_test.txt"}
+
+
+@dataclass(frozen=True)
+class NewOptions(CommandOptions):
+    """Write a small fused kernel, its launch side, its tests, and a function for verify."""
+
+    what: str = option(positional=True, choices=("kernel",), metavar="kernel", help="what to write")
+    name: str = option(positional=True, metavar="NAME", help="of the kernel and of its file")
+    folder: str = option(".", metavar="FOLDER", help="where to write NAME.py and test_NAME.py")
+
+
+def new(console: Any, options: NewOptions) -> int:
+    """Write the files; ValueError if one is there, or if the name cannot be one."""
+    name, folder = options.name, pathlib.Path(options.folder)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise ValueError(
+            f"{name}: the name of a kernel is lower-case letters, digits and _, as my_kernel"
+        )
+    data = resources.files("interlace") / "data"
+    texts = {folder / f.format(name): (data / t).read_text("ascii") for f, t in FILES.items()}
+    for path in texts:
+        if path.exists():
+            raise ValueError(f"{path}: is there already, and is not written over")
+        refuse_unwritable("new kernel", str(path))
+    if importlib.util.find_spec(name) is not None:
+        raise ValueError(f"{name}: is the name of a module that this one would hide")
+    if any(re.search(rf"\b{name}\b", text) for text in texts.values()):
+        raise ValueError(f"{name}: is a name that the files use for something else")
+    for path, text in texts.items():
+        title = "".join(part.capitalize() for part in name.split("_"))
+        path.write_text(text.replace("@NAME@", name).replace("@CLASS@", title), encoding="ascii")
+        write(console, f"written: {path}")
+    kernel, test = texts
+    write(console, f"run it:    python {kernel}")
+    write(console, f"test it:   pytest {test}")
+    write(console, f"check it:  python -m interlace verify {kernel}::two_rounds")
+    return 0

@@ -1,0 +1,103 @@
+"""``interlace new kernel``: what it writes passes its tests and ``verify``, and it writes over nothing."""
+
+import functools
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from interlace.cli.main import run
+from interlace.verify import races
+from interlace.verify.suite import jobs as suite
+
+PYTHON = pathlib.Path(__file__).parents[3] / "python"
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def kernel(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Of a name that no other test has imported."""
+    name = f"ring_sum_{next(NUMBERS)}"
+    assert run(["new", "kernel", name, "--folder", str(tmp_path)]) == 0
+    return tmp_path / f"{name}.py"
+
+
+def test_its_tests_pass(kernel: pathlib.Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:interlace",
+            "-p",
+            "interlace_pytest.plugin",
+        ],
+        cwd=kernel.parent,
+        env={**os.environ, "PYTHONPATH": str(PYTHON)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_verify_finds_nothing_in_it(
+    kernel: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "lint_many", functools.partial(suite.lint_many, workers=1))
+    little = ("--ranks", "2,3", "--seeds", "1", "--schedules", "3", "--arch", "90")
+    assert run(["verify", f"{kernel}::two_rounds", *little]) == 0
+    assert "No findings." in capsys.readouterr().out
+
+
+def test_a_fault_in_it_is_found(kernel: pathlib.Path) -> None:
+    """The launch that ends before its data has been read."""
+    text, wait = kernel.read_text(), "        wait_flag(flag_pointer(pads, rank, world_size, CREDIT"
+    (line,) = (each for each in text.splitlines(keepends=True) if each.startswith(wait))
+    broken = kernel.with_name("broken.py")
+    broken.write_text(text.replace(line, ""))
+    report = races(suite.load_function(f"{broken}::two_rounds"), 2, seeds=3)
+    assert "read-write" in {finding.kind for finding in report.findings}, str(report)
+
+
+def test_it_writes_over_nothing(kernel: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernel.write_text("mine")
+    again = ["new", "kernel", kernel.stem, "--folder", str(kernel.parent)]
+    assert run(again) == 2
+    kernel.unlink()  # its test alone is a reason, and then the kernel is not written either
+    assert run(again) == 2
+    assert capsys.readouterr().err.count("is there already, and is not written over") == 2
+    assert not kernel.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a-b", "lower-case letters, digits and _"),
+        ("Upper", "lower-case letters, digits and _"),
+        ("2d", "lower-case letters, digits and _"),
+        ("../up", "lower-case letters, digits and _"),
+        ("class", "lower-case letters, digits and _"),
+        ("json", "a module that this one would hide"),
+        ("two_rounds", "a name that the files use"),
+    ],
+)
+def test_names_that_are_none(
+    name: str, message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new", "kernel", name, "--folder", str(tmp_path)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["new", "kernel", "mine", "--folder", str(tmp_path / "no")]) == 2
+    assert "the folder does not exist" in " ".join(capsys.readouterr().err.split())
