@@ -14,6 +14,7 @@ EXIT_CODES = {
     1: "it ran, and something is wrong: a result, a kernel, a place",
     2: "an argument or a file is wrong, or an op failed: stderr says why, with a traceback "
     "if `INTERLACE_TRACEBACK` is set",
+    3: "of `check`: all that began has passed, and there was no time for the rest",
     130: "Ctrl-C",
     143: "SIGTERM",
 }

@@ -1,6 +1,6 @@
 """The variables of the environment that interlace reads. One that it does not know is taken for a slip.
 
-docs/environment.md has this table.
+docs/operations.md has this table.
 """
 
 import difflib
@@ -10,7 +10,7 @@ import re
 
 LEVELS = ("warning", "info", "debug")
 VARIABLES = {
-    "INTERLACE_DEBUG": "`info`, `debug` (or `warning`): the log on stderr, see [debugging](debugging.md)",
+    "INTERLACE_DEBUG": "`info`, `debug` (or `warning`): the log on stderr, see [the log](#the-log)",
     "INTERLACE_SECRET": "the secret of a job, see [security](security.md)",
     "INTERLACE_TRUST_NETWORK": "`1`: several hosts need no secret, see [security](security.md)",
     "INTERLACE_TUNE_CACHE": "the file of tuned configurations, or `off`, see [tuning](tune.md)",

@@ -15,12 +15,18 @@ from interlace.runtime.compat.environment import SWITCHES, VARIABLES, check_envi
 from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]
+OF_OTHERS = re.compile(r"""environ(?:\.get\(|\[)["']((?!INTERLACE)[A-Z_]+)["']""")
 IN_SOURCE = re.compile(r"""["'](INTERLACE_[A-Z_]+)["']""")
 
 
 def test_the_page_has_the_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/environment.md").read_text(), re.M)
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| `(INTERLACE_\w+)` \| (.*) \|$", page, re.M)
     assert dict(rows) == VARIABLES and len(rows) == len(VARIABLES)
+    files = [file for top in ("runtime", "python") for file in (ROOT / top).rglob("*.py")]
+    others = {name for file in files for name in OF_OTHERS.findall(file.read_text())}
+    assert {"RANK", "TRITON_INTERPRET"} < others
+    assert {f"`{name}`" for name in others} <= set(re.findall(r"`[A-Z_]+`", page))
 
 
 def test_every_variable_that_is_read_is_known() -> None:
