@@ -253,5 +253,9 @@ def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "build_entries", collect)
     monkeypatch.setattr(command, "linked", lambda arch, folder: [])  # see test_nvshmem.py
-    assert command.build(Console(file=io.StringIO()), command.BuildOptions((80, 90))) == 0
+    whole = command.BuildOptions((80, 90), full=True)
+    assert command.build(Console(file=io.StringIO()), whole) == 0
     assert seen == [*catalogue.entries(80), *catalogue.entries(90)]
+    every, seen[:] = {(each.kernel, each.arch) for each in seen if each.arch == 90}, []
+    assert command.build(Console(file=io.StringIO()), command.BuildOptions()) == 0
+    assert len(seen) == len(every) and {(each.kernel, each.arch) for each in seen} == every

@@ -28,7 +28,7 @@ from tiers import few, thorough
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
 SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 HERE = pathlib.Path(__file__).parent
-JSON = command.BuildOptions((90,), json=True)
+JSON = command.BuildOptions((90,), full=True, json=True)
 TABLE = HERE.parents[1] / "kernels/nodes/nvshmem.py"
 EVERYTHING = Entry(
     "nvshmem_kernels",

@@ -38,10 +38,10 @@ class BuildOptions(CommandOptions):
     multiples of 16 have to be so at every launch.
     """
 
-    full: bool = option(False, action="store_true", help="every variant, for 80, 90 and 100")
     arch: tuple[int, ...] | None = option(
         None, type=arches, metavar="80,90,100", help="GPUs to compile for (default 90)"
     )
+    full: bool = option(False, action="store_true", help="every variant, for 80, 90 and 100")
     json: bool = option(False, action="store_true", help="print JSON")
     kernel: tuple[str, ...] | None = option(
         None,
