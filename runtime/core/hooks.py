@@ -102,6 +102,7 @@ class Form(NamedTuple):
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
 _profiled = False
+_NO_SPAN = contextlib.nullcontext()
 
 
 class OpHooks:
@@ -178,6 +179,11 @@ class OpHooks:
         if self._plans is not None:
             self._plans.learn(op, result)
 
+    @staticmethod
+    def span(op: str, more: str) -> contextlib.AbstractContextManager[Any]:
+        """A range in a profile, if one is taken."""
+        return profiler.record_function(f"interlace:{op}{more}") if _profiled else _NO_SPAN
+
     # -- an op -------------------------------------------------------------------------------------
 
     def _call(self, op: str, named: Iterable[tuple[str, Any]]) -> HookedOp:
@@ -206,11 +212,11 @@ class OpHooks:
     def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
         self._leave()  # hooks see no ops within ops
         self._within = True
-        hooks, name = list(self._registered.values()), f"interlace:{call.op}"
+        hooks = list(self._registered.values())
         begun: list[Hook] = []  # of which each gets its after
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
-            with profiler.record_function(name) if _profiled else contextlib.nullcontext():
+            with self.span(call.op, f" on {_ranges(self._communicator.ranks)}"):
                 try:
                     for hook in hooks:
                         (hook.before or _nothing)(call)
@@ -326,6 +332,17 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, each in enumerate(value):
             yield from _tensors(f"{name}[{index}]", each)
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> _ranges(range(8)), _ranges((0, 2)), _ranges((5,))
+    ('0-7', '0,2', '5')
+    """
+    if len(ranks) > 1 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
 
 
 def _nothing(*_: Any) -> None:

@@ -153,10 +153,11 @@ def _rows(
         algorithm = choose_algorithm(
             communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
         )
-    if algorithm == "unfused":
-        whole = shard.new_empty(total, inner) if gathered is None else gathered
-        return algorithms.all_gather_matmul_unfused(communicator, shard, linears, rows, whole)
-    run = algorithms.all_gather_matmul_pipelined
-    if algorithm == "fused":
-        run = algorithms.all_gather_matmul_fused
-    return run(communicator, shard, linears, rows, gathered, choice.configuration)
+    with communicator.hooks.span(problem.op, f":{algorithm}"):
+        if algorithm == "unfused":
+            whole = shard.new_empty(total, inner) if gathered is None else gathered
+            return algorithms.all_gather_matmul_unfused(communicator, shard, linears, rows, whole)
+        run = algorithms.all_gather_matmul_pipelined
+        if algorithm == "fused":
+            run = algorithms.all_gather_matmul_fused
+        return run(communicator, shard, linears, rows, gathered, choice.configuration)

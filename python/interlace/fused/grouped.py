@@ -115,17 +115,18 @@ def _started(
         if place.nodes is not None:
             algorithm = "unfused"
     made = GroupedMatmul(communicator, op, input, linear, routes, received)
-    if algorithm == "unfused":
-        return made.unfused()
-    if place.nodes is not None:
+    if algorithm != "unfused" and place.nodes is not None:
         raise ValueError(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
             'or "auto"'
         )
-    if algorithm == "pipelined":
-        return made.pipelined()
-    extents = routes.longest, call.weight.shape[2], inner
-    return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
+    with communicator.hooks.span(op, f":{algorithm}"):
+        if algorithm == "unfused":
+            return made.unfused()
+        if algorithm == "pipelined":
+            return made.pipelined()
+        extents = routes.longest, call.weight.shape[2], inner
+        return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
 
 
 def checked(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from interlace.groups import groups
 from interlace.nn.functions.linear import column_parallel_linear
-from interlace.nn.functions.linear_gradients import Column, Layer
+from interlace.nn.functions.linear_gradients import ColumnParallelLinearFunction, Layer
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.runtime.core.communicator import Communicator
 
@@ -113,7 +113,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     if communicator is None:
         fusion = bool(gradient_accumulation_fusion)
         layer = Layer(None, 0, False, fusion, False, deferred, output_dtype)  # does not communicate
-        return Column.apply(layer, 1, input, weight, bias)[0]  # type: ignore[no-any-return,no-untyped-call]
+        return ColumnParallelLinearFunction.apply(layer, 1, input, weight, bias)[0]  # type: ignore[no-any-return,no-untyped-call]
     (output,) = column_parallel_linear(
         input,
         [weight],

@@ -17,7 +17,6 @@ from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.core.communicator import Communicator
 from multi.process_group.backend_ranks import world
 from multi.shm.test_blame import LONG, close, members, on_hosts, run
-from tiers import few
 
 PLACES = ["sim", "shm", "hosts"]
 
@@ -444,45 +443,3 @@ def test_a_message_that_is_no_number_is_heard_of_by_its_receiver() -> None:
     assert isinstance(sender, ValueError) and isinstance(receiver, interlace.AbortedError)
     assert all("tensor of send has nan at [0] (on rank 0)" in str(e) for e in (sender, receiver))
     close(groups)
-
-
-# -- profiles --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
-def test_a_profile_names_every_kind_of_op(place: str) -> None:
-    for names in interlace.run(all_profiled, 2, place=place):
-        assert {
-            f"interlace:{op}" for op in ("all_reduce", "all_gather", "barrier", "recv")
-        } <= names
-
-
-def all_profiled() -> set[str]:
-    """In ``sim`` of one rank only: torch takes one profile of a process at a time."""
-    group = interlace.new_group()
-    if group.place.simulated and group.rank:
-        every_kind_of_op(group)
-        return {f"interlace:{op}" for op in ("all_reduce", "all_gather", "barrier", "recv")}
-    with torch.profiler.profile() as profile:
-        every_kind_of_op(group)
-    return {event.name for event in profile.events()}
-
-
-def test_fused_ops_are_in_a_profile_and_nothing_is_left_of_it() -> None:
-    fused, reduced = ["interlace:all_gather_matmul"], ["interlace:all_reduce"]
-    for names, left in interlace.run(profiled, 2, place="shm"):
-        assert names == fused + reduced + reduced and left == []
-
-
-def profiled() -> tuple[list[str], list[str]]:
-    group = interlace.new_group()
-    with torch.profiler.profile() as profile:
-        interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4), group=group)
-        functional.all_reduce(torch.ones(2), group=group).sum()
-        inner = interlace.new_group()
-        interlace.all_reduce(torch.ones(2), group=inner)
-    for each in group, inner:
-        interlace.barrier(each)
-    left = [name for each in (group, inner) for name in ("run", "transfer") if name in vars(each)]
-    names = [event.name for event in profile.events() if event.name.startswith("interlace:")]
-    return [name for name in names if name != "interlace:new_group"], left

@@ -20,4 +20,4 @@ def test_a_call_counts_is_profiled_and_ends_with_its_group(tmp_path: Path) -> No
     (answer,) = interlace.run(
         alone_ranks.counted_and_refused, 1, str(tmp_path / "store"), place="shm"
     )
-    assert answer == (1, "interlace:all_gather", "InterlaceError")
+    assert answer == (1, "interlace:all_gather on 0", "InterlaceError")

@@ -26,7 +26,11 @@ import torch
 
 from interlace.arguments import checks
 from interlace.groups.groups import resolve
-from interlace.nn.functions.linear_gradients import Column, Layer, Row
+from interlace.nn.functions.linear_gradients import (
+    ColumnParallelLinearFunction,
+    Layer,
+    RowParallelLinearFunction,
+)
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
 from interlace.ops.simulated_backward import prepare
 from interlace.runtime.core.communicator import Communicator
@@ -94,7 +98,8 @@ def column_parallel_linear(
         names = [f"weights[{index}]" for index in range(len(matrices))]
         _check_layer(layer, source, dict(zip(names, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
-    return list(Column.apply(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
+    run = ColumnParallelLinearFunction.apply
+    return list(run(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
 
 
 def row_parallel_linear(
@@ -146,7 +151,7 @@ def row_parallel_linear(
         )
         _check_layer(layer, source, {"weight": weight})
         prepare(communicator, source, weight, bias)
-    return Row.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    return RowParallelLinearFunction.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _checked_input(

@@ -93,7 +93,7 @@ def _of_weights(
     return [weight_gradients.placeholder(w) if layer.fused else None for w in weights]
 
 
-class Column(torch.autograd.Function):
+class ColumnParallelLinearFunction(torch.autograd.Function):
     """Arguments: the layer, the number of weights, the input, the weights, the biases."""
 
     @staticmethod
@@ -176,7 +176,7 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     return fused.matmul_reduce_scatter(over, grad, weight, None, "sum", 0, "auto", None)
 
 
-class Row(torch.autograd.Function):
+class RowParallelLinearFunction(torch.autograd.Function):
     """Arguments: the layer, the input, the weight, the bias."""
 
     @staticmethod

@@ -65,7 +65,7 @@ def vocab_parallel_cross_entropy(
             raise ValueError(f"label_smoothing must be within 0..1, got {label_smoothing}")
     counted = target != ignore_index
     local = torch.where(counted, target - first, -1)
-    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = _VocabParallelCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
         logits, local, counted, classes, float(label_smoothing), communicator
     )
     if reduction == "none":
@@ -103,7 +103,7 @@ def _checked(
     return classes, first
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     """Losses of ``logits`` in fp32; ``local`` are classes of this rank if they are in its range."""
 
     @staticmethod

@@ -1,0 +1,85 @@
+"""Ops and layers in profiles of torch's: ranges by op, algorithm and group, also as NVTX."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.autograd import profiler
+
+import interlace
+from interlace import functional
+from multi.ops.test_hooks import every_kind_of_op
+from tiers import few
+
+
+@pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
+def test_a_profile_names_every_kind_of_op(place: str) -> None:
+    for names in interlace.run(all_profiled, 2, place=place):
+        assert {
+            f"interlace:{op} on 0-1" for op in ("all_reduce", "all_gather", "barrier", "recv")
+        } <= names
+
+
+def all_profiled() -> set[str]:
+    """In ``sim`` of one rank only: torch takes one profile of a process at a time."""
+    group = interlace.new_group()
+    if group.place.simulated and group.rank:
+        every_kind_of_op(group)
+        return {f"interlace:{op} on 0-1" for op in ("all_reduce", "all_gather", "barrier", "recv")}
+    with torch.profiler.profile() as profile:
+        every_kind_of_op(group)
+    return {event.name for event in profile.events()}
+
+
+def test_fused_ops_are_in_a_profile_and_nothing_is_left_of_it() -> None:
+    fused = ["interlace:all_gather_matmul on 0-1", "interlace:all_gather_matmul:pipelined"]
+    reduced = ["interlace:all_reduce on 0-1"]
+    for names, left in interlace.run(profiled, 2, place="shm"):
+        assert names == fused + reduced + reduced and left == []
+
+
+def profiled() -> tuple[list[str], list[str]]:
+    group = interlace.new_group()
+    with torch.profiler.profile() as profile:
+        interlace.all_gather_matmul(
+            torch.ones(2, 8), torch.ones(8, 4), group=group, algorithm="pipelined"
+        )
+        functional.all_reduce(torch.ones(2), group=group).sum()
+        inner = interlace.new_group()
+        interlace.all_reduce(torch.ones(2), group=inner)
+    for each in group, inner:
+        interlace.barrier(each)
+    left = [name for each in (group, inner) for name in ("run", "transfer") if name in vars(each)]
+    names = [event.name for event in profile.events() if event.name.startswith("interlace:")]
+    return [name for name in names if not name.startswith("interlace:new_group")], left
+
+
+def test_nvtx_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes what profiles have; that it turns ours on is all there is to try without a GPU."""
+    monkeypatch.setattr(profiler, "_enable_profiler", lambda *_: None)
+    monkeypatch.setattr(profiler, "_disable_profiler", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        profiler, "record_function", lambda name: seen.append(name) or nullcontext()
+    )
+
+    def on_rank() -> None:
+        with profiler.emit_nvtx():
+            interlace.barrier()
+        interlace.barrier()
+
+    interlace.run(on_rank, 1)
+    assert seen == ["interlace:barrier on 0"]
+
+
+def test_layers_are_in_a_profile_by_name() -> None:
+    def on_rank() -> set[str]:
+        layer = interlace.nn.SequenceParallelMLP(8, 16)
+        with torch.profiler.profile() as profile:
+            layer(torch.ones(2, 8)).sum().backward()
+        return {event.name for event in profile.events()}
+
+    (names,) = interlace.run(on_rank, 1)
+    for layer in ("ColumnParallelLinear", "RowParallelLinear"):
+        assert {f"{layer}Function", f"{layer}FunctionBackward"} <= names
