@@ -92,6 +92,7 @@ _interlace_backend.register()
 _torch_kernels.register()
 
 if _TYPE_CHECKING:
+    from interlace import functional as functional
     from interlace.groups.specs import GroupSpec
 
 # what takes long to import: they bring torch's compilers along

@@ -25,6 +25,7 @@ from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
+from interlace.runtime.tuning.chips import BUILDABLE
 from support import mended
 from tiers import few, thorough
 
@@ -34,7 +35,7 @@ KERNELS = HERE.parents[1] / "kernels"
 
 def representatives(arch: int) -> list[Entry]:
     """Every kernel once, in the first of its variants: bf16, the default path."""
-    return list({entry.kernel: entry for entry in reversed(entries(arch))}.values())
+    return catalogue.one_of_each(entries(arch))
 
 
 OLDER = [entry for entry in representatives(80) if entry.kernel == "all_gather_matmul_kernel"]
@@ -242,6 +243,13 @@ def test_exit_code(report: BuildReport, code: int, monkeypatch: pytest.MonkeyPat
     (facts,) = json.loads(out.getvalue())
     assert facts["name"] == "some kernel" and bool(facts["problems"]) == bool(code)
     assert facts["loops"] == [vars(LOOPS[0])]
+
+
+def test_every_architecture_that_may_be_named_is_built() -> None:
+    wanted = [next(catalogue.signals(arch)) for arch in BUILDABLE]
+    reports = build(wanted)
+    assert {89, 120} < {report.arch for report in reports}
+    assert not [report.problems() for report in reports if report.problems()]
 
 
 def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
