@@ -330,7 +330,10 @@ class Kernel:
 def _require(name: str, value: Any, wanted: Any) -> None:
     """Raises TypeError or KeyError unless ``value`` has all that is ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
-        fits = type(value) in (int, str) and value in wanted
+        kind = (
+            int if isinstance(wanted, range) else str
+        )  # a text would be looked for in a range one by one
+        fits = type(value) is kind and value in wanted
     else:
         fits = type(value) is (wanted if isinstance(wanted, type) else type(wanted))
     if not fits:
