@@ -114,7 +114,7 @@ FOLDERS = {
         "interlace/arguments interlace/collectives interlace/functional interlace/fused "
         "interlace/groups interlace/ops interlace/ops/eager interlace/symmetric_memory python "
         "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
-        "runtime/start runtime/tuning"
+        "runtime/scheduler runtime/start runtime/tuning"
     ),
     "interlace/integrations": "interlace interlace/groups interlace/nn/functions runtime/core",
     "interlace/benchmark/timing": "interlace interlace/groups runtime/core",

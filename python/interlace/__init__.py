@@ -82,6 +82,7 @@ from interlace.runtime.core.place import timeout
 from interlace.runtime.core.work import Work
 from interlace.runtime.tuning.configuration import override as configured
 from interlace.symmetric_memory import registration as _torch_kernels
+from interlace.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -181,4 +182,5 @@ __all__ = [
     "split_group",
     "symmetric_memory",
     "timeout",
+    "trace",
 ]

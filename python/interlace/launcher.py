@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
+from interlace import tracing
 from interlace.arguments.words import RunPlace
 from interlace.groups import groups
 from interlace.runtime.core.place import Place, positive_seconds
@@ -60,20 +61,26 @@ def run(
         raise TypeError(f"seed must be an int, got {seed!r}")
     if not isinstance(processes, bool) or (processes and place != "cuda"):
         raise ValueError(f'processes must be a bool, and is for place="cuda", got {processes!r}')
-    on_rank = rank_function(fn, args, kwargs)
-    if place == "sim":
-        from interlace.runtime.places.sim.place import run_sim
 
-        return run_sim(on_rank, world_size, seed=seed, timeout=timeout)
-    if place == "cuda" and not processes:
-        from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
+    def start(fn: Callable[..., Any]) -> list[Any]:
+        on_rank = rank_function(fn, args, kwargs)
+        if place == "sim":
+            from interlace.runtime.places.sim.place import run_sim
 
-        return run_virtual_ranks(on_rank, world_size, timeout=timeout)
-    from interlace.runtime.start.pool import default_pool
+            return run_sim(on_rank, world_size, seed=seed, timeout=timeout)
+        if place == "cuda" and not processes:
+            from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
-    install = _install_on_gpu if place == "cuda" else _install
-    setup = functools.partial(install, configuration.OVERRIDE.get(), timeout)
-    return default_pool.run(fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup)
+            return run_virtual_ranks(on_rank, world_size, timeout=timeout)
+        from interlace.runtime.start.pool import default_pool
+
+        install = _install_on_gpu if place == "cuda" else _install
+        setup = functools.partial(install, configuration.OVERRIDE.get(), timeout)
+        return default_pool.run(
+            fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup
+        )
+
+    return tracing.around(start, fn, place=place)
 
 
 def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:

@@ -67,6 +67,13 @@ class Recording:
         """Payload that ``rank`` wrote into other ranks' memory; signals are not counted."""
         return sum(span.nbytes for span in self.spans if span.rank == rank)
 
+    def extent(self) -> tuple[int, int]:
+        """The first and the last moment of programs."""
+        spans = [span for span in self.spans if span.kind != "item"] or self.spans
+        if not spans:
+            return 0, 1
+        return min(span.start for span in spans), max(span.end for span in spans)
+
     def arrivals(self, rank: int) -> list[Signal]:
         """Chunks that other ranks published to ``rank``."""
         return [s for s in self.signals if s.slot.rank == rank and s.source != rank]

@@ -1,6 +1,9 @@
 """Ops and layers in profiles of torch's: ranges by op, algorithm and group, also as NVTX."""
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +86,45 @@ def test_layers_are_in_a_profile_by_name() -> None:
     (names,) = interlace.run(on_rank, 1)
     for layer in ("ColumnParallelLinear", "RowParallelLinear"):
         assert {f"{layer}Function", f"{layer}FunctionBackward"} <= names
+
+
+# -- traces ----------------------------------------------------------------------------------------------
+
+
+def gathered(fail: bool) -> float:
+    whole = interlace.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8), algorithm="fused")
+    if fail and interlace.get_rank():
+        raise LookupError("after it")
+    return float(whole.sum())
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_a_program_of_ones_own_is_traced(place: Any, tmp_path: Path) -> None:
+    """Every run of it; with the same results as without, which is nowhere else written."""
+    with interlace.trace(tmp_path / "t.json"):
+        assert interlace.run(gathered, 2, False, place=place) == [2048.0, 2048.0]
+        assert interlace.run(gathered, 2, False, place=place) == [2048.0, 2048.0]
+    written = (tmp_path / "t.json").read_bytes()
+    interlace.run(gathered, 2, False, place=place)
+    assert (tmp_path / "t.json").read_bytes() == written
+    events = json.loads(written)["traceEvents"]
+    spans = [event for event in events if event.get("cat") == "tile"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert {event["args"]["op"] for event in spans} == {"gathered"} and len(spans) % 4 == 0
+    assert sum(event["ph"] == "s" for event in events) == sum(
+        event["ph"] == "f" for event in events
+    )
+
+
+def test_a_run_that_failed_is_traced_as_far_as_it_came(tmp_path: Path) -> None:
+    with pytest.raises(LookupError), interlace.trace(tmp_path / "t.json"):
+        interlace.run(gathered, 2, True)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "tile" for event in events)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    ran: list[int] = []
+    with pytest.raises(OSError), interlace.trace(tmp_path / "nowhere/t.json"):
+        ran.append(1)
+    assert not ran

@@ -14,12 +14,12 @@ from rich.console import Console
 
 import interlace
 from interlace import reference
-from interlace.cli.demo import chrome_trace, command, timeline, workload
+from interlace.cli.demo import command, timeline, workload
 from interlace.cli.demo.cases import CASES
 from interlace.cli.demo.command import run_case
 from interlace.cli.demo.workload import DemoOptions
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.scheduler import recording, trace
+from interlace.runtime.scheduler import chrome_trace, recording, trace
 
 SMALL = {"m": 45, "n": 40, "k": 24}
 

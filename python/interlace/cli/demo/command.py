@@ -2,7 +2,6 @@
 
 import pathlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +12,15 @@ from rich.padding import Padding
 from rich.table import Table
 
 import interlace
-from interlace import reference
-from interlace.cli.demo import chrome_trace, page, timeline, workload
+from interlace import reference, tracing
+from interlace.cli.demo import page, timeline, workload
 from interlace.cli.demo.cases import CASES, DemoCase
 from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_format, refuse_unwritable
 from interlace.cli.output.page import write_page
-from interlace.groups import groups
-from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.recording import Recording, merge
+from interlace.runtime.scheduler import chrome_trace
+from interlace.runtime.scheduler.recording import Recording
 
 TIMEOUT = 1800.0
 
@@ -87,8 +85,7 @@ def _load(options: DemoOptions) -> Workload:
 
 def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult:
     place: Any = options.place
-    simulated = place == "sim"
-    with trace.recording() if simulated else nullcontext() as recorder:
+    with tracing.collected() as runs:
         answers = interlace.run(
             _on_rank,
             options.ranks,
@@ -98,28 +95,21 @@ def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult
             seed=options.seed,
             timeout=TIMEOUT,
         )
-    recorded = [part for _, part in answers if part is not None]
-    if recorder is not None:
-        recorded.append(recorder.recording())
     value, bound = case.expected(work, options.ranks)
     expected = reference.split(value, options.ranks, case.part_dim)
     bounds = reference.split(bound, options.ranks, case.part_dim)
     errors = []
-    for (output, _), right, allowed in zip(answers, expected, bounds, strict=True):
+    for output, right, allowed in zip(answers, expected, bounds, strict=True):
         ratio = reference.worst_ratio(output, right, allowed)
         error = (output.double() - right).abs()
         errors.append((float(error.max()) if error.numel() else 0.0, ratio))
-    return CaseResult(case, errors, merge(recorded) if recorded else None)
+    return CaseResult(case, errors, runs[0][1] if runs else None)
 
 
-def _on_rank(case: int, work: Workload) -> tuple[torch.Tensor, Recording | None]:
-    """This rank's part of the result, and what it recorded where every rank does so for itself."""
-    interpreted = groups.default_group().place.interpreted
-    own_recorder = interpreted and trace.current() is None
+def _on_rank(case: int, work: Workload) -> torch.Tensor:
+    """This rank's part of the result."""
     interlace.barrier()
-    with trace.recording() if own_recorder else nullcontext() as recorder:
-        output = CASES[case].on_rank(work)
-    return output.cpu(), None if recorder is None else recorder.recording()
+    return CASES[case].on_rank(work).cpu()
 
 
 def _headline(console: Console, options: DemoOptions, work: Workload) -> None:

@@ -2,16 +2,15 @@
 
 from bisect import bisect_right
 
-from interlace.cli.demo.chrome_trace import title_of
-from interlace.cli.demo.timeline import extent
 from interlace.cli.output.page import PageEvent, PageView, Panel
+from interlace.runtime.scheduler.chrome_trace import title_of
 from interlace.runtime.scheduler.recording import TICKS, Recording
 
 
 def panel_of(title: str, text: str, recording: Recording) -> Panel:
     """``recording`` with its story. An arrow begins at the span before the publish that ended a wait."""
     lanes = sorted({(span.rank, span.lane) for span in recording.spans})
-    view, (first, _) = PageView(title, recording.unit, lanes), extent(recording)
+    view, (first, _) = PageView(title, recording.unit, lanes), recording.extent()
     ends: dict[tuple[int, str], list[tuple[int, int]]] = {lane: [] for lane in lanes}
     for number, span in enumerate(recording.spans):
         lane, does, peer = (span.rank, span.lane), title_of(span), span.peer or 0

@@ -36,7 +36,7 @@ class Timeline:
     world_size: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        start, end = extent(self.recording)
+        start, end = self.recording.extent()
         margin = len(LABELS[1]) + 2
         scale = Scale(start, end, max(NARROWEST, options.max_width - margin))
         glyphs = Glyphs(options.ascii_only)
@@ -114,14 +114,6 @@ def color_of(rank: int | None) -> str:
     return COLORS[(rank or 0) % len(COLORS)]
 
 
-def extent(recording: Recording) -> tuple[int, int]:
-    """The first and the last moment of programs."""
-    spans = [span for span in recording.spans if span.kind != "item"] or recording.spans
-    if not spans:
-        return 0, 1
-    return min(span.start for span in spans), max(span.end for span in spans)
-
-
 def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
     """The cells of a line that shows the chunks that arrive at ``rank``."""
     cells: ColouredCells = [(" ", "")] * scale.cells
@@ -194,7 +186,7 @@ def write_plot(path: pathlib.Path, parts: Sequence[tuple[str, Recording]], world
 
 
 def _plot_panel(panel: Any, recording: Recording, world_size: int) -> None:
-    start, end = extent(recording)
+    start, end = recording.extent()
     for rank in range(world_size):
         base = float(rank)
         own = [s for s in recording.spans if s.rank == rank and s.kind in (*DRAWN, "wait")]

@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.cli.demo.timeline import extent
 from interlace.runtime.scheduler.recording import TICKS, RecordedSpan, Recording
 
 GAP = 20 * TICKS
@@ -21,7 +20,7 @@ def write_trace(path: pathlib.Path, parts: Sequence[tuple[str, Recording]]) -> N
     """Write (title, recording) one after another on one time axis."""
     trace, offset = _Trace(), 0
     for title, recording in parts:
-        start, end = extent(recording)
+        start, end = recording.extent()
         start = min([start, *(span.start for span in recording.spans)])
         end = max([end, *(span.end for span in recording.spans)])
         trace.add(title, recording, offset - start)

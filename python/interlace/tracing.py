@@ -1,0 +1,84 @@
+"""``interlace.trace``: the file of ``demo --trace`` for programs of one's own."""
+
+import contextvars
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from interlace.runtime.scheduler import chrome_trace
+from interlace.runtime.scheduler import trace as recorder
+from interlace.runtime.scheduler.recording import Recording, merge
+
+Runs = list[tuple[str, Recording]]
+"""Runs of ranks in their order, each with the name of its function."""
+
+_runs: contextvars.ContextVar[Runs | None] = contextvars.ContextVar("interlace_runs", default=None)
+
+
+@contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write what kernels and streams do in :func:`interlace.run` to a file for https://ui.perfetto.dev.
+
+    For a block, or as a decorator. The file has the runs of the block one behind the other, one that failed
+    in "sim" as far as it came: a process for each rank, a thread for each program or stream; tiles, sums,
+    copies and waits, and an arrow from each publish to the wait that it ended. Kernels are seen where they
+    are interpreted, in place "sim" (time counts schedule steps) and "shm" (microseconds, interpreted). Of
+    collectives without a kernel, and of compiled kernels, there is nothing to see: take a profile.
+
+    Raises OSError if the file cannot be written, before the block runs.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "steps.json")
+    >>> one = torch.ones(1, 1)
+    >>> with interlace.trace(path):
+    ...     interlace.run(lambda: interlace.all_gather_matmul(one, one).tolist(), 1)
+    [[[1.0]]]
+    >>> os.path.getsize(path) > 1000
+    True
+    """
+    with open(path, "ab"):  # leaves what is there
+        pass
+    with collected() as runs:
+        try:
+            yield
+        finally:
+            chrome_trace.write_trace(pathlib.Path(path), runs)
+
+
+@contextmanager
+def collected() -> Iterator[Runs]:
+    """The runs of a block, which grow as they end."""
+    runs: Runs = []
+    token = _runs.set(runs)
+    try:
+        yield runs
+    finally:
+        _runs.reset(token)
+
+
+def around(
+    start: Callable[[Callable[..., Any]], list[Any]], fn: Callable[..., Any], *, place: str
+) -> list[Any]:
+    """``start(fn)``, which runs ``fn`` on ranks of ``place``; recorded, if somebody collects."""
+    runs, name = _runs.get(), getattr(fn, "__name__", type(fn).__name__)
+    if runs is None or place == "cuda":
+        return start(fn)
+    if place == "sim":
+        with recorder.recording() as made:
+            try:
+                return start(fn)
+            finally:
+                runs.append((name, merge([made.recording()])))
+    both = start(functools.partial(_recorded, fn))
+    runs.append((name, merge([part for _, part in both])))
+    return [result for result, _ in both]
+
+
+def _recorded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
+    """In a rank of its own process: what ``fn`` returns, and its part of the recording."""
+    with recorder.recording() as made:
+        result = fn(*args, **kwargs)
+    return result, made.recording()
