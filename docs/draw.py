@@ -10,11 +10,12 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]
 
-from drawings import chunk, faults, layer, places, race  # noqa: E402
+from drawings import chunk, faults, layer, ops, places, race  # noqa: E402
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "layer": layer.layer,
     "places": places.places,
+    "ops": ops.ops,
     "chunk": chunk.chunk,
     "race": race.race,
     "faults": faults.faults,

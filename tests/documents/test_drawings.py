@@ -10,7 +10,7 @@ import pytest
 import pages
 
 DOCS = pages.ROOT / "docs"
-NAMES = ("layer", "places", "chunk", "race", "faults")
+NAMES = ("layer", "places", "ops", "chunk", "race", "faults")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.short:
         page = PAGE.read_text()
         PAGE.write_text(with_rows(page, results) if options.only else in_page(page, made))
+        subprocess.run([sys.executable, str(PAGE.with_name("draw.py")), "faults"], check=True)
     failed = [f"{each.row.fault} ({each.row.place})" for each in results if not each.holds]
     print(
         f"{time.monotonic() - began:.0f} s; "
