@@ -52,7 +52,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     kept: list[RaceReport] = []
     marker = pyfuncitem.get_closest_marker("interlace")
     if marker is not None:
-        pyfuncitem.obj = _on_ranks(pyfuncitem.obj, kept, *marker.args, **marker.kwargs)
+        try:
+            pyfuncitem.obj = _on_ranks(pyfuncitem.obj, kept, *marker.args, **marker.kwargs)
+        except TypeError as error:
+            pytest.fail(f"{error}; the mark is {MARK}", pytrace=False)
     result = yield
     fixture = pyfuncitem.funcargs.get("races")
     if isinstance(fixture, Races):
@@ -76,10 +79,18 @@ def _on_ranks(
     def test(**fixtures: Any) -> None:
         from interlace import verify
 
+        skipped: list[BaseException] = []
+
         def on_rank() -> None:
-            body(**fixtures)
+            try:
+                body(**fixtures)
+            except pytest.skip.Exception as skip:
+                skipped.append(skip)
 
         how: Any = {"seeds": seeds, "store_buffers": store_buffers, "timeout": timeout}
-        kept.append(verify.races(on_rank, ranks, **how))
+        report = verify.races(on_rank, ranks, **how)
+        if skipped:
+            raise skipped[0]
+        kept.append(report)
 
     return test

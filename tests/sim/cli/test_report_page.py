@@ -90,9 +90,9 @@ def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:
     (view,) = race["views"]
     red = [number for number, event in enumerate(view["events"]) if event[6] == "red"]
     assert [arrow for arrow in view["arrows"] if arrow[2] == "red"] == [[*red, "red"]]
-    lines = [view["events"][number][5][0][1] for number in red]
+    lines = [data["frames"][view["events"][number][5][0]][1] for number in red]
     assert lines == [LOADS, STORES]
-    (source,) = {event[5][0][0] for event in view["events"]}
+    (source,) = {data["frames"][event[5][0]][0] for event in view["events"]}
     assert data["files"][source] == {"name": "kernels/wrong.py", "lines": WRONG.splitlines()}
     assert len(overview["table"]) == 1 + 2 and not overview["bad"]
 
@@ -153,9 +153,10 @@ def test_a_clean_run_is_shown_too(tmp_path: pathlib.Path) -> None:
     report = interlace.verify.schedules(interlace.barrier, 2, n=1, workers=1)
     result = JobResult("f.py::f", "schedules", "2 ranks", "1 schedule", (), 0.1, report)
     verify_page.write(str(tmp_path / "page.html"), "f.py::f", [result])
-    (panel,) = (data := data_of(tmp_path / "page.html"))["panels"]
+    overview, panel = (data := data_of(tmp_path / "page.html"))["panels"]
     assert data["verdict"] == "no findings" and not data["bad"]
-    assert [view["title"] for view in panel["views"]] == ["f.py::f: the first schedule"]
+    assert overview["table"][1][0] == panel["title"].partition(",")[0] == "f.py::f"
+    assert [view["title"] for view in panel["views"]] == ["the first schedule"]
 
 
 @functools.cache

@@ -60,6 +60,16 @@ def test_no_race(races):
 def test_misspelt():
     pass
 
+@pytest.mark.interlace(4)
+def test_not_by_name():
+    pass
+
+@pytest.mark.interlace(seeds=1)
+def test_skipped_on_a_rank():
+    if interlace.get_rank() == 1:
+        pytest.skip("no such size")
+    interlace.barrier()
+
 def test_none_of_it():
     pass
 """
@@ -75,7 +85,7 @@ def test_what_passes_and_what_fails(
     outcomes = {
         line.split()[1].partition("::")[2]: line.split()[0]
         for line in result.outlines
-        if line.startswith(("PASSED ", "FAILED "))
+        if line.startswith(("PASSED ", "FAILED ", "ERROR "))
     }
     assert outcomes == {
         "test_sum": "PASSED",
@@ -86,6 +96,7 @@ def test_what_passes_and_what_fails(
         "test_races_are_collected": "FAILED",
         "test_no_race": "PASSED",
         "test_misspelt": "FAILED",
+        "test_not_by_name": "FAILED",
         "test_none_of_it": "PASSED",
     }
     text = result.stdout.str()
@@ -95,7 +106,9 @@ def test_what_passes_and_what_fails(
     collected = text.partition("test_races_are_collected ")[2].partition("test_misspelt ")[0]
     assert "2 ranks, 1 schedule" in collected and "3 ranks, 1 schedule" in collected
     assert "in early" in collected and "replays" not in collected
-    assert "unexpected keyword argument 'seed'" in text
+    assert "unexpected keyword argument 'seed'; the mark is interlace(ranks=2, seeds=10" in text
+    result.assert_outcomes(passed=4, failed=6, skipped=1)
+    assert "no such size" in text
 
 
 def test_the_plugin_is_found_and_imports_neither_torch_nor_interlace() -> None:

@@ -81,8 +81,10 @@ def verify(console: Any, options: VerifyOptions) -> int:
         render(console, results)
     if options.html is not None:
         verify_page.write(options.html, options.target, results)
+        print(f"Page: {options.html}", file=sys.stderr)
     if options.sarif is not None:
         sarif.write(options.sarif, results)
+        print(f"SARIF: {options.sarif}", file=sys.stderr)
     return 1 if any(result.findings for result in results) else 0
 
 

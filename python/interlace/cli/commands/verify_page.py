@@ -32,9 +32,11 @@ def write(path: str, target: str, results: Sequence[JobResult]) -> None:
         figures = str(len(each.findings) or "none"), f"{each.seconds:.1f}"
         table.append((each.subject, each.check, each.variant, each.count, *figures))
     found = {panel.text: panel for result in results for panel in panels(result)}
-    told = {r.subject: r.report.story for r in results if isinstance(r.report, ScheduleReport)}
-    views = [view_of(f"{name}: the first schedule", story) for name, story in told.items() if story]
-    every = [*found.values(), Panel("What was looked at", "", [] if found else views, table=table)]
+    every = [*found.values(), Panel("What was looked at", "", table=table)]
+    for each in () if found else results:
+        if each.check == "schedules" and isinstance(each.report, ScheduleReport):
+            view = view_of("the first schedule", each.report.story)
+            every.append(Panel(f"{each.subject}, {each.variant}", "", [view]))
     verdict = f"{len(found)} finding{'' if len(found) == 1 else 's'}" if found else "no findings"
     facts = ", ".join(dict.fromkeys(result.check for result in results))
     write_page(path, f"verify {target}", verdict, facts, every, bad=bool(found))

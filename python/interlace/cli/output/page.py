@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from interlace.runtime.core.errors import SourceText
 
-Files = dict[str, dict[str, Any]]
-
 
 class PageEvent(NamedTuple):
     """What a lane did from ``start`` to ``end``; ``mark`` is "", "red" or "blocked"; ``peer`` of a tile."""
@@ -58,14 +56,15 @@ def write_page(
     path: str, title: str, verdict: str, facts: str, panels: Sequence[Panel], *, bad: bool
 ) -> None:
     """Write the page to ``path``; source files that panels name become part of it."""
-    files: Files = {}
+    sources = Sources()
     content = {
         "title": title,
         "verdict": verdict,
         "bad": bad,
         "facts": facts,
-        "panels": [_panel(panel, files) for panel in panels],
-        "files": files,
+        "panels": [_panel(panel, sources) for panel in panels],
+        "files": sources.files,
+        "frames": list(sources.frames),
     }
     # nothing in it can end the element that it is in
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
@@ -73,26 +72,33 @@ def write_page(
     pathlib.Path(path).write_text(template.replace("@DATA@", text), encoding="ascii")
 
 
-def _panel(panel: Panel, files: Files) -> dict[str, Any]:
-    """``panel`` for JSON; puts the files that it names into ``files``."""
+def _panel(panel: Panel, sources: "Sources") -> dict[str, Any]:
+    """``panel`` for JSON; its lines become part of ``sources``."""
     views = []
     for view in panel.views:
-        events = [[*each[:5], _frames(each.lines, files), *each[6:]] for each in view.events]
+        events = [[*each[:5], sources.of(each.lines), *each[6:]] for each in view.events]
         views.append({**vars(view), "events": events})
-    frames = _frames(panel.lines, files)
-    return {**vars(panel), "views": views, "lines": [], "frames": frames}
+    return {**vars(panel), "views": views, "lines": sources.of(panel.lines)}
 
 
-def _frames(lines: Iterable[SourceText], files: Files) -> list[tuple[str, int, str]]:
-    """(file, line, text) of the frames whose source is there."""
-    frames = []
-    for line in lines:
-        for place, (path, number) in enumerate(line.frames):
-            text = line if not place else f"{os.path.basename(path)}:{number}"
-            if path not in files and (source := linecache.getlines(path)):
-                name = os.path.relpath(path)
-                short = path if name.startswith("..") else name
-                files[path] = {"name": short, "lines": [each.rstrip("\n") for each in source]}
-            if path in files:
-                frames.append((path, number, text))
-    return frames
+class Sources:
+    """Source files by path; ``frames``, each once, are (path, line, text), and known by their numbers."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, dict[str, Any]] = {}
+        self.frames: dict[tuple[str, int, str], int] = {}
+
+    def of(self, lines: Iterable[SourceText]) -> list[int]:
+        """Numbers of the frames of ``lines`` whose source is there."""
+        found = []
+        for line in lines:
+            for place, (path, number) in enumerate(line.frames):
+                if path not in self.files and (source := linecache.getlines(path)):
+                    name = os.path.relpath(path)
+                    short = path if name.startswith("..") else name
+                    text = [each.rstrip("\n") for each in source]
+                    self.files[path] = {"name": short, "lines": text}
+                if path in self.files:
+                    said = str(line) if not place else f"{os.path.basename(path)}:{number}"
+                    found.append(self.frames.setdefault((path, number, said), len(self.frames)))
+        return found

@@ -74,8 +74,8 @@ class ScheduleReport:
     store_buffers: bool
     seconds: float
     failing: tuple[int, ...]
+    story: Story = field(repr=False, compare=False)
     failure: Failure | None = None
-    story: Story | None = field(default=None, repr=False, compare=False)
 
     @property
     def clean(self) -> bool:
@@ -166,7 +166,7 @@ def schedules(
         first = next(seed for seed in chosen if seed in failing)
         failure = shrunk(trial, first, search=shrink)
     counts = world_size, len(chosen), store_buffers, seconds
-    return ScheduleReport(*counts, tuple(failing), failure, first_outcome.story)
+    return ScheduleReport(*counts, tuple(failing), first_outcome.story, failure)
 
 
 @dataclass(frozen=True)
