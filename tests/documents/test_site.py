@@ -3,8 +3,10 @@
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import pathlib
+import pydoc
 import re
 import shlex
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import interlace
 import pages
 from interlace.cli.main import COMMANDS
 from tiers import thorough
@@ -169,6 +172,23 @@ def loaded(file: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def unknown(text: str) -> list[str]:
+    """Dotted names of interlace in a page that lead nowhere."""
+    found = []
+    for name in re.findall(r"`(interlace(?:\.\w+)+)", text):
+        try:
+            pydoc.locate(name) or operator.attrgetter(name.partition(".")[2])(interlace)
+        except AttributeError:
+            found.append(name)
+    return found
+
+
+def test_names_that_stand_for_those_of_other_libraries_are_there() -> None:
+    page = (ROOT / "docs/migrating.md").read_text()
+    assert page.count("`interlace.") > 50 and unknown(page) == []
+    assert unknown("`interlace.all_gather`, `interlace.nn.gone`") == ["interlace.nn.gone"]
 
 
 def converter() -> Any:
