@@ -113,7 +113,7 @@ def test_waits_point_to_what_ended_them(written: pathlib.Path) -> None:
 def test_a_failure_is_shown_as_found_and_shrunk(
     written: pathlib.Path, results: list[JobResult]
 ) -> None:
-    deadlock = data_of(written)["panels"][1]
+    deadlock = (data := data_of(written))["panels"][1]
     assert deadlock["title"].startswith("DeadlockError")
     found, shrunk = deadlock["views"]
     report = results[-1].report
@@ -124,6 +124,12 @@ def test_a_failure_is_shown_as_found_and_shrunk(
         blocked = [event for event in view["events"] if event[6] == "blocked"]
         lanes = [view["lanes"][event[0]] for event in blocked]
         assert lanes == [[0, "one_shot_all_reduce program 1"], [0, "user code"]]
+        callers = [data["frames"][number][2] for number in blocked[0][5]]
+        assert [text.partition(" in ")[2] for text in callers] == [
+            "take",
+            "meet",
+            "one_shot_all_reduce",
+        ]
         # user code waits for the program that waits
         (arrow,) = (arrow for arrow in view["arrows"] if arrow[2] == "blocked")
         assert [view["events"][number][4] for number in arrow[:2]] == [b[4] for b in blocked[::-1]]

@@ -99,9 +99,8 @@ def findings(result: JobResult) -> Iterator[LocatedFinding]:
 
 def _end(story: Story) -> SourcePlace:
     """Where a run ended: the wait that does not, or the last step that has a line."""
-    waits = [wait.where for wait in story.blocked if isinstance(wait.where, SourceText)]
-    steps = [step.lines for step in story.steps[::-1] if step.lines]
-    return SourcePlace(waits[:1] or next(iter(steps), ()))
+    ends = [*map(story.where, story.blocked), *(step.lines for step in story.steps[::-1])]
+    return SourcePlace(next(filter(None, ends), ()))
 
 
 def _id(rule: str) -> str:

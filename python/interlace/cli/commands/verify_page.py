@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
-from interlace.runtime.core.errors import BlockedWait, SourceText
+from interlace.runtime.core.errors import BlockedWait
 from interlace.verify import (
     Access,
     Finding,
@@ -89,9 +89,8 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
         view.arrows.append((red[0] - story.first, red[1] - story.first, "red"))
     for lane, wait in waits:
         text = f"waits for {str(wait).partition(' waits for ')[2]}"
-        where = [wait.where] if isinstance(wait.where, SourceText) else []
         begins = lanes.index(lane), end, end + 3
-        view.events.append(PageEvent(*begins, "wait", text, where, "blocked"))
+        view.events.append(PageEvent(*begins, "wait", text, story.where(wait), "blocked"))
     for number, (_, wait) in enumerate(waits, len(steps)):
         view.arrows += [(number, each, "blocked") for each in _owed_by(wait, view)]
     return view

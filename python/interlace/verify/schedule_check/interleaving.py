@@ -53,6 +53,14 @@ class Story:
             told = [f"... {len(told) - LONGEST} lines before this ...", *told[-LONGEST:]]
         return (*told, *map(str, self.blocked))
 
+    def where(self, wait: BlockedWait) -> tuple[SourceText, ...]:
+        """The lines at which ``wait`` stands, innermost first, as far as they are known."""
+        if not isinstance(wait.where, SourceText):
+            return ()
+        frames = wait.where.frames
+        own = (each.lines for each in self.steps[::-1] if each.rank == wait.rank and each.lines)
+        return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
+
 
 def _with_line(step: Step) -> str:
     frames = step.lines[0].frames if step.lines else ()
