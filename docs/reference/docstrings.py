@@ -9,7 +9,7 @@ In the source a docstring is plain text, made to be read there and by ``help()``
 What follows the colon is a description, with shapes and dtypes in words, where numpydoc has a type; types
 are in the signature. So sections become those of Google's style, ``Returns`` a paragraph; roles such as
 ``:func:`` become code; an example and a paragraph's indented block become fenced blocks. Every parameter
-of a function has a row, with its type and default; what a sentence says of it is not said again there.
+that can be given has a row, with its type and default; what a sentence says of it is not said again there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import griffe
 
 SECTIONS = {"Parameters": "Args", "Attributes": "Attributes", "Raises": "Raises"}
 ENTRY = re.compile(r"([\w*.]+(?:, [\w*.]+)*) : (.*)")
-COMMON = {
-    "group": "whose ranks take part: None for all, or any form that `interlace.Group` has",
+AS_TORCH = ("tag", "backend", "pg_options", "group_desc", "device_id", "device", "dtype")
+COMMON = dict.fromkeys(AS_TORCH, "as torch has it") | {
+    "group": "who takes part: None for all, a group, a mesh and a dimension, a list of ranks",
     "async_op": "return a `Work` at once, and do not wait",
     "group_src": "the rank in the group, in place of `src`",
     "group_dst": "the rank in the group, in place of `dst`",
     "num_warps": "of the launch",
     "num_stages": "of the launch",
-    **dict.fromkeys(("tag", "backend", "pg_options", "group_desc", "device_id"), "as torch has it"),
 }
 ABOVE = "see above"
 ROLE = re.compile(r":(?:py:)?[a-z]+:`~?([^`]+)`")
@@ -106,6 +106,8 @@ class PlainDocstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            names = [each.name for each in obj.parameters] if obj.is_function else []
+            text = obj.docstring.value
+            called = obj.is_function or (obj.is_class and "\nParameters\n" in text)
+            names = [each.name for each in obj.parameters] if called else []
             parameters = [name for name in names if name not in ("self", "cls")]
-            obj.docstring.value = markdown(obj.docstring.value, parameters)
+            obj.docstring.value = markdown(text, parameters)

@@ -174,6 +174,7 @@ def all_gather(
     output : a list with one tensor per rank, each of that rank's shape (shapes may differ); or one
         tensor, ``(world_size * n, ...)`` to concatenate along dim 0 or ``(world_size, n, ...)`` to stack.
         ``tensor`` may be this rank's part of it, which is then not copied.
+    tensor : this rank's part, of any shape.
     algorithm : "auto", "kernel" (Triton), "copy" (copy engine), "multimem" (the switch sends to all),
         "low_latency" (up to 64 KiB of equal shards in one shot).
     tensor_list, output_tensor, input_tensor : torch's names of ``output`` and ``tensor``.

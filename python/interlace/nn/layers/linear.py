@@ -104,6 +104,7 @@ class ColumnParallelLinear(LinearParameters):
     Parameters
     ----------
     in_features, out_features : of the unsharded layer. The group's size divides ``out_features``.
+    bias : add a bias, of which a rank has the part of its features.
     group : anything that :func:`interlace.groups.resolve` takes.
     sequence_parallel : the input is this rank's equal shard of the sequence, which is gathered inside the
         matmul. Else it is the whole, the same on all ranks.
@@ -173,6 +174,7 @@ class RowParallelLinear(LinearParameters):
     Parameters
     ----------
     in_features, out_features : of the unsharded layer. The group's size divides ``in_features``.
+    bias : add a bias, which all ranks have whole.
     sequence_parallel : the output is this rank's equal shard of the sequence, scattered inside the matmul,
         so the group's size divides the sequence. Else it is the whole, on all ranks.
     input_is_parallel : the input has this rank's features, as a :class:`ColumnParallelLinear` gives them;
