@@ -20,6 +20,7 @@ from interlace.arguments.words import (
 from interlace.fused import grouped
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
+from interlace.matmuls import requires_gradients
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.stream import Outcome
@@ -215,7 +216,7 @@ def _grouped_matmul(
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)
-    if recorded.requires_gradients(*tensors):
+    if requires_gradients(*tensors):
         if not modes_active():
             with communicator.accepting(op):
                 call = grouped.checked(communicator, input, weight, bias, options)

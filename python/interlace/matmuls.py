@@ -116,7 +116,7 @@ def all_gather_matmul(
     options = gather.GatherMatmulOptions(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if recorded.requires_gradients(input, weight, bias):
+    if requires_gradients(input, weight, bias):
         if _matrices(input) and recorded.equal_shards(group, input, gather_dim):
             several = not isinstance(weight, Tensor)
             count = len(weight) if several else 1
@@ -253,7 +253,7 @@ def _matmul_reduce(
 ) -> Any:
     """Either op that reduces; recorded for backward if autograd can and is to know of it."""
     op, (input, weight, bias) = options.op, tensors
-    if recorded.requires_gradients(*tensors):
+    if requires_gradients(*tensors):
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
         if _matrices(input, weight) and all(
             recorded.equal_parts(group, input, weight, dim) for dim in dims
@@ -273,3 +273,16 @@ def _matrices(*tensors: Any) -> bool:
     return not modes_active() and all(
         isinstance(each, Tensor) and each.dim() > 1 for each in tensors
     )
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False

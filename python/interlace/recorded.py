@@ -100,16 +100,3 @@ class RecordedWork(TorchWork):
 
     def __repr__(self) -> str:
         return f"<Work {self._op}: {'completed' if self.is_completed() else 'in progress'}>"
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False

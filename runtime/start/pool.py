@@ -189,6 +189,13 @@ class ProcessPool:
             raise InterlaceError("a rank of place 'shm' cannot start processes of its own")
         if new and getattr(multiprocessing.process.current_process(), "_inheriting", False):
             os._exit(UNGUARDED)  # whoever starts this process says what is wrong
+        main = sys.modules["__main__"]
+        script = getattr(main, "__file__", None) if main.__spec__ is None else None
+        if new and script is not None and not os.path.exists(script):
+            raise InterlaceError(
+                f"ranks that are processes import the script that starts them, and {script} is no file: "
+                "save it as one"
+            )
         with _interrupts_later():
             for rank in new:
                 self._children[rank] = _Child(rank)

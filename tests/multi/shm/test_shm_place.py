@@ -357,6 +357,21 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) 
     assert 'Put that under `if __name__ == "__main__":`' in said.splitlines()[-1]
 
 
+def test_a_script_that_is_no_file_is_told_to_become_one() -> None:
+    """Python's own text of that would be a traceback of each process."""
+    text = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')\n"
+    path = os.pathsep.join(filter(None, sys.path))
+    script = subprocess.run(
+        [sys.executable],
+        input=text,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert script.stderr.count("Traceback") == 1
+    assert "<stdin> is no file: save it as one" in script.stderr.splitlines()[-1]
+
+
 STARTING = """
 import threading
 import interlace
