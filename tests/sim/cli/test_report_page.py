@@ -14,6 +14,7 @@ from interlace.cli.commands import sarif, verify_page
 from interlace.cli.demo import command, page
 from interlace.cli.main import run
 from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
+from interlace.runtime.core.errors import SourceText
 from interlace.verify import ScheduleReport
 from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.suite import jobs as suite
@@ -242,19 +243,13 @@ def test_sarif_names_lines(log: Any) -> None:
 
 
 def test_a_finding_in_a_library_is_where_it_was_called(folder: pathlib.Path) -> None:
-    from interlace.runtime.core.errors import SourceText
-
-    library, own = ("/elsewhere/signal.py", 7), (str(folder / "kernels" / "wrong.py"), 3)
-    place = sarif.SourcePlace([SourceText("signal.py:7 in put", (library, own))])
-    found = sarif._location(place, folder)
+    library = str(folder / ".venv/lib/python3/site-packages/interlace/signal.py"), 7
+    own = str(folder / "kernels" / "wrong.py"), 3
+    found = sarif.location([SourceText("signal.py:7 in put", (library, own))], folder)
     assert found is not None and found["physicalLocation"]["region"] == {"startLine": 3}
-    outside = sarif._location(sarif.SourcePlace([SourceText("signal.py:7", (library,))]), folder)
-    assert outside == {
-        "physicalLocation": {
-            "artifactLocation": {"uri": "file:///elsewhere/signal.py"},
-            "region": {"startLine": 7},
-        }
-    }
+    assert sarif.location([SourceText("signal.py:7", (library,))], folder) is None
+    elsewhere = [SourceText("signal.py:7", (("/elsewhere/signal.py", 7),))]
+    assert sarif.location(elsewhere, folder) is None
 
 
 # -- in a browser --------------------------------------------------------------------------------
