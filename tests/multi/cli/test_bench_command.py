@@ -18,6 +18,8 @@ from interlace.benchmark.subjects import plain
 from interlace.cli import main
 from interlace.cli.bench.command import bench
 from interlace.cli.bench.options import BenchOptions
+from interlace.cli.output import bars
+from interlace.cli.output.consoles import PlainConsole
 from interlace.cli.output.files import refuse_unwritable
 from support import under_torchrun
 from tiers import thorough
@@ -242,6 +244,14 @@ def test_a_plot_is_written(tmp_path: pathlib.Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("name", "begins"), [("t.svg", b"<?xml"), ("t.png", b"\x89PNG")])
+def test_times_are_drawn_as_bars(name: str, begins: bytes, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    times = [("64 KiB", [("auto", 50.0), ("gloo", 200.0)]), ("none", [])]
+    bars.draw(PlainConsole(), str(tmp_path / name), times)
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
 WITHOUT = """
 import sys
 class Missing:
@@ -252,6 +262,7 @@ sys.meta_path.insert(0, Missing())
 from interlace.__main__ import main
 arguments = ["bench", "broadcast", "--sizes", "64", "--place", "sim", "--repetitions", "1"]
 assert main(arguments) == 0
+assert main([*arguments, "--plot", "-"]) == 0
 assert main([*arguments, "--plot", "plot.png"]) == 2
 """
 

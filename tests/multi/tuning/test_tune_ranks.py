@@ -62,8 +62,9 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
     file, out = tmp_path / "tune.json", io.StringIO()
     ops = ("all_gather_matmul", "matmul_all_reduce")
     options = TuneOptions(
-        op=ops, place="shm", m="64", n="32", k="32", budget=20.0, cache=str(file), world_size=2
-    )
+        op=ops, place="shm", m="64", n="32", k="32", budget=20.0, cache=str(file), world_size=2,
+        plot="-",
+    )  # fmt: skip
     assert tune(Console(file=out, width=200), options) == 0
     machine = cache.machine("shm", torch.device("cpu"))
     found = {row.op: row for row in cache.rows_for(machine, file)}
@@ -74,6 +75,8 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
         assert row.microseconds[row.algorithm] > 0 and row.ranks == 2
     assert found["all_gather_matmul"].rows == 32 and found["matmul_all_reduce"].rows == 64
     assert "CPUs; they say nothing of a GPU" in out.getvalue()
+    bars = [line for line in out.getvalue().splitlines() if "####" in line]
+    assert len(bars) >= 4 and sum("(default)" in line for line in bars) == 2
 
 
 @pytest.mark.parametrize("place", ["shm"])

@@ -23,8 +23,9 @@ from interlace.benchmark.timing.sizes import format_size
 from interlace.cli.bench import options as given
 from interlace.cli.bench import report
 from interlace.cli.bench.options import BenchOptions, under_torchrun
+from interlace.cli.output import bars
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_format, refuse_unwritable
+from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.progress import Progress
 from interlace.groups import groups
 
@@ -32,11 +33,10 @@ from interlace.groups import groups
 def bench(console: Any, options: BenchOptions) -> int:
     """Measure, print, write; 1 if any result is wrong, else 0. Wrong options raise before that."""
     requests = given.requests_of(options)
-    if options.plot is not None:
-        refuse_format(options.plot)
-    for name in ("json", "plot"):
-        if (path := getattr(options, name)) is not None and _prints():
-            refuse_unwritable(f"--{name}", path)
+    if _prints():
+        bars.refuse(options.plot)
+        if options.json is not None:
+            refuse_unwritable("--json", options.json)
     if not under_torchrun():
         results = _in_own_ranks(options, requests)
     else:
@@ -51,7 +51,9 @@ def bench(console: Any, options: BenchOptions) -> int:
             report.write_json(pathlib.Path(options.json), options, results)
             write(console, f"JSON: {options.json}")
     finally:  # one may fail, and the other not
-        if options.plot is not None:
+        if options.plot == bars.TERMINAL:
+            bars.draw(console, options.plot, report.times(results))
+        elif options.plot is not None:
             report.write_plot(pathlib.Path(options.plot), results)
             write(console, f"Plot: {options.plot}")
     return 0 if all(each.right for each in results) else 1

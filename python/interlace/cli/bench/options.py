@@ -94,7 +94,9 @@ class BenchOptions(CommandOptions):
     repetitions: int = option(15, type=int, help="blocks per candidate and size (default 15)")
     timeout: float = option(600.0, type=float, help="seconds for one size (default 600)")
     json: str | None = option(None, metavar="FILE", help="write everything that was measured")
-    plot: str | None = option(None, metavar="FILE", help="write a plot (needs matplotlib)")
+    plot: str | None = option(
+        None, metavar="FILE", help="a plot, PNG or SVG (needs matplotlib); - draws it here"
+    )
 
     def interprets(self) -> bool:
         return place_of(self) not in GPU_PLACES

@@ -166,6 +166,12 @@ def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Size
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def times(results: Sequence[SizeResult]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """The medians of what was measured, for bars."""
+    measured = [result for result in results if result.rows]
+    return [(r.label, [(row.name, row.microseconds.median) for row in r.rows]) for r in measured]
+
+
 def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
     """A line per candidate over the sizes: bus bandwidth, or time where there is none; quartiles shaded."""
     figure = require_matplotlib()(figsize=(8, 5))

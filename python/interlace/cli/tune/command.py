@@ -14,6 +14,7 @@ import torch
 import interlace
 from interlace.benchmark.runs.tune import Timed, Tuned, TuneRequest, on_rank, search
 from interlace.benchmark.runs.tune_candidates import TuneCandidate, candidates, problem_of, untuned
+from interlace.cli.output import bars
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.progress import Progress
@@ -37,6 +38,7 @@ def tune(console: Any, options: TuneOptions) -> int:
         return 0
     file = file_to_write(options.cache, cache.path(), cache.VARIABLE)
     cache.FILE.refuse_unwritable(file)
+    bars.refuse(options.plot)
     place, machine = place_of(options), _machine(options)
     console.print(
         f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
@@ -60,6 +62,8 @@ def tune(console: Any, options: TuneOptions) -> int:
                 failed = error
     for job, outcome in outcomes:
         _print(console, job, outcome)
+    if options.plot is not None:
+        bars.draw(console, options.plot, [(_text(job), _times(found)) for job, found in outcomes])
     write(console, MEANING[place], "dim")
     if unwritten and failed is not None:
         raise failed
@@ -142,6 +146,16 @@ MEANING = {
     "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a "
     f"GPU, and the simulator uses the cache only where {cache.VARIABLE} names it.",
 }
+
+
+def _times(outcome: Tuned) -> list[tuple[str, float]]:
+    """The medians of what ran and was right, fastest first."""
+    ran = [each for each in outcome.timed if each.microseconds and each.right]
+    ran.sort(key=lambda each: each.median)
+    default = outcome.default
+    return [
+        (each.candidate.describe() + " (default)" * (each is default), each.median) for each in ran
+    ]
 
 
 def _print(console: Any, job: TuneJob, outcome: Tuned) -> None:

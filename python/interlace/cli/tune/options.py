@@ -75,6 +75,11 @@ class TuneOptions(CommandOptions):
     cache: str | None = option(
         None, metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"
     )
+    plot: str | None = option(
+        None,
+        metavar="FILE",
+        help="times of candidates as PNG or SVG (needs matplotlib); - draws them here",
+    )
 
     def interprets(self) -> bool | None:
         check(self)
