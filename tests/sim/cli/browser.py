@@ -63,9 +63,10 @@ class Browser:
 
     def open(self, page: pathlib.Path, fragment: str = "") -> None:
         """Load a file anew, to the end of its scripts."""
-        for url in ("about:blank", page.absolute().as_uri() + fragment):
-            self("Page.navigate", url=url)
-            self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+        for url in ("about:blank", page.absolute().as_uri()):
+            self("Page.navigate", url=url if url == "about:blank" else url + fragment)
+            there = f"location.href.split('#')[0] === {json.dumps(url)}"
+            self.until(f"{there} && document.readyState === 'complete'")
 
     def until(self, expression: str) -> None:
         """Wait for it to be true, if need be until the test's time is over."""
