@@ -83,8 +83,14 @@ def dump_all(why: str, level: int = logging.WARNING, pids: Container[int] = ()) 
             wanted = rank == group.rank or pid in pids
             if wanted and (record := record_of(group, rank)):
                 found.setdefault((_tag(group), record.name), {})[record.group] = record
-    for (tag, _), records in sorted(found.items(), key=lambda each: each[0]):
-        _write([*records.values()], tag, why, level)
+    written: dict[tuple[bool, int], list[str]] = {}
+    for (tag, name), records in sorted(found.items(), key=lambda each: each[0]):
+        if path := _write([*records.values()], tag):
+            own = any(record.pid == os.getpid() for record in records.values())
+            written.setdefault((own, name), []).append(path)
+    for (own, name), paths in written.items():
+        said, at = (why, level) if own else ("it may not do so itself", logging.DEBUG)
+        _log.log(at, "rank %d: %s; its last ops are in %s", name, said, ", ".join(paths))
 
 
 def _tag(group: Any) -> str:
@@ -102,6 +108,15 @@ def dump(group: Any, why: str, blamed: Iterable[int] = (), level: int = logging.
     dump_all(why, level, {group.pids[rank] for rank in blamed})
 
 
+def dump_last(why: str) -> None:
+    """This process ends: write its records once, not for each group that has not failed before."""
+    left = [group for group in _groups if group.control is not None and not group.dumped]
+    if left:
+        dump_all(why)
+    for group in left:
+        group.dumped = True
+
+
 def record_of(group: Any, rank: int) -> RankRecord | None:
     """The record of ``rank`` in ``group``; None if it cannot be read."""
     control = group.control
@@ -110,10 +125,11 @@ def record_of(group: Any, rank: int) -> RankRecord | None:
     return None
 
 
-def _write(records: Sequence[RankRecord], tag: str, why: str, level: int) -> None:
+def _write(records: Sequence[RankRecord], tag: str) -> str:
+    """The file's path; empty if none was written."""
     folder = os.environ.get(VARIABLE, "")
     if folder == "off" or not records:
-        return
+        return ""
     try:
         chosen = folder or os.path.join(tempfile.gettempdir(), f"interlace-{os.getuid()}")
         _make(chosen, private=not folder)
@@ -122,17 +138,17 @@ def _write(records: Sequence[RankRecord], tag: str, why: str, level: int) -> Non
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with _alone_in(chosen):
             if records[0].pid != os.getpid():
-                why, level = "it may not do so itself", logging.DEBUG
                 records = _with_others(records, path)
             with open(os.open(part, flags, 0o600), "wb") as file:
                 file.write(pickle.dumps(as_torch(records), protocol=4) + foot(list(records)))
             os.replace(part, path)
-        _log.log(level, "rank %d: %s; its last ops are in %s", records[0].name, why, path)
         if not folder:
             _prune(chosen)
+        return path
     except Exception as error:  # a record is not worth another failure
         with contextlib.suppress(Exception):
             _log.warning("the record of rank %d cannot be written: %s", records[0].name, error)
+        return ""
 
 
 def _with_others(records: Sequence[RankRecord], path: str) -> Sequence[RankRecord]:

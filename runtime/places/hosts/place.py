@@ -378,9 +378,12 @@ def _at_exit() -> None:
     """Leave in good order: peers must not take this process for a dead one, and its threads must not
     come back from gloo into an interpreter that is gone."""
     uncaught = getattr(sys, "last_value", None)
+    why = f"its process ended with {type(uncaught).__name__}: {uncaught}"
+    if uncaught is not None:
+        record.dump_last(why)
     for place in list(_places):
         if uncaught is not None:
-            place.abort(f"its process ended with {type(uncaught).__name__}: {uncaught}")
+            place.abort(why)
         place.close()
 
 

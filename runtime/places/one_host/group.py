@@ -484,9 +484,12 @@ def _after_fork_in_child() -> None:
 def _at_exit() -> None:
     """Leave in good order, so that peers still at work do not take this process for a dead one."""
     uncaught = getattr(sys, "last_value", None)
+    why = f"its process ended with {type(uncaught).__name__}: {uncaught}"
+    if uncaught is not None:
+        record.dump_last(why)
     for group in list(_groups):
         if uncaught is not None:
-            group.abort(f"its process ended with {type(uncaught).__name__}: {uncaught}")
+            group.abort(why)
         group.close()
 
 

@@ -1,11 +1,27 @@
 """Failures that torch's C++ must see as such, modes, gradients, and the end and the start of groups."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import interlace
+from interlace.runtime.record import dump
 from multi.process_group import backend_failure_ranks as ranks
 from support import free_port
+from tiers import thorough
+
+ENDS = """
+import sys, torch.distributed as dist
+
+_, path, rank = sys.argv
+dist.init_process_group("interlace", init_method=f"file://{path}", rank=int(rank), world_size=2)
+groups = [dist.new_group() for _ in range(3)]
+for group in groups:
+    dist.barrier(group)
+raise RuntimeError("the mistake")
+"""
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
@@ -73,3 +89,17 @@ def test_dropped_groups_leave_no_descriptors() -> None:
 
 def test_the_default_group_is_that_of_all_threads() -> None:
     assert on_ranks(ranks.in_another_thread, 2) == [[2.0], [2.0]]
+
+
+@thorough
+def test_a_process_of_many_groups_says_once_why_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
+    env = {**os.environ, dump.VARIABLE: str(tmp_path / "records")}
+    processes = [
+        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env=env)
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(processes):
+        said = [line for line in process.communicate()[1].splitlines() if "last ops" in line]
+        assert len(said) == 1 and said[0].count(f"_rank_{rank}") == 4, said
+        assert "its process ended with RuntimeError: the mistake" in said[0]

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 import os
 import pickle
 import signal
@@ -333,7 +332,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(
 ) -> None:
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "folder"))
     (tmp_path / "file").touch()
-    dump._write([a_record()], "0badcafe", "why", logging.WARNING)
+    dump._write([a_record()], "0badcafe")
     assert "cannot be written" in caplog.text
 
 
@@ -345,13 +344,13 @@ def test_the_folder_that_nobody_has_chosen(
     monkeypatch.setattr(dump, "MOST_FILES", 2)
     folder = tmp_path / f"interlace-{os.getuid()}"
     for number in range(4):
-        dump._write([a_record()], f"{number:08x}", "why", logging.WARNING)
+        dump._write([a_record()], f"{number:08x}")
         os.utime(folder / f"{number:08x}_rank_0", (number, number))
     assert sorted(path.name for path in folder.iterdir()) == ["00000002_rank_0", "00000003_rank_0"]
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
-    dump._write([a_record()], "0badcafe", "why", logging.WARNING)
+    dump._write([a_record()], "0badcafe")
     assert "is not this user's folder" in caplog.text
 
 
