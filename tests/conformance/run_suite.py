@@ -1,13 +1,15 @@
-"""Run torch's own tests of process groups against interlace, and compare with what gloo passes.
+"""Run torch's own tests against interlace, and compare with what gloo passes.
 
-    python tests/conformance/run_suite.py                       both world sizes, minutes
+    python tests/conformance/run_suite.py                       of process groups, both world sizes, minutes
     python tests/conformance/run_suite.py -w 2 broadcast reduce   tests whose name matches one of these
     python tests/conformance/run_suite.py --json results.json   every test: verdict, seconds, message
     python tests/conformance/run_suite.py --update              run gloo, and store what it passes
+    python tests/conformance/run_suite.py --pytorch ~/pytorch   those of FILES instead, with gloo too; hours
 
 interlace stands in for gloo (``impersonation.py``), because many of torch's tests run for known names only.
 What gloo passes is stored in ``gloo_passes.json`` for one release of torch; with another release, gloo is
-run too. Exit code 1 if a test that gloo passes does not pass.
+run too. torch's wheels have no more tests than those: ``--pytorch`` names a checkout of the release that is
+installed. Exit code 1 if a test that gloo passes does not pass.
 """
 
 import argparse
@@ -26,16 +28,24 @@ import torch
 
 HERE = Path(__file__).parent
 STORED = HERE / "gloo_passes.json"
-WORLD_SIZES = (2, 4)
+WORLD_SIZES = ("2", "4")
+FILES = (  # of functional collectives, meshes, DTensor, tensor parallelism, FSDP2, checkpoints
+    "test_functional_api.py",
+    "test_device_mesh.py",
+    "tensor/test_*.py",
+    "tensor/parallel/test_*.py",
+    "_composable/fsdp/test_*.py",
+    "checkpoint/test_*.py",
+)
 LIMIT_SECONDS = 1800
 
 
 @dataclass
 class Results:
-    """What came of torch's tests for one backend and world size."""
+    """What came of torch's tests for one backend, of a world size or of a file."""
 
     backend: str
-    world_size: int
+    what: str
     records: list[dict[str, Any]]
     seconds: float
 
@@ -47,17 +57,21 @@ class Results:
         counts = Counter(record["verdict"] for record in self.records)
         text = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("pass", "skip", "fail"))
         return (
-            f"{self.backend}, {self.world_size} ranks: {len(self.records)} tests, {text}, "
+            f"{self.backend}, {label(self.what)}: {len(self.records)} tests, {text}, "
             f"{self.seconds:.0f} s"
         )
 
 
-def run(backend: str, world_size: int, patterns: list[str]) -> Results:
+def label(what: str) -> str:
+    return f"{what} ranks" if what.isdigit() else "/".join(Path(what).parts[-2:])
+
+
+def run(backend: str, what: str, patterns: list[str]) -> Results:
     """Run the tests in a process of their own, which the suite's module-level settings need."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder) / "results", Path(folder) / "log"
-        command = [sys.executable, str(HERE / "torch_suite.py"), backend, str(world_size)]
+        command = [sys.executable, str(HERE / "torch_suite.py"), backend, what]
         with open(log, "w") as output:
             code = subprocess.run(
                 [*command, str(results), *patterns],
@@ -69,32 +83,32 @@ def run(backend: str, world_size: int, patterns: list[str]) -> Results:
         if code:
             raise RuntimeError(f"{command} ended with {code}:\n{log.read_text()[-4000:]}")
         records = [json.loads(line) for line in results.read_text().splitlines()]
-    return Results(backend, world_size, records, time.monotonic() - start)
+    return Results(backend, what, records, time.monotonic() - start)
 
 
-def stored() -> dict[int, set[str]]:
+def stored() -> dict[str, set[str]]:
     """What gloo of this torch passes, by world size; empty if another torch was asked."""
     if not STORED.exists():
         return {}
     content = json.loads(STORED.read_text())
     if content["torch"] != torch.__version__.split("+")[0]:
         return {}
-    return {int(world_size): set(names) for world_size, names in content["passes"].items()}
+    return {world_size: set(names) for world_size, names in content["passes"].items()}
 
 
 def store(results: list[Results]) -> None:
     content = {
         "torch": torch.__version__.split("+")[0],
-        "passes": {str(each.world_size): sorted(each.passed) for each in results},
+        "passes": {each.what: sorted(each.passed) for each in results},
     }
     STORED.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def missing(results: Results, patterns: list[str]) -> list[str]:
     """The tests that gloo passes and these results do not."""
-    known = stored().get(results.world_size)
+    known = stored().get(results.what)
     if known is None:
-        gloo = run("gloo", results.world_size, patterns)
+        gloo = run("gloo", results.what, patterns)
         print(gloo)
         known = gloo.passed
     names = {record["test"] for record in results.records}
@@ -108,8 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("patterns", nargs="*", help="regular expressions; all tests by default")
     parser.add_argument(
-        "-w", "--world-size", type=int, action="append", help="may be repeated; 2 and 4 by default"
+        "-w", "--world-size", action="append", help="may be repeated; 2 and 4 by default"
     )
+    parser.add_argument("--pytorch", type=Path, help="run FILES of this checkout instead")
     parser.add_argument("--json", type=Path, help="write the record of every test to this file")
     parser.add_argument("--update", action="store_true", help="run gloo and store what it passes")
     chosen = parser.parse_args(arguments)
@@ -120,8 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(*results, f"written to {STORED}", sep="\n")
         return 0
     everything, failed = [], False
-    for world_size in world_sizes:
-        results = run("interlace", world_size, chosen.patterns)
+    if folder := chosen.pytorch and chosen.pytorch.expanduser() / "test/distributed":
+        files = sorted(file for each in FILES for file in folder.glob(each))
+        world_sizes = [str(file.absolute()) for file in files] or parser.error(f"none in {folder}")
+    for what in world_sizes:
+        results = run("interlace", what, chosen.patterns)
         everything.append(results)
         print(results)
         for name in missing(results, chosen.patterns):

@@ -1,22 +1,31 @@
-"""torch's own tests of process groups in this process: ``DistributedTest`` of ``torch.testing._internal``.
+"""torch's own tests in this process: ``DistributedTest`` of ``torch.testing._internal``, or a file's.
 
-    python torch_suite.py gloo|interlace WORLD_SIZE RESULTS [PATTERN ...]
+    python torch_suite.py gloo|interlace WORLD_SIZE|FILE RESULTS [PATTERN ...]
 
 Writes one line of JSON per test to RESULTS: name, verdict ("pass", "skip", "fail"), seconds, message. The
 suite reads backend and world size when it is imported, so each combination is a process of its own; each
 test forks its ranks from it, with everything loaded.
 """
 
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
 import time
 import unittest
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 MESSAGE_LENGTH = 4000
+
+
+def name_of(test: unittest.TestCase) -> str:
+    """Without its module; of the suite, which is one class, without that too."""
+    return re.sub(r"^.*\bSuite\.|^\w+\.", "", test.id())
 
 
 class Recorder(unittest.TestResult):
@@ -33,7 +42,7 @@ class Recorder(unittest.TestResult):
 
     def _write(self, test: unittest.TestCase, verdict: str, message: str = "") -> None:
         record = {
-            "test": test.id().rsplit(".", 1)[-1],
+            "test": name_of(test),
             "verdict": verdict,
             "seconds": round(time.monotonic() - self._start, 2),
             "message": message[-MESSAGE_LENGTH:],
@@ -63,9 +72,13 @@ class Recorder(unittest.TestResult):
         """The test as a whole is reported."""
 
 
-def load(backend: str, world_size: int) -> type[unittest.TestCase]:
-    """torch's tests as a class whose ranks are forked."""
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(world_size))
+def fork_ranks(test: Any) -> None:
+    test._start_processes(multiprocessing.get_context("fork").Process)
+
+
+def load(backend: str, what: str) -> unittest.TestSuite:
+    """torch's tests; their ranks are forked."""
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=what if what.isdigit() else "4")
     os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
 
     import torch
@@ -76,6 +89,8 @@ def load(backend: str, world_size: int) -> type[unittest.TestCase]:
         import impersonation
 
         impersonation.install()
+    if not what.isdigit():
+        return of_file(Path(what))
     import torch.testing._internal.distributed.distributed_test as suite
 
     if backend == "interlace":
@@ -84,19 +99,33 @@ def load(backend: str, world_size: int) -> type[unittest.TestCase]:
     class Suite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self) -> None:
             super().setUp()
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            fork_ranks(self)
 
-    return Suite
+    return unittest.defaultTestLoader.loadTestsFromTestCase(Suite)
 
 
-def main(backend: str, world_size: int, results: str, patterns: list[str]) -> None:
-    suite = load(backend, world_size)
-    names = unittest.defaultTestLoader.getTestCaseNames(suite)
+def of_file(file: Path) -> unittest.TestSuite:
+    """The tests of a file of PyTorch's repository, which would start their ranks anew."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    MultiProcessTestCase._spawn_processes = fork_ranks
+    multiprocessing.set_start_method("fork")
+    sys.path.insert(0, str(file.parent))
+    return unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(file.stem))
+
+
+def flat(tests: Any) -> Iterator[unittest.TestCase]:
+    for each in tests:
+        yield from flat(each) if isinstance(each, unittest.TestSuite) else [each]
+
+
+def main(backend: str, what: str, results: str, patterns: list[str]) -> None:
+    tests = list(flat(load(backend, what)))
     if patterns:
-        names = [name for name in names if any(re.search(each, name) for each in patterns)]
+        tests = [test for test in tests if any(re.search(each, name_of(test)) for each in patterns)]
     with open(results, "w") as file:
-        unittest.TestSuite(suite(name) for name in names).run(Recorder(file))
+        unittest.TestSuite(tests).run(Recorder(file))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
