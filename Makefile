@@ -6,6 +6,8 @@
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
 # The site elsewhere: make docs SITE=folder
 # A longer soak:      make faults MINUTES=10
+# More of torch's tests: make conformance PYTORCH=folder of its repository, of the same release
+# Some programs only: make clients CLIENTS="ray_train lightning_ddp"
 
 # The first Python on PATH that the project supports; python3 if it is one.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))
@@ -27,11 +29,13 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 -
 SITE ?= build/site
 DIST ?= dist
 MINUTES ?= 2
+CLIENTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all matrix corner conformance faults verify verify-fast lint format docs dist bench clean
+.PHONY: help demo test test-all matrix corner conformance clients faults verify verify-fast lint format docs dist
+.PHONY: bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +58,10 @@ corner: $(VENV)/test  # a row of that table
 	$(PY) tests/repository/corner.py
 
 conformance: $(VENV)/test  ## torch's own tests of process groups, on interlace as a backend; minutes
-	$(PY) tests/conformance/run_suite.py
+	$(PY) tests/conformance/run_suite.py $(if $(PYTORCH),--pytorch $(PYTORCH))
+
+clients: .venv-clients/made  ## programs that others wrote, on gloo and on interlace, and their table; minutes, 3 GB
+	PYTHONPATH=tests .venv-clients/bin/python -m clients.run $(CLIENTS)
 
 faults: $(VENV)/test  ## provoke every fault that docs/reliability.md is about, and write its table; ten minutes
 	PYTHONPATH=tests $(PY) -m faults --minutes $(MINUTES)
@@ -100,4 +107,16 @@ $(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/dist: $(VENV)/%: pyproject.toml s
 	"$(PYTHON)" -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints/torch-$(TORCH).txt \
 		-e ".$(EXTRAS_$*)"
+	@touch $@
+
+# DeepSpeed is built with the torch that it finds; what it would compile is for GPUs.
+.venv-clients/made: constraints/clients.txt constraints/torch-$(PINNED).txt pyproject.toml
+	@rm -f $@
+	"$(PYTHON)" -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) \
+		-c constraints/torch-$(PINNED).txt setuptools wheel ninja -e .
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu .venv-clients/bin/python -m pip install --disable-pip-version-check \
+		$(PIP_FLAGS) --no-build-isolation -c constraints/torch-$(PINNED).txt -r constraints/clients.txt
+	.venv-clients/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --no-deps \
+		nvidia-physicsnemo==2.1.1
 	@touch $@
