@@ -39,6 +39,7 @@ LONGEST = (
     "multi/nn/test_tiny_gpt.py",
     "multi/nn/test_nn.py",
     "repository/test_types.py",
+    "multi/launching/test_launchers.py",
     "sim/cli/test_new.py",
     "repository/test_action.py",
     "sim/cli/test_report_page.py",
