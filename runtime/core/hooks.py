@@ -102,7 +102,6 @@ class Form(NamedTuple):
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
 _profiled = False
-_NO_SPAN = contextlib.nullcontext()
 
 
 class OpHooks:
@@ -179,11 +178,6 @@ class OpHooks:
         if self._plans is not None:
             self._plans.learn(op, result)
 
-    @staticmethod
-    def span(op: str, more: str) -> contextlib.AbstractContextManager[Any]:
-        """A range in a profile, if one is taken."""
-        return profiler.record_function(f"interlace:{op}{more}") if _profiled else _NO_SPAN
-
     # -- an op -------------------------------------------------------------------------------------
 
     def _call(self, op: str, named: Iterable[tuple[str, Any]]) -> HookedOp:
@@ -211,12 +205,14 @@ class OpHooks:
 
     def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
         self._leave()  # hooks see no ops within ops
+        if _profiled:
+            vars(self._communicator).update(span=_span)
         self._within = True
         hooks = list(self._registered.values())
         begun: list[Hook] = []  # of which each gets its after
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
-            with self.span(call.op, f" on {_ranges(self._communicator.ranks)}"):
+            with self._communicator.span(call.op, f" on {_ranges(self._communicator.ranks)}"):
                 try:
                     for hook in hooks:
                         (hook.before or _nothing)(call)
@@ -236,6 +232,7 @@ class OpHooks:
             return result
         finally:
             self._within = False
+            vars(self._communicator).pop("span", None)
             if self._registered or _profiled:
                 self.watch()
 
@@ -332,6 +329,10 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, each in enumerate(value):
             yield from _tensors(f"{name}[{index}]", each)
+
+
+def _span(op: str, more: str) -> contextlib.AbstractContextManager[Any]:
+    return profiler.record_function(f"interlace:{op}{more}")
 
 
 def _ranges(ranks: Sequence[int]) -> str:

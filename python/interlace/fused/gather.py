@@ -153,7 +153,7 @@ def _rows(
         algorithm = choose_algorithm(
             communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
         )
-    with communicator.hooks.span(problem.op, f":{algorithm}"):
+    with communicator.span(problem.op, f":{algorithm}"):
         if algorithm == "unfused":
             whole = shard.new_empty(total, inner) if gathered is None else gathered
             return algorithms.all_gather_matmul_unfused(communicator, shard, linears, rows, whole)

@@ -120,7 +120,7 @@ def _started(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
             'or "auto"'
         )
-    with communicator.hooks.span(op, f":{algorithm}"):
+    with communicator.span(op, f":{algorithm}"):
         if algorithm == "unfused":
             return made.unfused()
         if algorithm == "pipelined":

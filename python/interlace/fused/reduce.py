@@ -166,7 +166,7 @@ class _CheckedReduce:
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self._choice(SCATTER, max(count for _, count in segments), columns)
         algorithm = algorithm or self._chosen(rows, columns, choice.algorithm)
-        with communicator.hooks.span(self.op, f":{algorithm}"):
+        with communicator.span(self.op, f":{algorithm}"):
             if algorithm == "fused":
                 return algorithms.matmul_reduce_scatter_fused(
                     communicator, left, linear, segments, choice.configuration
@@ -183,7 +183,7 @@ class _CheckedReduce:
         choice = self._choice(ALL_REDUCE, rows, columns)
         algorithm = self._chosen(rows, columns, choice.algorithm)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
-            with communicator.hooks.span(self.op, ":fused"):
+            with communicator.span(self.op, ":fused"):
                 return algorithms.matmul_all_reduce_fused(
                     communicator, left, linear, choice.configuration
                 )
