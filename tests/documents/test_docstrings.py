@@ -42,10 +42,13 @@ RESULTS = {
     "interlace.aot.Bundle": "interlace.aot.load",
     "interlace.aot.Kernel": "interlace.aot.load",
 }
-# What needs a bundle and CuPy, or Megatron-core, has its example on a page, whose code is run as well.
+# What needs a bundle and CuPy, Megatron-core, or Ray has its example on a page, whose code is run as well.
 ON_PAGES = {
     "interlace.aot.load": "aot.md",
     "interlace.integrations.megatron.patch": "megatron.md",
+    "interlace.integrations.ray.join": "launching.md",
+    "interlace.integrations.ray.meeting": "launching.md",
+    "interlace.integrations.ray.run": "launching.md",
 }
 # Methods that have the docstring of what they override, or the class's.
 OVERRIDES = {"forward", "extra_repr"}

@@ -84,6 +84,7 @@ def test_actors_of_ray_are_ranks(folder: Path) -> None:
     except ImportError:
         shutil.copy(pages.ROOT / "tests/stand_ins/ray_stand_in.py", folder / "ray.py")
     assert lines("python on_ray.py", folder)[-1] == "[(0, [20.0, 20.0]), (1, [20.0, 20.0])]"
+    assert lines("python own_actors.py", folder)[-1] == "[[2.0, 2.0], [2.0, 2.0]]"
 
 
 STEP = {
