@@ -29,8 +29,8 @@ Start = Callable[[], Outcome | Event | None]
 class Call:
     """A rank's request: what must be equal on all ranks, and what every rank adds of its own.
 
-    Immutable, so a call that comes again and again is made once. ``prepared`` is the engine's own;
-    ``fitting`` are the messages of all ranks that fitted together last.
+    Immutable, so a call that comes again and again is made once. ``fitting`` are the messages of all ranks
+    that fitted together last.
 
     Attributes
     ----------
@@ -49,7 +49,6 @@ class Call:
     match: Match | None = field(default=None, kw_only=True)
     equal_fits: bool = field(default=False, kw_only=True)
     message: bytes = field(init=False)
-    prepared: Any = field(default=None, init=False)
     fitting: Sequence[bytes] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:

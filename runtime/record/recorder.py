@@ -44,7 +44,7 @@ OTHERS = MESSAGES + ENTRIES * ENTRY
 LOG = OTHERS + ENTRIES * ENTRY
 REGION_BYTES = LOG + 4096 + 2 * HALF
 TEXTS = LOG + 8
-ENDED = 6  # word of an entry
+BEGAN, ENDED = 5, 6  # words of an entry
 GENERATION, OFFSET = 48, 24  # shifts
 _OP = -1 << OFFSET
 
@@ -54,9 +54,8 @@ _RESERVE, _NOWHERE = MOST_TEXT + 4096, 1 << 30
 _COUNT, _WORD = struct.Struct("<H"), struct.Struct("<q")
 _entry, _frame = struct.Struct("<8q").pack_into, sys._getframe
 
-caller: contextvars.ContextVar[tuple[CodeType, int] | None] = contextvars.ContextVar(
-    "caller", default=None
-)
+Site = tuple[CodeType, int]
+caller: contextvars.ContextVar[Site | None] = contextvars.ContextVar("caller", default=None)
 """The call site of an op that runs in another thread than its caller's."""
 
 
@@ -108,10 +107,8 @@ class FlightRecorder:
             self._bytes[8 : 8 + len(text)] = text
             self._words[0] = len(text)
 
-    def begins(
-        self, ring: int, number: int, one: int, two: int, three: int, four: int, op: bytes | str
-    ) -> None:
-        """Entry ``number`` of MESSAGES or OTHERS; ``op``: its text, or the message of its call."""
+    def told(self, op: bytes | str) -> int:
+        """The last word of an entry of ``op``: its text, or the message of its call."""
         try:
             depth, code, instruction, told = self._ops[op]
             frame = _frame(depth)
@@ -119,6 +116,12 @@ class FlightRecorder:
                 told = told & _OP | self._sites[id(frame.f_code) << 12 | frame.f_lasti]
         except (KeyError, ValueError):  # so deep is nothing in this thread
             told = self._learned(op)
+        return told
+
+    def begins(
+        self, ring: int, number: int, one: int, two: int, three: int, four: int, told: int
+    ) -> None:
+        """Write entry ``number`` of MESSAGES or OTHERS."""
         at = ring + number % ENTRIES * ENTRY
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, told)
 
@@ -129,7 +132,8 @@ class FlightRecorder:
     def other(self, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
         """Another op begins; its entry's number. ``peer``: with whom, -1 for all ranks."""
         number = next(self._others)
-        self.begins(OTHERS, number, peer, tag, next(self._numbers[peer < 0]), 0, op)
+        count = next(self._numbers[peer < 0])
+        self.begins(OTHERS, number, peer, tag, count, 0, self.told(op))
         return number
 
     def other_ended(self, number: int) -> None:
@@ -140,14 +144,18 @@ class FlightRecorder:
     def _learned(self, op: bytes | str) -> int:
         """Where the texts of ``op`` and of its call site are; for the callee of what it began in."""
         with self._lock:
-            return self._learn(op, *outside(_frame(2)))
+            place = caller.get()  # in a thread where no depth leads to the caller
+            frame, depth = outside(_frame(2)) if place is None else (None, 0)
+            return self._learn(op, place, frame, depth)
 
-    def _learn(self, op: bytes | str, frame: FrameType | None, depth: int) -> int:
+    def _learn(
+        self, op: bytes | str, place: Site | None, frame: FrameType | None, depth: int
+    ) -> int:
         if self._room < _RESERVE or len(self._ops) >= _MOST_OPS:
             self._turn()
-        known, place = self._ops.get(op), caller.get()
+        known = self._ops.get(op)
         told = self._described(op) if known is None else known[3] & _OP
-        if place is not None:  # in a thread where no depth leads to the caller
+        if place is not None:
             self._ops.setdefault(op, (_NOWHERE, None, -1, told))
             return told | self._site(*place)
         if frame is None:

@@ -48,6 +48,8 @@ def checked_broadcast(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("broadcast", terms))
+    if algorithm == "auto" and data.is_contiguous():
+        return functools.partial(communicator.engine.broadcast, call, data, root), (tensor,), call
     start = functools.partial(_launch_broadcast, communicator, call, data, root, algorithm)
     return start, (tensor,), call
 

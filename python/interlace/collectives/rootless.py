@@ -44,7 +44,7 @@ def checked_all_reduce(
         )
         call = dense.remember(communicator, key, Call("all_reduce", terms))
     if factor is None and algorithm == "auto" and data.is_contiguous():
-        return (lambda: communicator.engine.all_reduce(call, data, name), (tensor,), call)
+        return functools.partial(communicator.engine.all_reduce, call, data, name), (tensor,), call
     start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
     return start, (tensor,), call
 
@@ -128,7 +128,8 @@ def checked_all_gather(
         key = (*key, whole.shape, whole.dtype)
         known = communicator.calls.get(key)
         if known is not None and algorithm == "auto" and _uncut(whole, data, communicator.rank):
-            return (lambda: communicator.engine.all_gather_single(known, whole, data), given, known)
+            at_once = functools.partial(communicator.engine.all_gather_single, known, whole, data)
+            return at_once, given, known
     outputs = parts("output", output, "tensor", data, communicator, written=True)
     if whole is None:
         key = (*key, *[each.shape for each in outputs])
@@ -142,15 +143,21 @@ def checked_all_gather(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("all_gather", terms))
-
-    def start() -> Event | None:
-        made = data.contiguous()
-        serving = chosen_algorithm.serving(communicator, algorithm)
-        return dense.filled(
-            communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
-        )
-
+    start = functools.partial(_launch_all_gather, communicator, call, outputs, data, algorithm)
     return start, given, call
+
+
+def _launch_all_gather(
+    communicator: Communicator,
+    call: Call,
+    outputs: list[torch.Tensor],
+    data: torch.Tensor,
+    algorithm: str,
+) -> Event | None:
+    made, serving = data.contiguous(), chosen_algorithm.serving(communicator, algorithm)
+    return dense.filled(
+        communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
+    )
 
 
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
@@ -222,11 +229,9 @@ def checked_reduce_scatter(
         known: Any = communicator.calls.get(key)
         as_it_is = known is not None and algorithm == "auto" and factor is None
         if as_it_is and _uncut(whole, out, communicator.rank):
-            return (
-                lambda: communicator.engine.reduce_scatter_single(known, out, whole, name),
-                (output,),
-                known,
-            )
+            engine = communicator.engine
+            at_once = functools.partial(engine.reduce_scatter_single, known, out, whole, name)
+            return at_once, (output,), known
     inputs = parts("input", input, "output", out, communicator, written=False)
     if factor is not None:
         for r, each in enumerate(inputs):
@@ -243,18 +248,28 @@ def checked_reduce_scatter(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("reduce_scatter", terms))
-
-    def start() -> Event | None:
-        made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
-        reducing = name if factor is None else "sum"
-        serving = chosen_algorithm.serving(communicator, algorithm)
-        return dense.filled(
-            communicator,
-            [out],
-            lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
-        )
-
+    of = inputs, name, factor, algorithm
+    start = functools.partial(_launch_reduce_scatter, communicator, call, out, *of)
     return start, (output,), call
+
+
+def _launch_reduce_scatter(
+    communicator: Communicator,
+    call: Call,
+    out: torch.Tensor,
+    inputs: list[torch.Tensor],
+    name: str,
+    factor: reduce_ops.Factor,
+    algorithm: str,
+) -> Event | None:
+    made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
+    reducing = name if factor is None else "sum"
+    serving = chosen_algorithm.serving(communicator, algorithm)
+    return dense.filled(
+        communicator,
+        [out],
+        lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
+    )
 
 
 _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)

@@ -253,27 +253,24 @@ class HostGroup:
                 return [payload]
             self.check()  # or what peers of an aborted group have left would let this rank go on alone
             op = payload if payload.startswith(CALLS) else doing
-            control, sequence = self.begin(payload, op)
+            control, sequence = self.begin(payload)
+            kept = control.recorder
+            kept.begins(MESSAGES, sequence, len(payload), 0, 0, 0, kept.told(op))
             control.send(sequence)
             self.await_message(sequence, doing)
-            control.recorder.ended(sequence)
+            kept.ended(sequence)
             return [
                 payload if rank == self.rank else control.message(rank, sequence)
                 for rank in range(self.world_size)
             ]
 
-    def begin(
-        self, payload: bytes, op: bytes | str, extent: int = 0, where: tuple[int, int] = (0, 0)
-    ) -> tuple[Control, int]:
-        """Write the next message, unsent, and that ``op`` begins. Under ``collective_lock``."""
+    def begin(self, payload: bytes) -> tuple[Control, int]:
+        """Write the next message, unsent, but for its entry of the record. Under ``collective_lock``."""
         control = self.control
         if self._unusable or control is None:
             self.check_usable()
             raise InterlaceError(f"rank {self.name}: the group is still joining")
         self.sequence = sequence = self.sequence + 1
-        segment, offset = where
-        kept = control.recorder
-        kept.begins(MESSAGES, sequence, len(payload), extent, segment, offset, op)
         if control.written[sequence & 1] is not payload:  # the same object only once
             control.write(sequence, payload)
         if not sequence % LOOK:

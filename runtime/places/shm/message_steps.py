@@ -33,11 +33,12 @@ from interlace.runtime.places.one_host.control import (
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
 from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, RING, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
-from interlace.runtime.record.recorder import ENDED, ENTRIES, ENTRY
+from interlace.runtime.record.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
 
-NUMBER, LENGTH, BEFORE, ENTRY_AT, AT, SMALL, MEDIUM, INPUT, OUTPUT = range(1, 10)
-"""Registers: of the message, its bytes; rounds before; its entry, its area, places of data; then all
-addresses."""
+NUMBER, LENGTH = 1, 2
+BEFORE, ENTRY_AT, AT, SMALL, MEDIUM, INPUT, OUTPUT = range(NUMBER + ENTRY_WORDS, 16)
+"""Registers: what the entry of the message in the record begins with; behind that entry rounds before;
+where the entry is, its area, places of data; then all addresses."""
 
 MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
 
@@ -52,14 +53,18 @@ Key = tuple[Any, ...]
 Addresses = Sequence[int]
 _memmove = ctypes.memmove
 
-# By the message's number, modulo ENTRIES: its entry, its area, places of data.
+# By the message's number, modulo ENTRIES: ENTRY_AT to MEDIUM.
 _TURNS = [
-    (n * ENTRY, (n & 1) * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * MEDIUM_DATA)
+    struct.pack(
+        "<4q", n * ENTRY, n % 2 * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * MEDIUM_DATA
+    )
     for n in range(ENTRIES)
 ]
 assert not (ENTRIES % 2 or ENTRIES % PLACES or ENTRIES % MEDIUM_PLACES)
 # By the number of addresses.
-_PACKED = [struct.Struct(f"<{INPUT - NUMBER + n}q").pack_into for n in range(2 * MOST_RANKS + 1)]
+_PACKED = [
+    struct.Struct(f"<{ENTRY_WORDS + 1}q32s{n}q").pack_into for n in range(2 * MOST_RANKS + 1)
+]
 
 
 class Listed(Steps):
@@ -91,7 +96,10 @@ class Listed(Steps):
     def meet(self) -> None:
         """Send the message, wait for everyone's, and compare them with one's own."""
         control, rank = self._control, self._rank
-        self.release(control.bases[rank] + 8 * SEQUENCE, (0, NUMBER))
+        own = control.bases[rank]
+        self.store((own + HEADERS, ENTRY_AT), NUMBER, ENTRY)
+        self.stamp((own + HEADERS + 8 * BEGAN, ENTRY_AT))  # before others read that line of memory
+        self.release(own + 8 * SEQUENCE, (0, NUMBER))
         self.ring(control.asleep)
         self.wait(control.sequences, (0, NUMBER), (control.peers, SEQUENCE, NUMBER, 0))
         lengths, areas = ([*map(at, control.peers)] for at in (control.length, control.area))
@@ -155,6 +163,7 @@ class HostSteps:
     call: Call
     control: Control
     sequence: int
+    _entry: tuple[int, ...]  # of the message, but for the times
 
     def __init__(self, group: HostGroup, machine_code: bool) -> None:
         self._group, self._rank = group, group.rank
@@ -182,9 +191,14 @@ class HostSteps:
         """
         self.call = call
         message = call.message
-        self.control, self.sequence = self._group.begin(message, message, extent, where)
+        self.control, self.sequence = control, sequence = self._group.begin(message)
+        told = control.recorder.told(message)
+        self._entry = sequence, len(message), extent, *where, 0, 0, told
         steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
-        return None if steps is None or not call.equal_fits else self._run(steps, addresses)
+        if steps is not None and call.equal_fits:
+            return self._run(steps, addresses)
+        control.recorder.begins(MESSAGES, sequence, len(message), extent, *where, told)
+        return None
 
     def end(self) -> None:
         """The op has ended, unless the steps that were kept have said so."""
@@ -250,9 +264,8 @@ class HostSteps:
         return steps
 
     def _fill(self, registers: bytearray | memoryview, addresses: Addresses) -> None:
-        number, length = self.sequence, len(self.call.message)
-        head = registers, 8 * NUMBER, number, length, self.rounds
-        _PACKED[len(addresses)](*head, *_TURNS[number % ENTRIES], *addresses)
+        entry, turn = self._entry, _TURNS[self.sequence % ENTRIES]
+        _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
     def _met(self) -> bool:
         """Send the message, wait for everyone's, and compare them."""

@@ -132,14 +132,14 @@ def test_a_log_that_is_full_begins_anew() -> None:
     kept.about(WHO)
     for number in range(1, 2000):
         op = Call("op", (("number", number), ("text", "x" * 300))).message
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, op)
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
         if number % 97 == 0:
             ops = read_rank(bytes(region), None, 0.0, "").collectives
             told = [op for op in ops if op.op != "?"]
             assert [dict(op.terms)["number"] for op in told] == [op.number for op in told]
             assert ops[-1].number == number and len(told) >= min(number, 40)
     long = Call("op", (("text", "x" * 5000),)).message
-    kept.begins(recorder.MESSAGES, 2000, 0, 0, 0, 0, long)
+    kept.begins(recorder.MESSAGES, 2000, 0, 0, 0, 0, kept.told(long))
     last = read_rank(bytes(region), None, 0.0, "").collectives[-1]
     assert (last.op, last.terms) == ("op", None), "a text that is too long is left out"
 
@@ -149,7 +149,7 @@ def through(depth: int, kept: FlightRecorder, number: int) -> None:
     if depth:
         through(depth - 1, kept, number)
     else:
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, "an op")
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told("an op"))
 
 
 def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) ->
     kept.about(WHO)
     space: dict[str, Any] = {"__name__": "interlace.inside"}
     source = "def through(depth, kept, n):\n    if depth: through(depth - 1, kept, n)\n"
-    entry = f"{recorder.MESSAGES}, n, 0, 0, 0, 0, 'an op'"
+    entry = f"{recorder.MESSAGES}, n, 0, 0, 0, 0, kept.told('an op')"
     exec(f"{source}    else: kept.begins({entry})", space)
     monkeypatch.setitem(globals(), "through", space["through"])
     expected = {}
@@ -178,12 +178,12 @@ def test_an_op_that_comes_again_is_not_learned_again() -> None:
     """That takes 10 us, the short way 0.2: see benchmarks/record_cost.py."""
     kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
     op = Call("op").message
-    kept.begins(recorder.MESSAGES, 1, 0, 0, 0, 0, op)
-    kept.begins(recorder.MESSAGES, 2, 0, 0, 0, 0, op)
+    kept.begins(recorder.MESSAGES, 1, 0, 0, 0, 0, kept.told(op))
+    kept.begins(recorder.MESSAGES, 2, 0, 0, 0, 0, kept.told(op))
     for number in range(3, 100):
         if number == 4:
             kept._put = None  # type: ignore[method-assign,assignment]  # what learning ends with
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, op)
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
 
 
 # -- who reads it ----------------------------------------------------------------------------------

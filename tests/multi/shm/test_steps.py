@@ -204,6 +204,14 @@ def test_steps_run_in_order_and_again() -> None:
     assert listed(lambda s: None).run(0) == -1
 
 
+def test_registers_are_stored() -> None:
+    memory, (before, *_) = words(-1, 0, 0, -1)
+    made = listed(lambda s: s.store((before, 3), 1, 16))
+    made.registers[1], made.registers[2], made.registers[3] = 5, 6, 8
+    assert made.run(0) == -1
+    assert memory.tolist() == [-1, 5, 6, -1]
+
+
 def test_ring_stops_if_anyone_is_asleep() -> None:
     memory, addresses = words(0, 0, 0)
     made = listed(lambda s: s.ring(addresses))

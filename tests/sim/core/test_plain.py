@@ -129,7 +129,8 @@ def _region() -> bytes:
     kept.about(("a group", 0, (4, 5), (11, 12), (4, 5)))
     terms = ("shape", (4,)), ("dtype", torch.float32), ("reduce op", "sum")
     for number in (1, 2):
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, Call("all_reduce", terms).message)
+        told = kept.told(Call("all_reduce", terms).message)
+        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, told)
         kept.other(Call("send", terms).message, peer=1, tag=7)
         kept.other_ended(kept.other("barrier"))
     return bytes(region)

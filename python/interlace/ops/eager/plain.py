@@ -25,7 +25,7 @@ def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Starte
 
     def op_of(start: Start) -> Callable[..., Started]:
         def op(communicator: Communicator, *given: Any, out: Tensor | None = None) -> Started:
-            with communicator.accepting(start.__name__):
+            try:
                 made = make(*given, communicator.world_size)
                 if out is None:
                     out = made
@@ -36,6 +36,9 @@ def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Starte
                         f"out must be {tuple(made.shape)} of {made.dtype} on {made.device}, got "
                         f"{tuple(out.shape)} of {out.dtype} on {out.device}"
                     )
+            except Exception as error:
+                communicator.refuse(start.__name__, error)
+                raise
             return Started([out], start(communicator, out, *given))
 
         op.make = make  # type: ignore[attr-defined]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 SPINS, YIELDS, PATIENCE = range(3)  # what does not change
 REGISTERS = 4  # the word of register 0, which is 0 always
-FIRST = 140  # the word at which the steps begin
+FIRST = 146  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
-END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STAMP = range(10)
+END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
 
 PROCESSORS = {
     "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()"),
@@ -107,6 +107,7 @@ next:
     i64 {PAST}, label %past
     i64 {SUM}, label %sum
     i64 {STAMP}, label %stamp
+    i64 {STORE}, label %store
   ]
 advance:
   br label %next
@@ -132,6 +133,10 @@ release:
 stamp:
   %stamp.now = call i64 @now()
   store i64 %stamp.now, ptr %to
+  br label %advance
+store:
+  %store.from = getelementptr i64, ptr %registers, i64 %y
+  call ptr @memmove(ptr %to, ptr %store.from, i64 %z)
   br label %advance
 ring:
   %ring.k = phi i64 [0, %next], [%ring.k1, %ring.look]

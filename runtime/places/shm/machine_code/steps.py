@@ -92,6 +92,10 @@ class Steps:
         """Store a word; what was written before comes before it."""
         self._add(ir.RELEASE, (), 0, address, value)
 
+    def store(self, target: Operand, first: int, nbytes: int) -> None:
+        """``nbytes`` of the registers from ``first`` on to ``target``."""
+        self._add(ir.STORE, (), 0, target, first, nbytes)
+
     def stamp(self, address: Operand) -> None:
         """Store the time, in ns of the monotonic clock."""
         self._add(ir.STAMP, (), 0, address)
