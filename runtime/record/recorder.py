@@ -8,8 +8,9 @@ The region, which only the rank itself writes::
                their words are peer (-1: all ranks), tag, and the op's number of its kind
               LOG      generation (int64), then two halves of texts, used in turn: length (2 bytes), text
 
-An entry is eight int64 words: number, four of the op's own, when it began and when it ended (monotonic ns;
-0 while it is under way), and where in the log its op and its call site are::
+An entry is eight int64 words: number, four of the op's own, when it began and when it ended (monotonic ns
+of the last tick, 1 to 10 ms before; 0 while it is under way), and where in the log its op and its call
+site are::
 
     generation << 48 | offset of the op << 24 | offset of the call site
 
@@ -28,8 +29,8 @@ import itertools
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
-from time import monotonic_ns as _now
 from types import CodeType, FrameType
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ _INSIDE = ("interlace", "torch", "contextlib", "interlace_backend", "threading",
 _MOST_OPS = 1024  # remembered; the parts of ranks make many
 _RESERVE, _NOWHERE = MOST_TEXT + 4096, 1 << 30
 _COUNT, _WORD = struct.Struct("<H"), struct.Struct("<q")
+_now = functools.partial(time.clock_gettime_ns, 6)  # CLOCK_MONOTONIC_COARSE, as machine code
 _entry, _frame = struct.Struct("<8q").pack_into, sys._getframe
 
 Site = tuple[CodeType, int]

@@ -18,6 +18,7 @@ REGISTERS = 4  # the word of register 0, which is 0 always
 FIRST = 146  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
+MONOTONIC, TICKS = 1, 6  # clocks of Linux; to read the first, a processor waits for its loads
 
 PROCESSORS = {
     "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()"),
@@ -61,9 +62,9 @@ declare i32 @memcmp(ptr, ptr, i64)
 declare i32 @sched_yield()
 declare i32 @clock_gettime(i32, ptr)
 
-define internal i64 @now() nounwind {{
+define internal i64 @now(i32 %clock) nounwind {{
   %time = alloca [2 x i64]
-  call i32 @clock_gettime(i32 1, ptr %time)
+  call i32 @clock_gettime(i32 %clock, ptr %time)
   %seconds = load i64, ptr %time
   %whole = mul i64 %seconds, 1000000000
   %at.rest = getelementptr i64, ptr %time, i64 1
@@ -131,7 +132,7 @@ release:
   store atomic i64 %y, ptr %to release, align 8
   br label %advance
 stamp:
-  %stamp.now = call i64 @now()
+  %stamp.now = call i64 @now(i32 {TICKS})
   store i64 %stamp.now, ptr %to
   br label %advance
 store:
@@ -177,7 +178,7 @@ wait.patience:
   %wait.may = icmp sgt i64 %wait.left, 0
   br i1 %wait.may, label %wait.look, label %stop
 wait.look:
-  %wait.now = call i64 @now()
+  %wait.now = call i64 @now(i32 {MONOTONIC})
   %wait.first = icmp eq i64 %wait.since, 0
   %wait.from = select i1 %wait.first, i64 %wait.now, i64 %wait.since
   %wait.long = sub i64 %wait.now, %wait.from

@@ -97,7 +97,7 @@ class Steps:
         self._add(ir.STORE, (), 0, target, first, nbytes)
 
     def stamp(self, address: Operand) -> None:
-        """Store the time, in ns of the monotonic clock."""
+        """Store the time of the clock's last tick, in ns of the monotonic clock."""
         self._add(ir.STAMP, (), 0, address)
 
     def ring(self, asleep: Sequence[int]) -> None:
