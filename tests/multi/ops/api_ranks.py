@@ -1,5 +1,6 @@
 """Ranks of test_api_shm.py. A module of its own, because new processes import it."""
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -159,11 +160,12 @@ def refused() -> str:
 
 
 def wrong_message() -> None:
-    """What a receiver expects is not what was sent."""
+    """What a receiver expects is not what was sent. The sender may hear of it before its send ends."""
     rank = interlace.get_rank()
     if rank == 0:
         for _ in range(2):
-            interlace.send(torch.ones(3), 1)
+            with contextlib.suppress(TypeError, ValueError):
+                interlace.send(torch.ones(3), 1)
     else:
         for tensor in (torch.ones(4), torch.ones(3, dtype=torch.int32)):
             with pytest.raises((TypeError, ValueError), match=r"rank \d"):
