@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, get_args
 
 from interlace import tracing
@@ -22,7 +23,7 @@ def run(
     *args: Any,
     place: RunPlace = "sim",
     seed: int = 0,
-    timeout: float = 300.0,
+    timeout: float | timedelta = 300.0,
     processes: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
@@ -38,7 +39,7 @@ def run(
         that share the current GPU, or with ``processes`` one process per rank, on the host's GPUs in turn.
     processes : for ``"cuda"``. Ranks that share a GPU then take turns on it, which is slow.
     seed : the schedule of ``"sim"``; the same seed is the same schedule.
-    timeout : seconds after which the run is given up with a ``CollectiveTimeoutError``.
+    timeout : seconds, or a timedelta, after which the run is given up with a ``CollectiveTimeoutError``.
 
     Raises
     ------
@@ -56,7 +57,7 @@ def run(
         )
     if place not in PLACES:
         raise ValueError(f"place must be one of {', '.join(PLACES)}, got {place!r}")
-    check_run(fn, world_size, timeout)
+    seconds = check_run(fn, world_size, timeout)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r}")
     if not isinstance(processes, bool) or (processes and place != "cuda"):
@@ -67,31 +68,31 @@ def run(
         if place == "sim":
             from interlace.runtime.places.sim.place import run_sim
 
-            return run_sim(on_rank, world_size, seed=seed, timeout=timeout)
+            return run_sim(on_rank, world_size, seed=seed, timeout=seconds)
         if place == "cuda" and not processes:
             from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
-            return run_virtual_ranks(on_rank, world_size, timeout=timeout)
+            return run_virtual_ranks(on_rank, world_size, timeout=seconds)
         from interlace.runtime.start.pool import default_pool
 
         install = _install_on_gpu if place == "cuda" else _install
-        setup = functools.partial(install, configuration.OVERRIDE.get(), timeout)
+        setup = functools.partial(install, configuration.OVERRIDE.get(), seconds)
         return default_pool.run(
-            fn, args, kwargs, world_size=world_size, timeout=timeout, setup=setup
+            fn, args, kwargs, world_size=world_size, timeout=seconds, setup=setup
         )
 
     return tracing.around(start, fn, place=place)
 
 
-def check_run(fn: Callable[..., Any], world_size: int, timeout: float) -> None:
-    """Raise TypeError or ValueError for what cannot be run on ranks."""
+def check_run(fn: Callable[..., Any], world_size: int, timeout: float | timedelta = 300.0) -> float:
+    """``timeout`` in seconds. Raises TypeError or ValueError for what cannot be run on ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise TypeError(f"world_size must be an int, got {world_size!r}")
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {type(fn).__name__}")
-    positive_seconds("timeout", timeout)
+    return positive_seconds("timeout", timeout)
 
 
 def rank_function(

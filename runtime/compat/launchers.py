@@ -52,13 +52,13 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
     >>> variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
     """
+    found: dict[str, str] = {}
     for names in zip(*VARIABLES.values(), strict=True):
-        found = {
-            to: given[name] for to, name in zip(VARIABLES, names, strict=True) if name in given
-        }
-        if {"RANK", "WORLD_SIZE"} <= found.keys():
-            break
-    else:
+        said = {to: given[name] for to, name in zip(VARIABLES, names, strict=True) if name in given}
+        own = {name: said.get(name) for name in ("RANK", "WORLD_SIZE")}
+        if None not in own.values() and own.items() <= (found or said).items():
+            found = {**said, **found}  # srun may set PMI's, too, which lack the local rank
+    if not found:
         return {}
     if given.get("SLURM_STEP_NUM_NODES") == "1":
         found.setdefault("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import interlace
+from interlace.launcher import check_run
 
 __all__ = ["join", "meeting", "run"]
 
@@ -82,8 +83,11 @@ def run(
     ------
     Exception : what ``fn`` or joining raised first on a rank, as Ray hands it on; the actors end.
     """
-    import ray
-
+    check_run(fn, world_size)
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("actors as ranks need Ray: pip install ray") from error
     actors = [ray.remote(RayRank).options(**(options or {})).remote() for _ in range(world_size)]
     try:
         where = ray.get(actors[0].meeting.remote())

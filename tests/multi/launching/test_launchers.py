@@ -107,6 +107,13 @@ def test_a_step_of_slurm_on_two_nodes() -> None:
     assert other["MASTER_PORT"] != str(port)  # steps of a job may run beside each other
 
 
+def test_what_a_step_says_twice_is_one_rank() -> None:
+    """srun with MPI support sets PMI's variables, too, which have no local rank."""
+    pmi = {"PMI_RANK": STEP["SLURM_PROCID"], "PMI_SIZE": STEP["SLURM_STEP_NUM_TASKS"]}
+    assert launchers.variables({**STEP, **pmi}) == launchers.variables(STEP)
+    assert "LOCAL_RANK" not in launchers.variables({**STEP, **pmi, "PMI_RANK": "0"})
+
+
 @pytest.mark.parametrize(
     ("more", "rank"),
     [

@@ -1,6 +1,7 @@
 """Misuse is a ValueError or TypeError that names the argument, both values and the rank(s)."""
 
 import re
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import interlace
 import torch_names
+from interlace.integrations import ray as on_ray
 from support import failure
 
 W22 = torch.ones(2, 2)
@@ -249,6 +251,21 @@ def test_a_wrong_timeout(value: Any, kind: type[Exception], text: str) -> None:
     if value is not None:
         with pytest.raises(kind, match=f"timeout {text}"):
             interlace.run(lambda: interlace.new_group(timeout=value), 1)
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_a_timedelta_bounds_a_run(place: Any) -> None:
+    bound = timedelta(seconds=300)
+    assert interlace.run(interlace.get_rank, 2, place=place, timeout=bound) == [0, 1]
+    assert interlace.verify.races(interlace.barrier, 2, timeout=bound).clean
+
+
+def test_actors_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match="pip install ray"):
+        on_ray.run(rank, 2)
+    with pytest.raises(ValueError, match="world_size must be within"):
+        on_ray.run(rank, 0)
 
 
 def test_a_monitored_barrier_of_less_than_no_time() -> None:

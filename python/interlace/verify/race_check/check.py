@@ -73,7 +73,7 @@ def races(
     >>> print(interlace.verify.races(step, 2, seeds=1).clean)
     True
     """
-    launcher.check_run(fn, world_size, timeout)
+    timeout = launcher.check_run(fn, world_size, timeout)
     chosen = seed_list(seeds)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[Any, Finding] = {}

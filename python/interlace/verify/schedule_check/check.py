@@ -133,7 +133,7 @@ def schedules(
     >>> verify.schedules(interlace.get_rank, 2, n=4, workers=1).clean
     True
     """
-    launcher.check_run(fn, world_size, timeout)
+    timeout = launcher.check_run(fn, world_size, timeout)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n must be an int, got {n!r}")
     if n < 1:
@@ -289,7 +289,7 @@ def replay(
     >>> verify.replay(on_rank, 2, report.failure.segments, seed=report.failure.seed)
     [0, 1]
     """
-    launcher.check_run(fn, world_size, timeout)
+    timeout = launcher.check_run(fn, world_size, timeout)
     on_rank = launcher.rank_function(fn, args, kwargs)
     scheduler = Scheduler(
         seed, strategy=Replay(segments), store_buffers=store_buffers, timeout=timeout
