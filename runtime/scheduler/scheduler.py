@@ -256,7 +256,7 @@ class Scheduler(ProgramHooks):
         except OverdueError:
             self._tasks.remove(task)
             raise errors.CollectiveTimeoutError(
-                f"not finished within {self._timeout} s (seed {self.seed}): {task.name} neither "
+                f"not finished within {self._timeout:g} s (seed {self.seed}): {task.name} neither "
                 "ends nor touches memory"
             ) from None
         except BaseException as error:
@@ -323,7 +323,7 @@ class Scheduler(ProgramHooks):
             ]
             waits = "\n".join(f"  {line}" for line in lines)
             raise errors.CollectiveTimeoutError(
-                f"not finished within {self._timeout} s (seed {self.seed}); waiting:\n{waits}"
+                f"not finished within {self._timeout:g} s (seed {self.seed}); waiting:\n{waits}"
             )
 
     def _end_all(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import interlace
-from gpu import device_ranks as ranks
+from cases import device_ranks as ranks
 from interlace.cli.commands import check
 
 

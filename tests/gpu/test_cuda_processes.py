@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import interlace
-from gpu import device_ranks as ranks
+from cases import device_ranks as ranks
 from interlace import launcher
 from interlace.runtime.core.errors import RankError
 from interlace.runtime.start.pool import ProcessPool

@@ -91,7 +91,7 @@ class Turns:
             if self.failed is not None:
                 raise AbortedError(f"rank {rank} stopped in {doing}: {self.failed}")
             missing = tuple(r for r in range(size) if r not in meeting.brought)
-            why = "which will never come" if stuck else f"not finished within {self.timeout} s"
+            why = "which will never come" if stuck else f"not finished within {self.timeout:g} s"
             raise CollectiveTimeoutError(
                 f"rank {rank} waits in {doing} for ranks {list(missing)}, {why}", missing
             )

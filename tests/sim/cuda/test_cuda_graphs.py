@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import interlace
-from gpu.device_ranks import (
+from cases.device_ranks import (
     all_to_all,
     asynchronous_gather,
     fused_gather,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import interlace
-from gpu import device_ranks as ranks
+from cases import device_ranks as ranks
 from interlace.runtime.places.cuda import driver
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
