@@ -1,6 +1,7 @@
 """``interlace.run``: a function on every rank, in one of the places, from one call."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, get_args
@@ -92,6 +93,9 @@ def check_run(fn: Callable[..., Any], world_size: int, timeout: float | timedelt
         raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {type(fn).__name__}")
+    plain = inspect.unwrap(fn)
+    if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain):
+        raise TypeError("fn is async or a generator: a call would not run its body")
     return positive_seconds("timeout", timeout)
 
 

@@ -78,7 +78,9 @@ def _on_ranks(
 
     def test(**fixtures: Any) -> None:
         from interlace import verify
+        from interlace.launcher import check_run
 
+        check_run(body, ranks, timeout)
         skipped: list[BaseException] = []
 
         def on_rank() -> None:

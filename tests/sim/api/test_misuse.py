@@ -260,6 +260,19 @@ def test_a_timedelta_bounds_a_run(place: Any) -> None:
     assert interlace.verify.races(interlace.barrier, 2, timeout=bound).clean
 
 
+def test_a_body_that_a_call_does_not_run() -> None:
+    async def coroutine() -> None:
+        raise AssertionError
+
+    def generator() -> Any:
+        yield
+
+    for fn in coroutine, generator:
+        for call in interlace.run, interlace.verify.races, interlace.verify.check:
+            with pytest.raises(TypeError, match="would not run its body"):
+                call(fn, 2)  # type: ignore[operator]
+
+
 def test_actors_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match="pip install ray"):

@@ -65,6 +65,10 @@ def test_not_by_name():
     pass
 
 @pytest.mark.interlace(seeds=1)
+async def test_that_no_call_runs():
+    assert False
+
+@pytest.mark.interlace(seeds=1)
 def test_skipped_on_a_rank():
     if interlace.get_rank() == 1:
         pytest.skip("no such size")
@@ -97,6 +101,7 @@ def test_what_passes_and_what_fails(
         "test_no_race": "PASSED",
         "test_misspelt": "FAILED",
         "test_not_by_name": "FAILED",
+        "test_that_no_call_runs": "FAILED",
         "test_none_of_it": "PASSED",
     }
     text = result.stdout.str()
@@ -107,7 +112,7 @@ def test_what_passes_and_what_fails(
     assert "2 ranks, 1 schedule" in collected and "3 ranks, 1 schedule" in collected
     assert "in early" in collected and "replays" not in collected
     assert "unexpected keyword argument 'seed'; the mark is interlace(ranks=2, seeds=10" in text
-    result.assert_outcomes(passed=4, failed=6, skipped=1)
+    result.assert_outcomes(passed=4, failed=7, skipped=1)
     assert "no such size" in text
 
 
