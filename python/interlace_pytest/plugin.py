@@ -10,6 +10,7 @@ The body runs on simulated ranks, once for each schedule, under the race detecto
 raises, if ranks wait for each other, and if there is a race, with the report of ``interlace.verify.races``.
 """
 
+import inspect
 from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +79,9 @@ def _on_ranks(
 
     def test(**fixtures: Any) -> None:
         from interlace import verify
-        from interlace.launcher import check_run
 
-        check_run(body, ranks, timeout)
+        if inspect.iscoroutinefunction(body):
+            raise TypeError("the body is async: a call would not run it")
         skipped: list[BaseException] = []
 
         def on_rank() -> None:
