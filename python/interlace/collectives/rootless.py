@@ -344,8 +344,9 @@ def barrier(
     """Return once every rank of the group has called it, and what their callers had issued has finished.
 
     Blocks the host, unless ``async_op``: then a :class:`Work`. ``timeout``, in seconds or a timedelta,
-    bounds the blocking in ``shm``; the group's own always does. ``device_ids`` is torch's, a list of ints
-    or None. Raises CollectiveTimeoutError. Semantics: ``torch.distributed.barrier``.
+    bounds the blocking in ``shm``; the group's own always does, and :func:`interlace.timeout` a Work, too.
+    ``device_ids`` is torch's, a list of ints or None. Raises CollectiveTimeoutError. Semantics:
+    ``torch.distributed.barrier``.
 
     >>> interlace.run(interlace.barrier, 2)
     [None, None]
