@@ -30,7 +30,8 @@ FOLDERS = {
     "runtime/compat": "",
     "runtime/core": "runtime/compat",
     "runtime/numerics": "",
-    "runtime/interpreter/inline_ptx": "runtime/compat runtime/core runtime/numerics",
+    "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
+    "runtime/interpreter/inline_ptx": "runtime/compat runtime/ptx",
     "runtime/interpreter": (
         "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
     ),
@@ -63,9 +64,7 @@ FOLDERS = {
         "runtime/compat runtime/compiler runtime/core runtime/places/cuda "
         "runtime/places/cuda_processes"
     ),
-    "runtime/places/sim": (
-        "runtime/core runtime/engines runtime/interpreter/inline_ptx runtime/scheduler"
-    ),
+    "runtime/places/sim": "runtime/core runtime/engines runtime/ptx runtime/scheduler",
     "runtime/start": (
         "runtime/compat runtime/core runtime/places/cuda runtime/places/cuda_processes "
         "runtime/places/hosts runtime/places/nvshmem runtime/places/one_host "

@@ -1,1 +1,1 @@
-"""Inline PTX for the interpreter: parser, values, one file per kind of instruction."""
+"""Inline PTX for the interpreter: operands of an asm text, and the threads that run it."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.compat.triton_interpreter import TensorHandle, triton_interpreter
-from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError, Register
+from interlace.runtime.ptx.instruction import InlineAssemblyError, Register
 
 _WIDTHS = {"r": 32, "f": 32, "l": 64, "d": 64, "h": 16, "b": 1}
 

@@ -24,20 +24,20 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from interlace.runtime.interpreter.inline_ptx.arithmetic import ARITHMETIC
-from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError, Instruction
-from interlace.runtime.interpreter.inline_ptx.memory import MEMORY
-from interlace.runtime.interpreter.inline_ptx.multimem import MULTIMEM
 from interlace.runtime.interpreter.inline_ptx.operands import AsmOperands
-from interlace.runtime.interpreter.inline_ptx.parser import Parser
-from interlace.runtime.interpreter.inline_ptx.special import (
+from interlace.runtime.ptx.arithmetic import ARITHMETIC
+from interlace.runtime.ptx.instruction import InlineAssemblyError, Instruction
+from interlace.runtime.ptx.memory import MEMORY
+from interlace.runtime.ptx.multimem import MULTIMEM
+from interlace.runtime.ptx.parser import Parser
+from interlace.runtime.ptx.special import (
     OF_THREADS,
     THREADS,
     WARP,
     PtxSession,
     Thread,
 )
-from interlace.runtime.interpreter.inline_ptx.waits import BLOCK_BARRIER, WAITS
+from interlace.runtime.ptx.waits import BLOCK_BARRIER, WAITS
 
 TOUCHING = {**MEMORY, **MULTIMEM, **WAITS}
 BUILDERS = {**ARITHMETIC, **TOUCHING}

@@ -34,8 +34,8 @@ from interlace.runtime.core.memory import (
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.engines.nodes import on_streams
-from interlace.runtime.interpreter.inline_ptx import multicast
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
+from interlace.runtime.ptx import multicast
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
 from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line

@@ -18,9 +18,9 @@ from interlace.collectives import chosen_algorithm
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.interpreter.inline_ptx import multicast
-from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError
 from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.ptx import multicast
+from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.runtime.tuning import auto
 from interlace.runtime.tuning.configuration import override
 from sim.interpreter.ptx_kernels import in_memory

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace.runtime.interpreter.inline_ptx import threads
-from interlace.runtime.interpreter.inline_ptx.instruction import InlineAssemblyError
+from interlace.runtime.ptx.instruction import InlineAssemblyError
 from sim.interpreter import ptx_kernels
 
 I16, I32, I64 = torch.int16, torch.int32, torch.int64

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import TensorHandle, atomics
 from interlace.runtime.core.accesses import Atomic
-from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
-from interlace.runtime.interpreter.inline_ptx.special import Reader, Thread
-from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.special import Reader, Thread
+from interlace.runtime.ptx.types import TYPES, ScalarType
 
 MEMORY, builds = builders()
 

@@ -5,10 +5,10 @@ between the others is nothing.
 """
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
-from interlace.runtime.interpreter.inline_ptx.memory import SCOPES
-from interlace.runtime.interpreter.inline_ptx.special import THREADS, Thread
-from interlace.runtime.interpreter.inline_ptx.types import TYPES
+from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.memory import SCOPES
+from interlace.runtime.ptx.special import THREADS, Thread
+from interlace.runtime.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER = -1, -2
 """What the action of a barrier returns; the threads meet in ``threads.py``."""

@@ -8,8 +8,8 @@ import re
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 
-from interlace.runtime.interpreter.inline_ptx.instruction import Instruction, Register, error, split
-from interlace.runtime.interpreter.inline_ptx.types import TYPES
+from interlace.runtime.ptx.instruction import Instruction, Register, error, split
+from interlace.runtime.ptx.types import TYPES
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.interpreter.inline_ptx.special import SPECIAL, Reader, Thread, constant
-from interlace.runtime.interpreter.inline_ptx.types import PREDICATE, TYPES, ScalarType
+from interlace.runtime.ptx.special import SPECIAL, Reader, Thread, constant
+from interlace.runtime.ptx.types import PREDICATE, TYPES, ScalarType
 
 Action = Callable[[Thread], "int | None"]
 """Runs one instruction; the index of the next one, or None for the following one."""

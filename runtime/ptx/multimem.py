@@ -9,10 +9,10 @@ are rounded once.
 
 from collections.abc import Callable
 
-from interlace.runtime.interpreter.inline_ptx import memory, multicast
-from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
-from interlace.runtime.interpreter.inline_ptx.special import Thread
-from interlace.runtime.interpreter.inline_ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx import memory, multicast
+from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.special import Thread
+from interlace.runtime.ptx.types import TYPES, ScalarType
 
 MULTIMEM, builds = builders()
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.interpreter.inline_ptx.instruction import Action, Instruction, builders
-from interlace.runtime.interpreter.inline_ptx.special import Thread
-from interlace.runtime.interpreter.inline_ptx.types import PREDICATE, TYPES, ScalarType
 from interlace.runtime.numerics.float_formats import fused_multiply_add
+from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.special import Thread
+from interlace.runtime.ptx.types import PREDICATE, TYPES, ScalarType
 
 INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
 SIGNED = ("s16", "s32", "s64")

@@ -1,0 +1,1 @@
+"""PTX: its text, its types, and what its instructions compute and do; one file per kind."""
