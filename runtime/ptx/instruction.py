@@ -1,9 +1,10 @@
 """One instruction of inline PTX: its qualifiers, and its operands as functions.
 
-A register is a *slot*, an index into a list of integers: first the operands ``$0``, ``$1`` of the asm
-text, then what ``.reg`` declares. An instruction is built once into an *action*, a function of the thread;
-so its operands become functions, too. What it means is not known here: who builds it (``arithmetic.py``,
-``memory.py``, ...) takes its qualifiers one by one, in any order, and what is left is an error.
+A register is a *slot*, an index into a list of arrays: first the operands ``$0``, ``$1`` of an asm text,
+then what ``.reg`` declares. An instruction is built once into an *action*, a function of the threads that
+run it; so its operands become functions, too. What it means is not known here: who builds it
+(``arithmetic.py``, ``memory.py``, ...) takes its qualifiers one by one, in any order, and what is left is
+an error.
 """
 
 import re
@@ -13,15 +14,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.ptx.special import SPECIAL, Reader, Thread, constant
-from interlace.runtime.ptx.types import PREDICATE, TYPES, ScalarType
+import numpy as np
 
-Action = Callable[[Thread], "int | None"]
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.ptx.special import SPECIAL, Reader, Threads, constant
+from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
+
+Action = Callable[[Threads], "int | None"]
 """Runs one instruction; the index of the next one, or None for the following one."""
 Builder = Callable[["Instruction"], Action]
 """Makes the action of an instruction, or raises what is wrong with it."""
-Write = Callable[[Thread, int], None]
+Write = Callable[[Threads, Array], None]
 
 _INTEGER = re.compile(r"(-?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0([0-7]+)|([1-9]\d*|0))U?")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d*(?:[eE][+-]?\d+)?|[eE][+-]?\d+)")
@@ -45,6 +48,16 @@ class Register:
     slot: int
     bits: int
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("?" if self.bits == 1 else f"u{self.bits // 8}")
+
+    def extended(self, bits: Array, kind: ScalarType) -> Array:
+        """``bits`` of a narrower ``kind`` as they stand in this register."""
+        if kind.letter == "s":
+            return bits.view(kind.stored).astype(f"i{self.bits // 8}").view(self.dtype)
+        return bits.astype(self.dtype)
+
 
 @dataclass
 class Instruction:
@@ -62,7 +75,7 @@ class Instruction:
     guard: int = -1
     wanted: int = 1
     target: int = -1
-    action: Action = lambda thread: None
+    action: Action = lambda threads: None
 
     def __post_init__(self) -> None:
         self.mnemonic, *self.qualifiers = self.opcode.split(".")
@@ -137,7 +150,7 @@ class Instruction:
         if match := _INTEGER.fullmatch(text):
             sign, *digits = match.groups()
             value = next(int(d, base) for d, base in zip(digits, (16, 2, 8, 10), strict=True) if d)
-            return kind.encode(-value if sign else value)
+            return kind.bits_of(-value if sign else value)
         if match := _HEXADECIMAL.fullmatch(text):
             raw = bytes.fromhex(match[1] or match[2])
             if 8 * len(raw) == kind.bits:
@@ -149,42 +162,54 @@ class Instruction:
             return None
         if not kind.is_float:
             raise self.error(f"{value} is no number of type .{kind.name}")
-        return kind.encode(value)
+        return kind.bits_of(value)
 
     def reader(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
         """A function that gives the bits of an operand. ``wider``: its register may be wider."""
-        mask, literal = kind.mask, self.literal(text, kind)
+        literal = self.literal(text, kind)
         if literal is not None:
-            return constant(literal)
+            return constant(kind.raw.type(literal))
         if text in SPECIAL and text not in self.registers:
             special = SPECIAL[text]
-            return lambda thread: special(thread) & mask
+            return lambda threads: special(threads).astype(kind.raw)
         if text.startswith("!") and kind is PREDICATE:
             negated = self.predicate(text[1:].strip()).slot
-            return lambda thread: 1 - thread.registers[negated]
+            return lambda threads: ~threads.registers[negated]
         register = self._of_width(text, kind, wider)
         slot = register.slot
         if register.bits == kind.bits:
-            return lambda thread: thread.registers[slot]
-        return lambda thread: thread.registers[slot] & mask
+            return lambda threads: threads.registers[slot]
+        return lambda threads: threads.registers[slot].astype(kind.raw)
 
     def numbers(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
-        """A function that gives the number in an operand."""
+        """A function that gives the numbers in an operand."""
         read, decode = self.reader(text, kind, wider=wider), kind.decode
-        return read if kind.letter in "ubp" else lambda thread: decode(read(thread))
+        if kind.letter in "ubp":
+            return read
+        if self.literal(text, kind) is not None:
+            return constant(decode(kind.raw.type(self.literal(text, kind))))
+        return lambda threads: decode(read(threads))
 
     def writer(self, text: str, kind: ScalarType, *, wider: bool = False) -> Write:
         """A function that puts bits into an operand; a signed type extends into a wider register."""
         if text == "_":
-            return lambda thread, bits: None
+            return lambda threads, bits: None
         register = self._of_width(text, kind, wider)
-        slot, mask, decode = register.slot, (1 << register.bits) - 1, kind.decode
-        extends = kind.letter == "s" and register.bits > kind.bits
+        slot = register.slot
+        if register.bits == kind.bits:
+            return lambda threads, bits: threads.set(slot, bits)
+        return lambda threads, bits: threads.set(slot, register.extended(bits, kind))
 
-        def write(thread: Thread, bits: int) -> None:
-            thread.registers[slot] = decode(bits) & mask if extends else bits
-
-        return write
+    def active_writer(self, text: str, kind: ScalarType) -> Write:
+        """A function that puts bits of those threads that run into an operand, which may be wider."""
+        if text == "_":
+            return lambda threads, bits: None
+        register = self._of_width(text, kind, True)
+        if register.bits == kind.bits:
+            return lambda threads, bits: threads.set_active(register.slot, bits)
+        return lambda threads, bits: threads.set_active(
+            register.slot, register.extended(bits, kind)
+        )
 
     def _of_width(self, name: str, kind: ScalarType, wider: bool) -> Register:
         found = self.register(name)
@@ -199,19 +224,34 @@ class Instruction:
 
     def computes(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Array],
         *kinds: ScalarType,
         raw: bool = False,
         wider: bool = False,
+        check: Callable[..., None] | None = None,
     ) -> Action:
-        """``function`` of the numbers (``raw``: bits) in all operands but the first, which it goes to."""
+        """``function`` of the numbers (``raw``: bits) in all operands but the first, which it goes to.
+
+        ``check`` gets the numbers of the threads that run, and raises what is wrong with them.
+        """
         self.finish(len(kinds))
         (target, kind), *sources = zip(self.operands, kinds, strict=True)
         write = self.writer(target, kind, wider=wider)
         read = self.reader if raw else self.numbers
         reads = [read(*source, wider=wider) for source in sources]
-        encode = int if raw else kind.encode
-        return lambda thread: write(thread, encode(function(*[read(thread) for read in reads])))
+        encode = _unchanged if raw else kind.encode
+
+        def compute(threads: Threads) -> None:
+            given = [read(threads) for read in reads]
+            if check is not None:
+                check(*map(threads.active, given))
+            write(threads, encode(function(*given)))
+
+        return compute
+
+
+def _unchanged(bits: Array) -> Array:
+    return bits
 
 
 def split(text: str) -> list[str]:

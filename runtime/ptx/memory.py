@@ -1,9 +1,12 @@
-"""Inline PTX that loads and stores: ``ld`` and ``st``, ``atom`` and ``red``.
+"""PTX that loads and stores: ``ld`` and ``st``, ``atom`` and ``red``.
 
 Plain accesses (weak and volatile) are told to the hooks as loads and stores, which a store buffer may
 delay and a race detector checks. Those with an ordering are told as one atomic each, and performed with
 ``std::atomic`` by the C++ half of Triton's interpreter, so they are atomic across processes too. What that
 half lacks is a loop of compare-and-swap.
+
+Addresses and values are those of the threads that run the instruction: (threads,), or (threads, parts) of
+a vector.
 """
 
 import functools
@@ -17,21 +20,20 @@ import triton.language as tl
 from interlace.runtime.compat.triton_interpreter import TensorHandle, atomics
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
-from interlace.runtime.ptx.special import Reader, Thread
-from interlace.runtime.ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx.special import Reader, Threads
+from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 
 MEMORY, builds = builders()
 
-Load = Callable[[Thread, int], int]
-Store = Callable[[Thread, int, int], object]
-"""Of bits, at an address."""
+Load = Callable[[Threads, Array], Array]
+Store = Callable[[Threads, Array, Array], object]
+"""Of bits, at addresses."""
 Change = Callable[[Any, Any], Any]
 """(addresses, order) -> what was there: changes memory at once."""
-Addresses = Callable[[Thread], list[int]]
+Addresses = Callable[[Threads], list[Array]]
 """Where an access starts; of one that reaches all ranks, in every rank's memory."""
 
 SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a program is a cluster
-ALL = TensorHandle(np.ones(1, np.bool_), tl.int1)
 ORDERS = {
     "relaxed": atomics.MEM_SEMANTIC.RELAXED,
     "acquire": atomics.MEM_SEMANTIC.ACQUIRE,
@@ -69,17 +71,19 @@ def address_of(instruction: Instruction, text: str, kind: ScalarType, count: int
     offset = instruction.literal(match[2] or "0", TYPES["u64"])
     if offset is None:
         raise instruction.error(f"the offset in '{text}' must be a whole number")
-    align = kind.bits // 8 * count
+    align, null = np.uint64(kind.bits // 8 * count), np.uint64(4096)
+    by = np.uint64(offset)
 
-    def at(thread: Thread) -> int:
-        address: int = base(thread) + offset & 0xFFFFFFFFFFFFFFFF
-        if address % align or address < 4096:
+    def at(threads: Threads) -> Array:
+        addresses = threads.active(base(threads)) + by
+        if (addresses % align).any() or (addresses < null).any():
+            wrong = (addresses % align != 0) | (addresses < null)
+            address = int(addresses[wrong][0])
             what = "null" if address < 4096 else f"not a multiple of {align}"
             raise ValueError(
-                f"inline PTX: address {address:#x} is {what}; line {instruction.line}: "
-                f"{instruction.text}"
+                f"PTX: address {address:#x} is {what}; line {instruction.line}: {instruction.text}"
             )
-        return address
+        return addresses
 
     return at
 
@@ -110,16 +114,20 @@ def take_parts(instruction: Instruction, operand: str, vector: str | None) -> li
     return parts
 
 
-def _pointer(address: int, kind: ScalarType) -> Any:
-    return TensorHandle(np.array([address], np.uint64), _pointer_types[kind.name])
+def all_of(addresses: Array) -> Any:
+    return TensorHandle(np.ones(addresses.shape, np.bool_), tl.int1)
 
 
-def _handle(bits: int, kind: ScalarType) -> Any:
-    return TensorHandle(np.array([bits], kind.raw).view(kind.stored), kind.memory)
+def _pointers(threads: Threads, addresses: Array, kind: ScalarType) -> Any:
+    handle = TensorHandle(addresses, _pointer_types[kind.name])
+    if threads.told_apart:
+        numbers = threads.active(threads.numbers)
+        handle.threads = numbers if addresses.ndim == 1 else numbers[:, None]
+    return handle
 
 
-def _bits_of(found: Any) -> int:
-    return int.from_bytes(found.data.tobytes(), "little")
+def _handle(bits: Array, kind: ScalarType) -> Any:
+    return TensorHandle(bits.view(kind.stored), kind.memory)
 
 
 # -- loads and stores ------------------------------------------------------------------------------
@@ -142,12 +150,19 @@ def build_access(instruction: Instruction) -> Action:
     parts = take_parts(instruction, outer, vector)
     at = address_of(instruction, inner, kind, len(parts))
 
-    def addresses(thread: Thread) -> list[int]:
-        return [at(thread)]
+    def addresses(threads: Threads) -> list[Array]:
+        return [at(threads)]
 
     if loads:
-        return loading(instruction, parts, kind, addresses, load_of(kind, sem, scope), sum)
+        return loading(instruction, parts, kind, addresses, load_of(kind, sem, scope))
     return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
+
+
+def _spread(addresses: Array, parts: int, kind: ScalarType) -> Array:
+    """The addresses of every part of a vector."""
+    if parts == 1:
+        return addresses
+    return addresses[:, None] + np.arange(parts, dtype=np.uint64) * np.uint64(kind.bits // 8)
 
 
 def loading(
@@ -156,16 +171,16 @@ def loading(
     kind: ScalarType,
     addresses: Addresses,
     get: Load,
-    total: Callable[[list[int]], int],
+    total: Callable[[list[Array]], Array] = lambda found: found[0],
 ) -> Action:
     """Into each of ``parts`` goes the total of what is at the addresses."""
-    writes = [instruction.writer(part, kind, wider=True) for part in parts]
+    writes = [instruction.active_writer(part, kind) for part in parts]
 
-    def load(thread: Thread) -> None:
-        found = addresses(thread)
+    def load(threads: Threads) -> None:
+        everywhere = [_spread(each, len(parts), kind) for each in addresses(threads)]
+        found = total([get(threads, each) for each in everywhere])
         for index, write in enumerate(writes):
-            by = index * kind.bits // 8
-            write(thread, total([get(thread, address + by) for address in found]))
+            write(threads, found if len(parts) == 1 else found[:, index])
 
     return load
 
@@ -176,34 +191,41 @@ def storing(
     """Each of ``parts`` goes to every address."""
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
-    def store(thread: Thread) -> None:
-        for address in addresses(thread):
-            for index, read in enumerate(reads):
-                put(thread, address + index * kind.bits // 8, read(thread))
+    def store(threads: Threads) -> None:
+        values = [threads.active(read(threads)) for read in reads]
+        bits = values[0] if len(values) == 1 else np.stack(values, axis=1)
+        for each in addresses(threads):
+            put(threads, _spread(each, len(parts), kind), bits)
 
     return store
 
 
 def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
     if sem in ORDERS:
-        nothing = np.zeros(1, kind.raw)
-
-        def unchanged(addresses: Any, order: Any) -> Any:  # 0 becomes 0, and anything else stays
-            return atomics.atomic_cas(addresses, nothing, nothing, order)
-
         access = _atomic(kind, "load", str(sem), scope)
-        return lambda thread, address: access(thread, address, unchanged, reads_only=True)
-    zero, volatile = _handle(0, kind), sem == "volatile"
 
-    def load(thread: Thread, address: int) -> int:
-        thread.idle_steps, thread.polls_plainly = 0, not volatile
-        pointers = _pointer(address, kind)
+        def get(threads: Threads, addresses: Array) -> Array:
+            nothing = np.zeros(addresses.shape, kind.raw)
+
+            def unchanged(addresses: Any, order: Any) -> Any:  # 0 becomes 0, anything else stays
+                return atomics.atomic_cas(addresses, nothing, nothing, order)
+
+            return access(threads, addresses, unchanged, reads_only=True)
+
+        return get
+    volatile = sem == "volatile"
+
+    def load(threads: Threads, addresses: Array) -> Array:
+        threads.idle_steps, threads.polls_plainly = 0, not volatile
+        pointers, mask = _pointers(threads, addresses, kind), all_of(addresses)
+        zero = np.zeros(addresses.shape, kind.stored)
 
         def perform() -> Any:
-            found = atomics.load(pointers.data, ALL.data, zero.data, zero.data.dtype)
+            found = atomics.load(pointers.data, mask.data, zero, zero.dtype)
             return TensorHandle(found, kind.memory)
 
-        return _bits_of(thread.session.hooks.load(pointers, ALL, perform, volatile=volatile))
+        found = threads.session.hooks.load(pointers, mask, perform, volatile=volatile)
+        return found.data.view(kind.raw)
 
     return load
 
@@ -212,14 +234,15 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
     if sem in ORDERS:
         return read_modify_write("xchg", TYPES[f"u{kind.bits}"], str(sem), scope, told="store")
 
-    def store(thread: Thread, address: int, bits: int) -> None:
-        thread.idle_steps = 0
-        pointers, value = _pointer(address, kind), _handle(bits, kind)
+    def store(threads: Threads, addresses: Array, bits: Array) -> None:
+        threads.idle_steps = 0
+        pointers, mask = _pointers(threads, addresses, kind), all_of(addresses)
+        value = _handle(bits, kind)
 
         def perform() -> None:
-            atomics.store(pointers.data, value.data, ALL.data)
+            atomics.store(pointers.data, value.data, mask.data)
 
-        thread.session.hooks.store(pointers, value, ALL, perform)
+        threads.session.hooks.store(pointers, value, mask, perform)
 
     return store
 
@@ -227,21 +250,28 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., int]:
+def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., Array]:
     """Lets the hooks do a change; gives the bits that were there before."""
 
     def access(
-        thread: Thread, address: int, change: Change, reads_only: bool = False, compare: Any = None
-    ) -> int:
-        thread.idle_steps, thread.polls_plainly = 0, False
-        pointers = _pointer(address, kind)
+        threads: Threads,
+        addresses: Array,
+        change: Change,
+        reads_only: bool = False,
+        compare: Any = None,
+    ) -> Array:
+        threads.idle_steps, threads.polls_plainly = 0, False
+        pointers, mask = _pointers(threads, addresses, kind), all_of(addresses)
 
         def perform() -> Any:
             return TensorHandle(change(pointers.data, ORDERS[sem]).view(kind.stored), kind.memory)
 
-        alone = thread.alone
-        atomic = Atomic(pointers, ALL, told, sem, scope, reads_only, compare, each_thread=not alone)
-        return _bits_of(thread.session.hooks.atomic(atomic, perform))
+        alone = threads.alone
+        atomic = Atomic(
+            pointers, mask, told, sem, scope, reads_only, compare, each_thread=not alone
+        )
+        found: Array = threads.session.hooks.atomic(atomic, perform).data.view(kind.raw)
+        return found
 
     return access
 
@@ -259,7 +289,7 @@ def build_atomic(instruction: Instruction) -> Action:
         raise instruction.unknown(f"the operation of '{instruction.opcode}'", known)
     kind = instruction.take_type(_OPERATIONS[name])
     instruction.finish(2 + returns + (name == "cas"))
-    write = instruction.writer(instruction.operands[0], kind) if returns else None
+    write = instruction.active_writer(instruction.operands[0], kind) if returns else None
     target, *given = instruction.operands[returns:]
     at = address_of(instruction, target, kind)
     reads = [instruction.reader(operand, kind) for operand in given]
@@ -268,40 +298,42 @@ def build_atomic(instruction: Instruction) -> Action:
     else:
         apply = read_modify_write("xchg" if name == "exch" else name, kind, sem, scope)
 
-    def run(thread: Thread) -> None:
-        before = apply(thread, at(thread), *[read(thread) for read in reads])
+    def run(threads: Threads) -> None:
+        before = apply(threads, at(threads), *[threads.active(read(threads)) for read in reads])
         if write is not None:
-            write(thread, before)
+            write(threads, before)
 
     return run
 
 
-def _compare_and_swap(kind: ScalarType, sem: str, scope: str) -> Callable[..., int]:
+def _compare_and_swap(kind: ScalarType, sem: str, scope: str) -> Callable[..., Array]:
     access = _atomic(kind, "cas", sem, scope)
 
-    def apply(thread: Thread, address: int, expected: int, value: int) -> int:
+    def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
         compare, swap = _handle(expected, kind), _handle(value, kind)
 
         def change(addresses: Any, order: Any) -> Any:
             return atomics.atomic_cas(addresses, compare.data, swap.data, order)
 
-        return access(thread, address, change, reads_only=expected == value, compare=compare)
+        same = bool((expected == value).all())
+        return access(threads, addresses, change, reads_only=same, compare=compare)
 
     return apply
 
 
 def read_modify_write(
     name: str, kind: ScalarType, sem: str, scope: str, *, told: str = ""
-) -> Callable[..., int]:
+) -> Callable[..., Array]:
     """``told``: what hooks are told, if not ``name``."""
     access, change = _atomic(kind, told or name, sem, scope), _change(name, kind)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:
         harmless = None  # -0 + 0 is +0
 
-    def apply(thread: Thread, address: int, bits: int) -> int:
+    def apply(threads: Threads, addresses: Array, bits: Array) -> Array:
         changed = functools.partial(change, bits)
-        return access(thread, address, changed, reads_only=bits == harmless)
+        reads_only = harmless is not None and bool((bits == harmless).all())
+        return access(threads, addresses, changed, reads_only=reads_only)
 
     return apply
 
@@ -325,21 +357,25 @@ _UPDATES: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _change(name: str, kind: ScalarType) -> Callable[[int, Any, Any], Any]:
+def _change(name: str, kind: ScalarType) -> Callable[[Array, Any, Any], Any]:
     """(bits, addresses, order) -> what was there, atomically."""
     native = _NATIVE.get((kind.letter, name)) if kind.bits >= 32 else None
     if native is not None:
         return lambda bits, addresses, order: atomics.atomic_rmw(
-            native, addresses, _handle(bits, kind).data, ALL.data, order
+            native, addresses, bits.view(kind.stored), np.ones(bits.shape, np.bool_), order
         )
 
-    def loop(bits: int, addresses: Any, order: Any) -> Any:
-        seen = _handle(0, kind).data
+    def one(bits: Array, address: Array, order: Any) -> Any:
+        seen = np.zeros(1, kind.stored)
         while True:
-            value = _handle(_UPDATES[name](int(seen[0]), bits), kind).data
-            found = atomics.atomic_cas(addresses, seen, value, order)
+            value = np.array([_UPDATES[name](int(seen[0]), int(bits[0]))], kind.stored)
+            found = atomics.atomic_cas(address, seen, value, order)
             if found[0] == seen[0]:
                 return found
             seen = found
+
+    def loop(bits: Array, addresses: Array, order: Any) -> Any:
+        flat = zip(bits.reshape(-1, 1), addresses.reshape(-1, 1), strict=True)
+        return np.concatenate([one(*each, order) for each in flat]).reshape(bits.shape)
 
     return loop

@@ -1,4 +1,4 @@
-"""Inline PTX that reaches all ranks at once: ``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red``.
+"""PTX that reaches all ranks at once: ``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red``.
 
 An address of theirs is one that ``multicast.py`` has given out; anything else is an error, as it is on a
 GPU. What the switch does at once is done here rank by rank, in rank order, each with an access of its
@@ -7,12 +7,16 @@ atomic ones with the ordering that the instruction has. Sums of numbers below 32
 are rounded once.
 """
 
+import functools
+import operator
 from collections.abc import Callable
+
+import numpy as np
 
 from interlace.runtime.ptx import memory, multicast
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
-from interlace.runtime.ptx.special import Thread
-from interlace.runtime.ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx.special import Threads
+from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 
 MULTIMEM, builds = builders()
 
@@ -49,16 +53,18 @@ def build_multimem(instruction: Instruction) -> Action:
         raise instruction.error(f"more than {_WIDEST} bits at once")
     where = memory.address_of(instruction, at, kind, len(parts))
 
-    def addresses(thread: Thread) -> list[int]:
-        """The address of the access in every rank's memory, by rank."""
-        address = where(thread)
+    def on_ranks(address: int) -> list[int]:
         try:
             return multicast.addresses(address, nbytes)
         except LookupError:
             raise ValueError(
-                f"inline PTX: {address:#x} is no multicast address of {nbytes} bytes; line "
+                f"PTX: {address:#x} is no multicast address of {nbytes} bytes; line "
                 f"{instruction.line}: {instruction.text}"
             ) from None
+
+    def addresses(threads: Threads) -> list[Array]:
+        """The addresses of the access in every rank's memory, by rank."""
+        return list(np.array([on_ranks(each) for each in where(threads).tolist()], np.uint64).T)
 
     ordering = None if pair or len(parts) > 1 else sem
     if form == "ld_reduce":
@@ -75,18 +81,20 @@ def build_multimem(instruction: Instruction) -> Action:
     return memory.storing(instruction, parts, kind, addresses, add)
 
 
-def _summed(number: ScalarType, kind: ScalarType) -> Callable[[list[int]], int]:
+def _summed(number: ScalarType, kind: ScalarType) -> Callable[[list[Array]], Array]:
     """The bits of the sum of registers of ``kind``, each of one or two of ``number``."""
-    wide = TYPES["f32"] if number.is_float and number.bits < 32 else number
 
-    def lane(registers: list[int], shift: int) -> int:
-        total = wide.decode(0)
-        for bits in registers:
-            total = wide.decode(wide.encode(total + number.decode(bits >> shift)))
-        return number.encode(total)
+    def lane(registers: list[Array], shift: int) -> Array:
+        parts = [
+            number.decode((bits >> kind.raw.type(shift)).astype(number.raw)) for bits in registers
+        ]
+        return number.encode(functools.reduce(operator.add, parts[1:], parts[0] + 0))
 
-    def summed(registers: list[int]) -> int:
-        lanes = range(0, kind.bits, number.bits)
-        return sum(lane(registers, shift) << shift for shift in lanes)
+    def summed(registers: list[Array]) -> Array:
+        lanes = [
+            lane(registers, shift).astype(kind.raw) << kind.raw.type(shift)
+            for shift in range(0, kind.bits, number.bits)
+        ]
+        return functools.reduce(operator.or_, lanes)
 
     return summed

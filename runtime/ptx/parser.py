@@ -1,4 +1,4 @@
-"""Inline PTX as text: what an asm text says, with names, scopes and labels resolved.
+"""PTX as text: what it says, with names, scopes and labels resolved.
 
 Blocks in braces have names of their own, as in PTX, and a label or register of an outer block can be
 used inside. Branches get the index of the instruction that they go to.
@@ -7,6 +7,8 @@ used inside. Branches get the index of the instruction that they go to.
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from interlace.runtime.ptx.instruction import Instruction, Register, error, split
 from interlace.runtime.ptx.types import TYPES
@@ -18,10 +20,15 @@ _DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 
 
 class Parser:
-    """A parser of one text whose operands ``$0``, ``$1``, ... are given registers; ``slots`` counts all."""
+    """A parser of one text whose operands ``$0``, ``$1``, ... are given registers.
+
+    ``kinds`` are the dtypes of all slots, as far as the text is read.
+    """
 
     def __init__(self, operands: Sequence[Register]) -> None:
-        self.slots = max((register.slot + 1 for register in operands), default=0)
+        slots = {register.slot: register.dtype for register in operands}
+        unused = np.dtype(np.uint8)  # the number of a tied operand
+        self.kinds = [slots.get(slot, unused) for slot in range(max(slots, default=-1) + 1)]
         self._registers = ChainMap({register.name: register for register in operands})
         self._labels: ChainMap[str, int] = ChainMap()
         self._line, self._text = 1, ""
@@ -81,8 +88,9 @@ class Parser:
             for name in (match[1] + number for number in count):
                 if name in self._registers.maps[0]:
                     raise self._error(f"register '{name}' is declared twice")
-                self._registers[name] = Register(name, self.slots, kind.bits)
-                self.slots += 1
+                register = Register(name, len(self.kinds), kind.bits)
+                self._registers[name] = register
+                self.kinds.append(register.dtype)
 
     def _instruction(self, text: str) -> Instruction:
         guard = _GUARD.fullmatch(text)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 WARP = 32
 THREADS = 128
 """What ``%ntid.x`` says: the threads of four warps, which is Triton's default."""
@@ -21,63 +23,103 @@ class PtxSession:
 
 
 @dataclass(eq=False, slots=True)
-class Thread:
-    """One thread of a program, which runs one asm statement.
+class Threads:
+    """Threads of a program that run the same text: registers are arrays with an element for each.
 
-    ``alone``: it stands for all threads. ``polls_plainly``: since it last branched back it has
-    loaded, and done nothing that lets other programs go on. ``idle_steps``: instructions in loops since
-    it last touched memory or a clock.
+    ``numbers``: of these threads, among the ``block`` of the program. ``mask``: those that run the present
+    instruction, None for all. ``alone``: one stands for all; ``told_apart``: hooks are told which of them
+    accesses what. ``polls_plainly``: since they last branched back they have loaded, and done nothing that
+    lets other programs go on. ``idle_steps``: instructions in loops since they last touched memory or a
+    clock.
     """
 
     session: PtxSession
-    registers: list[int]
-    number: int
-    alone: bool
+    registers: list[Any]
+    numbers: Any
+    block: int = THREADS
+    mask: Any = None
+    alone: bool = False
+    told_apart: bool = False
     polls_plainly: bool = False
     idle_steps: int = 0
 
+    def active(self, values: Any) -> Any:
+        """Of ``values``, an array or a scalar for all, those of the threads that run."""
+        if not np.ndim(values):
+            count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
+            return np.full(count, values)
+        return values if self.mask is None else values[self.mask]
 
-Reader = Callable[[Thread], Any]
+    def set(self, slot: int, bits: Any) -> None:
+        """Put ``bits`` into a register of the threads that run."""
+        if self.mask is not None:
+            kept = self.registers[slot].copy()
+            np.copyto(kept, bits, where=self.mask)
+            bits = kept
+        elif not np.ndim(bits):
+            bits = np.full(len(self.numbers), bits)
+        self.registers[slot] = bits
+
+    def set_active(self, slot: int, bits: Any) -> None:
+        """The same, of ``bits`` for these threads only."""
+        if self.mask is None:
+            self.registers[slot] = bits
+        else:
+            kept = self.registers[slot].copy()
+            kept[self.mask] = bits
+            self.registers[slot] = kept
 
 
-def constant(value: int) -> Reader:
-    return lambda thread: value
+Reader = Callable[[Threads], Any]
+U32 = np.uint32
+
+
+def constant(value: Any) -> Reader:
+    return lambda threads: value
 
 
 def _grid(name: str, axis: int) -> Reader:
-    return lambda thread: int(getattr(thread.session.builder, name)[axis])
+    return lambda threads: U32(getattr(threads.session.builder, name)[axis])
 
 
 def _clock(shift: int) -> Reader:
-    def read(thread: Thread) -> int:
-        thread.idle_steps = 0
-        thread.session.clock += CLOCK_STEP
-        return thread.session.clock >> shift
+    def read(threads: Threads) -> Any:
+        threads.idle_steps = 0
+        threads.session.clock += CLOCK_STEP
+        return np.uint64(threads.session.clock >> shift)
 
     return read
 
 
-def _program_number(thread: Thread) -> int:
+def _program_number(threads: Threads) -> Any:
     """Stands for the multiprocessor: as if every program had one of its own."""
-    builder = thread.session.builder
+    builder = threads.session.builder
     (x, y, z), (width, height, _) = builder.grid_idx, builder.grid_dim
-    return int((z * height + y) * width + x)
+    return U32((z * height + y) * width + x)
+
+
+def _lane_mask(of: Callable[[Any], Any]) -> Reader:
+    def read(threads: Threads) -> Any:
+        one = np.uint64(1) << (threads.numbers % U32(WARP)).astype(np.uint64)
+        return of(one).astype(U32)
+
+    return read
 
 
 SPECIAL: dict[str, Reader] = {
-    "%tid.x": lambda thread: thread.number,
-    "%ntid.x": constant(THREADS),
-    "%laneid": lambda thread: thread.number % WARP,
-    "%warpid": lambda thread: thread.number // WARP,
-    "%nwarpid": constant(THREADS // WARP),
-    "%warpsize": constant(WARP),
-    "WARP_SZ": constant(WARP),
+    "%tid.x": lambda threads: threads.numbers,
+    "%ntid.x": lambda threads: U32(threads.block),
+    "%laneid": lambda threads: threads.numbers % U32(WARP),
+    "%warpid": lambda threads: threads.numbers // U32(WARP),
+    "%nwarpid": lambda threads: U32(-(-threads.block // WARP)),
+    "%warpsize": constant(U32(WARP)),
+    "WARP_SZ": constant(U32(WARP)),
     "%smid": _program_number,
-    "%lanemask_eq": lambda thread: 1 << thread.number % WARP,
-    "%lanemask_lt": lambda thread: (1 << thread.number % WARP) - 1,
-    "%lanemask_le": lambda thread: (2 << thread.number % WARP) - 1,
-    "%lanemask_gt": lambda thread: -(2 << thread.number % WARP),
-    "%lanemask_ge": lambda thread: -(1 << thread.number % WARP),
+    "%lanemask_eq": _lane_mask(lambda one: one),
+    "%lanemask_lt": _lane_mask(lambda one: one - np.uint64(1)),
+    "%lanemask_le": _lane_mask(lambda one: 2 * one - np.uint64(1)),
+    "%lanemask_gt": _lane_mask(lambda one: ~(2 * one - np.uint64(1))),
+    "%lanemask_ge": _lane_mask(lambda one: ~(one - np.uint64(1))),
 }
 for _name in ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo"):
     SPECIAL[_name] = _clock(0)
@@ -86,8 +128,8 @@ for _name in ("%clock_hi", "%globaltimer_hi"):
 for _axis, _letter in enumerate("xyz"):
     SPECIAL[f"%ctaid.{_letter}"] = _grid("grid_idx", _axis)
     SPECIAL[f"%nctaid.{_letter}"] = _grid("grid_dim", _axis)
-    SPECIAL.setdefault(f"%tid.{_letter}", constant(0))
-    SPECIAL.setdefault(f"%ntid.{_letter}", constant(1))
+    SPECIAL.setdefault(f"%tid.{_letter}", constant(U32(0)))
+    SPECIAL.setdefault(f"%ntid.{_letter}", constant(U32(1)))
 
 OF_THREADS = tuple(n for n in SPECIAL if n.startswith(("%tid", "%lane", "%warpid")))
 """Special registers in which the threads of a program differ."""

@@ -1,21 +1,20 @@
 """The scalar types of PTX: what the bits of a register mean to an instruction.
 
-Registers hold bits without a sign or a format, as Python integers. ``decode`` gives the number that an
-instruction of this type sees in them, ``encode`` the bits of a number, rounded once.
+A register is an array: one element for each thread, bits without a sign or a format, unsigned. ``decode``
+gives the numbers that an instruction of this type sees in them, ``encode`` the bits of numbers, rounded
+once. Numbers of 16 bits are fp32 in between, which holds each of them.
 """
 
-import ctypes
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.numerics.float_formats import HALF, STORED_AS_BITS, encode
+from interlace.runtime.numerics.float_formats import narrow
 
-_NAN = 0x7FFFFFFF  # what the arithmetic instructions of fp32 give
-_STRUCTS = {"f16": ("<e", 0), "bf16": ("<f", 16), "f32": ("<f", 0), "f64": ("<d", 0)}
+Array = Any  # of numpy, or one of its scalars, which stands for every thread
+_NAN = {"f16": 0x7FFF, "f32": 0x7FFFFFFF}  # what the arithmetic instructions give
 
 
 @dataclass(frozen=True)
@@ -38,30 +37,42 @@ class ScalarType:
     def is_float(self) -> bool:
         return self.letter == "f"
 
-    def decode(self, bits: int) -> Any:
-        bits &= self.mask
-        if self.letter == "f":
-            form, shift = _STRUCTS[self.name]
-            return struct.unpack(form, (bits << shift).to_bytes(struct.calcsize(form), "little"))[0]
-        if self.letter == "s" and bits >> (self.bits - 1):
-            return bits - (1 << self.bits)
+    @property
+    def number(self) -> Any:
+        """The dtype of what ``decode`` gives."""
+        return np.dtype(np.float32) if self.is_float and self.bits < 32 else self.stored
+
+    def decode(self, bits: Array) -> Array:
+        if self.letter in "ubp":
+            return bits
+        if self.name == "bf16":
+            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        numbers = bits.view(self.stored)
+        return numbers.astype(np.float32) if self.name == "f16" else numbers
+
+    def encode(self, values: Array) -> Array:
+        if self.name == "bf16":
+            return narrow(values, self.memory)
+        if values.dtype != self.stored:
+            values = values.astype(self.stored)
+        bits = values.view(self.raw)
+        if self.name in _NAN:
+            wrong = values != values
+            if wrong.any():
+                bits = np.where(wrong, self.raw.type(_NAN[self.name]), bits)
         return bits
 
-    def encode(self, value: Any) -> int:
-        if self.letter != "f":
+    def bits_of(self, value: float) -> int:
+        """The bits of one number of Python's."""
+        if not self.is_float:
             return int(value) & self.mask
-        if self.name == "f32":
-            single = bytes(ctypes.c_float(value))  # rounds where struct refuses
-            return _NAN if value != value else int.from_bytes(single, "little")
-        if self.name == "f64":
-            return int.from_bytes(struct.pack("<d", value), "little")
-        form = HALF if self.name == "f16" else STORED_AS_BITS[self.name]
-        return int(encode(np.array(float(value)), form))
+        with np.errstate(all="ignore"):
+            return int(self.encode(np.array(value, np.float64))[()])
 
 
 def _type(name: str, letter: str, memory: Any, stored: str) -> ScalarType:
     kind = np.dtype(stored)
-    raw = np.dtype(f"u{kind.itemsize}")
+    raw = np.dtype("?" if letter == "p" else f"u{kind.itemsize}")
     return ScalarType(name, letter, memory.primitive_bitwidth, memory, kind, raw)
 
 

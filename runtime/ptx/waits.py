@@ -1,4 +1,4 @@
-"""Inline PTX that orders or waits: fences, barriers, sleep, and asynchronous copies.
+"""PTX that orders or waits: fences, barriers, sleep, and asynchronous copies.
 
 Asynchronous copies and proxies do not exist in the interpreter, so waiting for the ones and fencing
 between the others is nothing.
@@ -7,7 +7,7 @@ between the others is nothing.
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.memory import SCOPES
-from interlace.runtime.ptx.special import THREADS, Thread
+from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER = -1, -2
@@ -29,7 +29,7 @@ def build_fence(instruction: Instruction) -> Action:
     if scope is None:
         raise instruction.error(f"'{instruction.opcode}' needs a scope")
     within = scopes[scope]
-    return lambda thread: thread.session.hooks.fence(sem, within)
+    return lambda threads: threads.session.hooks.fence(sem, within)
 
 
 @builds("bar", "barrier")
@@ -43,17 +43,17 @@ def build_barrier(instruction: Instruction) -> Action:
     instruction.finish(*((1,) if warp else (1, 2)))
     reads = [instruction.reader(operand, TYPES["u32"]) for operand in instruction.operands]
 
-    def barrier(thread: Thread) -> int:
-        if len(reads) == 2 and reads[1](thread) != THREADS:
+    def barrier(threads: Threads) -> int:
+        if len(reads) == 2 and (threads.active(reads[1](threads)) != threads.block).any():
             raise instruction.error(
-                f"only barriers of all threads are known, which are taken to be {THREADS}"
+                f"only barriers of all threads are known, which are taken to be {threads.block}"
             )
         return WARP_BARRIER if warp else BLOCK_BARRIER
 
     return barrier
 
 
-def _nothing(thread: Thread) -> None:
+def _nothing(threads: Threads) -> None:
     """There is nothing to wait for."""
 
 
@@ -87,17 +87,18 @@ def build_wait(instruction: Instruction) -> Action:
 def build_sleep(instruction: Instruction) -> Action:
     instruction.take_type(("u32",))
     instruction.finish(1)
-    return lambda thread: thread.session.hooks.pause()
+    return lambda threads: threads.session.hooks.pause()
 
 
 @builds("trap")
 def build_trap(instruction: Instruction) -> Action:
     instruction.finish(0)
 
-    def trap(thread: Thread) -> None:
+    def trap(threads: Threads) -> None:
         raise InterlaceError(
-            f"inline PTX: the kernel gave up with 'trap'; line {instruction.line}, thread "
-            f"{thread.number} of program {tuple(thread.session.builder.grid_idx)}"
+            f"PTX: the kernel gave up with 'trap'; line {instruction.line}, thread "
+            f"{threads.active(threads.numbers)[0]} of program "
+            f"{tuple(threads.session.builder.grid_idx)}"
         )
 
     return trap

@@ -42,22 +42,22 @@ class AsmOperands:
                 )
 
     def arguments(
-        self, values: Any, shape: tuple[int, ...], pack: int, slots: int
-    ) -> list[list[int]]:
+        self, values: Any, shape: tuple[int, ...], pack: int, kinds: list[Any]
+    ) -> list[list[Any]]:
         """All registers of every execution, with the arguments in theirs and 0 in the others."""
         count, left = divmod(math.prod(shape), pack)
         if left:
             raise InlineAssemblyError(f"inline PTX: shape {shape} is not a multiple of pack={pack}")
         columns = [column for value in values for column in _columns(value.data, shape, pack)]
         self._check("inputs", self.inputs, len(columns))
-        groups = [[0] * slots for _ in range(count)]
+        groups = [[np.zeros(1, kind) for kind in kinds] for _ in range(count)]
         for register, column in zip(self.inputs, columns, strict=True):
             for registers, bits in zip(groups, column, strict=True):
-                registers[register.slot] = bits & ((1 << register.bits) - 1)
+                registers[register.slot][0] = bits & ((1 << register.bits) - 1)
         return groups
 
     def results(
-        self, types: Any, shape: tuple[int, ...], pack: int, groups: list[list[int]]
+        self, types: Any, shape: tuple[int, ...], pack: int, groups: list[list[Any]]
     ) -> list[Any]:
         """The handles of what the asm has left in its output registers."""
         stored = [triton_interpreter._get_np_dtype(result.scalar) for result in types]
@@ -69,7 +69,9 @@ class AsmOperands:
             for part, register in zip(parts, left, strict=False):
                 places += [(register.slot, (i - part[0]) * bits) for i in part]
             mask = (1 << bits) - 1
-            values = [group[slot] >> shift & mask for group in groups for slot, shift in places]
+            values = [
+                int(group[slot][0]) >> shift & mask for group in groups for slot, shift in places
+            ]
             data = np.array(values, f"u{kind.itemsize}").view(kind).reshape(shape)
             handles.append(TensorHandle(data, result.scalar))
         return handles

@@ -24,10 +24,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from interlace.runtime.interpreter.inline_ptx.operands import AsmOperands
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.instruction import InlineAssemblyError, Instruction
 from interlace.runtime.ptx.memory import MEMORY
+from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
 from interlace.runtime.ptx.parser import Parser
 from interlace.runtime.ptx.special import (
@@ -35,12 +38,12 @@ from interlace.runtime.ptx.special import (
     THREADS,
     WARP,
     PtxSession,
-    Thread,
+    Threads,
 )
 from interlace.runtime.ptx.waits import BLOCK_BARRIER, WAITS
 
 TOUCHING = {**MEMORY, **MULTIMEM, **WAITS}
-BUILDERS = {**ARITHMETIC, **TOUCHING}
+BUILDERS = {**ARITHMETIC, **MOVES, **TOUCHING}
 IDLE_STEPS = 1_000_000
 """So many instructions in loops that touch no memory are taken for an endless loop."""
 _AGAIN = -3  # a thread has branched back
@@ -52,7 +55,7 @@ class _Statement:
 
     steps: tuple[Instruction, ...]
     operands: AsmOperands
-    slots: int
+    kinds: list[Any]
     tells_threads_apart: bool
 
 
@@ -68,7 +71,7 @@ def _build(asm: str, constraints: str) -> _Statement:
         steps.append(instruction)
     apart = any(name in asm for name in OF_THREADS)
     effects = any(step.mnemonic in TOUCHING for step in steps)
-    return _Statement(tuple(steps), operands, parser.slots, apart and effects)
+    return _Statement(tuple(steps), operands, parser.kinds, apart and effects)
 
 
 class InlineAssembly(PtxSession):
@@ -80,19 +83,23 @@ class InlineAssembly(PtxSession):
         """Runs the text; the results as Triton asks for them."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
-        groups = statement.operands.arguments(values, shape, pack, statement.slots)
+        groups = statement.operands.arguments(values, shape, pack, statement.kinds)
         alone = len(groups) == 1 and not statement.tells_threads_apart
         registers = groups
         if len(groups) == 1 and not alone:
             registers = [groups[0], *(list(groups[0]) for _ in range(THREADS - 1))]
-        threads = [Thread(self, each, i % THREADS, alone) for i, each in enumerate(registers)]
-        self._take_turns(statement, threads)
+        threads = [
+            Threads(self, each, np.array([i % THREADS], np.uint32), alone=alone)
+            for i, each in enumerate(registers)
+        ]
+        with np.errstate(all="ignore"):
+            self._take_turns(statement, threads)
         found = statement.operands.results(types, shape, pack, groups)
         return SimpleNamespace(get_result=found.__getitem__)
 
-    def _take_turns(self, statement: _Statement, threads: list[Thread]) -> None:
+    def _take_turns(self, statement: _Statement, threads: list[Threads]) -> None:
         running = {thread: _execute(statement, thread) for thread in threads}
-        arrived: dict[Thread, int] = {}
+        arrived: dict[Threads, int] = {}
         while running:
             for thread in [t for t in running if t not in arrived]:
                 event = next(running[thread], None)
@@ -108,13 +115,13 @@ class InlineAssembly(PtxSession):
                     "inline PTX: threads of a program wait for each other, at bar.sync and bar.warp.sync"
                 )
 
-    def _meet(self, running: list[Thread], arrived: dict[Thread, int]) -> bool:
+    def _meet(self, running: list[Threads], arrived: dict[Threads, int]) -> bool:
         """Let those go on whose whole block or warp is there; whether any may."""
         met = False
         for thread in [t for t in running if t in arrived]:
-            barrier, warp = arrived.get(thread), thread.number // WARP
+            barrier, warp = arrived.get(thread), thread.numbers[0] // WARP
             whole = barrier == BLOCK_BARRIER
-            members = [t for t in running if whole or t.number // WARP == warp]
+            members = [t for t in running if whole or t.numbers[0] // WARP == warp]
             if barrier is not None and all(arrived.get(t) == barrier for t in members):
                 met = True
                 if whole:
@@ -124,13 +131,13 @@ class InlineAssembly(PtxSession):
         return met
 
 
-def _execute(statement: _Statement, thread: Thread) -> Iterator[int]:
+def _execute(statement: _Statement, thread: Threads) -> Iterator[int]:
     """Run a thread; yields when it branches back and at barriers."""
     steps, registers = statement.steps, thread.registers
     index, count = 0, len(statement.steps)
     while index < count:
         step, target = steps[index], None
-        if step.guard < 0 or registers[step.guard] == step.wanted:
+        if step.guard < 0 or registers[step.guard][0] == step.wanted:
             target = step.action(thread)
         if target is None or target < 0:
             index += 1
