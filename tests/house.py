@@ -141,6 +141,7 @@ FOLDERS = {
         "interlace interlace/verify/lint_check interlace/verify/schedule_check "
         "runtime/core runtime/interpreter runtime/places/sim runtime/scheduler"
     ),
+    "interlace/verify/shims": "interlace interlace/groups interlace/symmetric_memory runtime/core",
     "interlace/verify": (
         "interlace/verify/lint_check interlace/verify/protocols "
         "interlace/verify/race_check interlace/verify/schedule_check"
@@ -148,7 +149,7 @@ FOLDERS = {
     "interlace/verify/suite": (
         "interlace interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "
-        "interlace/verify/schedule_check runtime/compiler runtime/core "
+        "interlace/verify/schedule_check interlace/verify/shims runtime/compiler runtime/core "
         "runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
@@ -165,8 +166,8 @@ FOLDERS = {
     ),
     "interlace/cli/commands": (
         "interlace interlace/arguments interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
-        "interlace/verify interlace/verify/schedule_check interlace/verify/suite "
-        "runtime/algorithms runtime/compiler runtime/compiler/bundle runtime/core "
+        "interlace/verify interlace/verify/schedule_check interlace/verify/shims "
+        "interlace/verify/suite runtime/algorithms runtime/compiler runtime/compiler/bundle runtime/core "
         "runtime/places/one_host runtime/record runtime/tuning"
     ),
     "interlace/cli/tune": (

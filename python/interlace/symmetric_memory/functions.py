@@ -172,6 +172,14 @@ def _name_of(group: Any, communicator: Communicator) -> str:
     return "-".join(map(str, communicator.ranks))
 
 
+def handle_of(address: int) -> SymmetricMemory | None:
+    """All ranks' handle of the tensor that has ``address``; None if none has, or if it has not met."""
+    for base, allocation in _allocations.items():
+        if base <= address < base + allocation.nbytes:
+            return allocation.handles.get(groups.default_group(), (None,))[0]
+    return None
+
+
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, of any shape, is from :func:`empty`, or a view of such a tensor. Not collective.
 

@@ -12,6 +12,7 @@ from interlace.cli.commands import sarif, verify_page
 from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
+from interlace.verify.shims.imports import SHIMS, installed
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
 from interlace.verify.suite.targets import TARGETS
@@ -47,6 +48,12 @@ class VerifyOptions(CommandOptions):
         metavar="RULE",
         help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
     )
+    shims: tuple[str, ...] = option(
+        (),
+        action="append",
+        choices=tuple(SHIMS),
+        help="stand in for a package whose device functions FILE.py calls; may be repeated",
+    )
     html: str | None = option(None, metavar="FILE", help="write a page to look at what was found")
     sarif: str | None = option(None, metavar="FILE", help="write findings for code scanning")
     json: bool = option(False, action="store_true", help="print JSON")
@@ -67,7 +74,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
     plan = _plan(options, own)
     # what the user's code prints must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
-    with quiet, counted() as begin:
+    with quiet, installed(*options.shims), counted() as begin:
         results = _run(options, plan, own, begin)
     if options.json:
         facts = {
@@ -119,6 +126,10 @@ def _run(options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars) -> lis
         jobs = suite.function_jobs(target, fn, plan)
         lint = partial(suite.lint_launches, target, fn, plan)
     results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
+    if options.shims:
+        return (
+            results  # a shim is not compiled to what the package that it stands for is compiled to
+        )
     return results + lint(on_done=begin("compiling", count))
 
 

@@ -23,6 +23,7 @@ from interlace.verify.race_check.check import races
 from interlace.verify.race_check.findings import RaceReport
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import ScheduleReport, schedules
+from interlace.verify.shims.imports import SHIMS
 from interlace.verify.suite.targets import TARGETS
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
@@ -251,7 +252,12 @@ def load_function(text: str) -> Callable[[], Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{path}: importing it fails: {type(error).__name__}: {error}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        shim = str(missing).partition(".")[0]
+        hint = f"; --shims {shim} stands in for it" if shim in SHIMS else ""
+        raise ValueError(
+            f"{path}: importing it fails: {type(error).__name__}: {error}{hint}"
+        ) from error
     finally:
         sys.argv = own_arguments
     fn = getattr(module, name, None)

@@ -1,0 +1,104 @@
+"""Kernels that call functions of the shims, one after the other: what they do, not what they order."""
+
+import iris
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
+import triton
+import triton.language as tl
+import triton_dist.language as dl
+from triton_dist.language.extra import libshmem_device
+from triton_dist.language.extra.language_extra import atomic_cas, ld, st, tid
+from triton_dist.utils import nvshmem_create_tensor
+
+
+@triton.jit
+def iris_kernel(mine, theirs, counts, bases, rank, peer, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    iris.get(mine + offsets, theirs + offsets, rank, peer, bases)
+    iris.put(theirs + offsets, theirs + BLOCK + offsets, rank, rank, bases, mask=offsets < 2)
+    iris.copy(mine + offsets, theirs + 2 * BLOCK + offsets, peer, rank, rank, bases)
+    for _ in range(3):
+        iris.atomic_add(counts, 1, rank, peer, bases, scope="sys")
+    iris.atomic_max(counts + 1, 5 + rank, rank, peer, bases, scope="sys")
+    iris.atomic_cas(counts + 2, 0, 7 + rank, rank, peer, bases, scope="sys")
+
+
+def by_iris():
+    ctx = iris.iris()
+    rank = ctx.get_rank()
+    mine, theirs = ctx.full((4,), 1.0 + rank), ctx.zeros(12)
+    counts = ctx.zeros(3, dtype=torch.int32)
+    ctx.barrier()
+    iris_kernel[(1,)](mine, theirs, counts, ctx.get_heap_bases(), rank, 1 - rank, 4)
+    ctx.barrier()
+    return theirs.tolist(), counts.tolist()
+
+
+@triton.jit
+def nvshmem_kernel(numbers, counts, BLOCK: tl.constexpr):
+    pe = 1 - libshmem_device.my_pe()
+    libshmem_device.putmem(numbers + BLOCK, numbers, 4 * BLOCK, pe)
+    libshmem_device.int_p(numbers + 2 * BLOCK, 9 + pe, pe)
+    libshmem_device.signal_op(counts, 2, 10, pe)
+    libshmem_device.signal_op(counts, 3, libshmem_device.NVSHMEM_SIGNAL_ADD, pe)
+    libshmem_device.signal_wait_until(counts, 5, 5)
+    libshmem_device.barrier_all()
+    nvshmem.get(numbers + 3 * BLOCK, numbers + BLOCK, BLOCK, pe)
+    nvshmem.putmem_signal_block(numbers + 4 * BLOCK, numbers, 4 * BLOCK, counts + 1, 1, 9, pe)
+    nvshmem.signal_wait_until(counts + 1, 0, 1)
+
+
+def by_nvshmem():
+    numbers = symm_mem.empty(20, dtype=torch.int32)
+    handle = symm_mem.rendezvous(numbers)
+    counts = nvshmem_create_tensor((2,), torch.int64)
+    counts.zero_()
+    numbers.zero_()[:4] = torch.arange(4, dtype=torch.int32) + 10 * handle.rank
+    handle.barrier()
+    nvshmem_kernel[(1,)](numbers, counts, 4)
+    handle.barrier()
+    return numbers.tolist(), counts.tolist()
+
+
+@triton.jit
+def words_kernel(words, seen):
+    peer = (dl.rank() + 1) % dl.num_ranks()
+    dl.notify(words, peer, signal=3)
+    dl.notify(words + 1, dl.rank(), signal=4, comm_scope="gpu")
+    dl.notify(words + 2, peer, signal=2, sig_op="add", comm_scope="intra_node")
+    dl.wait(words + 1, 1, "sys", "acquire", waitValue=4)
+    dl.wait(words, 1, "sys", "acquire", waitValue=3)
+    dl.wait(words + 2, 1, "sys", "acquire", waitValue=2)
+    if tid(0) == 0:
+        st(words + 3, 1 + atomic_cas(words + 2, 2, 6, "sys", "acq_rel"), semantic="release")
+        tl.store(seen, ld(words + 3, "gpu", "acquire") + ld(words + 2))
+
+
+def by_words():
+    words = nvshmem_create_tensor(4, torch.int64).zero_()
+    symm_mem.rendezvous(words).barrier()
+    seen = torch.zeros(1, dtype=torch.int64)
+    words_kernel[(1,)](words, seen)
+    return words.tolist(), seen.item()
+
+
+@triton.jit
+def wrong_kernel(words, pe, sig_op):
+    libshmem_device.signal_op(words, 1, sig_op, pe)
+
+
+def wrong_peer():
+    wrong_kernel[(1,)](nvshmem_create_tensor(4, torch.int64), 2, 9)
+
+
+def wrong_memory():
+    wrong_kernel[(1,)](torch.zeros(4, dtype=torch.int64), 0, 9)
+
+
+def wrong_operation():
+    wrong_kernel[(1,)](nvshmem_create_tensor(4, torch.int64), 0, 0)
+
+
+def heap_used_up():
+    iris.iris(1 << 12).empty(1 << 12)

@@ -1,0 +1,114 @@
+"""Kernels in other projects' styles, with their device functions: right ones are clean, mutants are found.
+
+A mutant is the kernel with one fault, as it is made by people; ``kind`` is what ``races`` calls it.
+"""
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from interlace.verify import races, schedules, shims
+from interlace.verify.schedule_check.check import ScheduleReport
+from mutants.mutations import Mutant, mutant_of, mutated_function
+
+FOLDER = "tests/peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A file of kernels, the function in it that every rank runs, and the shims that it imports."""
+
+    file: str
+    function: str
+    shims: tuple[str, ...] = ()
+    world_size: int = 2
+
+    def mutant(self, name: str, *edits: tuple[str, str]) -> Mutant:
+        return mutant_of(f"{FOLDER}/{self.file}", name, *edits)
+
+    def loaded(self, mutant: Mutant, folder: pathlib.Path) -> Callable[[], Any]:
+        return mutated_function(mutant, self.function, folder)
+
+
+IRIS = Peer("iris_kernels.py", "two_rounds", ("iris",))
+TRITON_DISTRIBUTED = Peer("triton_distributed_kernels.py", "one_launch", ("triton_dist",))
+NVSHMEM = Peer("nvshmem_kernels.py", "gather", ("torch",), 3)
+PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM]
+
+MUTANTS = [
+    (
+        IRIS,
+        "narrow scope",
+        "the scope of iris' atomics is gpu unless told otherwise",
+        ('rank, to_rank, heap_bases, sem="release", scope="sys")', "rank, to_rank, heap_bases)"),
+    ),
+    (
+        IRIS,
+        "no barrier",
+        "the exchange releases one thread's stores",
+        (
+            "tl.debug_barrier()\n    iris.atomic_xchg(ready",
+            "iris.atomic_xchg(ready",
+        ),
+    ),
+    (
+        TRITON_DISTRIBUTED,
+        "narrow scope",
+        "a wait of scope gpu for a word of another GPU",
+        ('dl.wait(signal_ptr + slot, 1, "sys"', 'dl.wait(signal_ptr + slot, 1, "gpu"'),
+    ),
+    (
+        TRITON_DISTRIBUTED,
+        "no barrier",
+        "notify is thread 0's alone",
+        (
+            "__syncthreads()\n            dl.notify(signal_ptr + slot, to_rank",
+            "dl.notify(signal_ptr + slot, to_rank",
+        ),
+    ),
+    (
+        NVSHMEM,
+        "weak order",
+        "a signal is in no order with puts",
+        ("nvshmem.fence()", "pass"),
+    ),
+    (
+        NVSHMEM,
+        "write-read",
+        "a signal before the put",
+        (
+            "nvshmem.put(block, block, ELEMENTS, to_rank)\n        nvshmem.fence()\n"
+            "        nvshmem.signal_op(signal + step, 1, 9, to_rank)",
+            "nvshmem.signal_op(signal + step, 1, 9, to_rank)\n        nvshmem.fence()\n"
+            "        nvshmem.put(block, block, ELEMENTS, to_rank)",
+        ),
+    ),
+]
+
+
+def late_stores(fn: Callable[[], Any], world_size: int, n: int) -> ScheduleReport:
+    return schedules(fn, world_size, n=n, store_buffers=True, workers=1, shrink=False)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.file)
+def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
+    with shims.installed(*peer.shims):
+        fn = peer.loaded(peer.mutant("none"), tmp_path)
+        report = races(fn, peer.world_size, seeds=3)
+        assert report.clean and report.events > 100, str(report)
+        assert late_stores(fn, peer.world_size, 4).clean
+
+
+@pytest.mark.parametrize(
+    ("peer", "kind", "name", "edit"), MUTANTS, ids=[f"{m[0].file} {m[2]}" for m in MUTANTS]
+)
+def test_a_mutant_is_found(
+    peer: Peer, kind: str, name: str, edit: tuple[str, str], tmp_path: pathlib.Path
+) -> None:
+    with shims.installed(*peer.shims):
+        fn = peer.loaded(peer.mutant(name, edit), tmp_path)
+        report = races(fn, peer.world_size, seeds=2)
+    assert kind in {finding.kind for finding in report.findings}, str(report)

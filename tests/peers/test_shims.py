@@ -1,0 +1,110 @@
+"""The shims' functions do what they should, and refuse misuse; ``import`` finds them for a time."""
+
+import importlib
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed._symmetric_memory as of_torch
+
+import interlace
+from interlace.cli import main
+from interlace.verify import shims
+from interlace.verify.suite.jobs import load_function
+
+FILE = pathlib.Path(__file__).with_name("shim_kernels.py")
+
+
+def run(name: str) -> Any:
+    with shims.installed("iris", "triton_dist", "torch"):
+        return interlace.run(load_function(f"{FILE}::{name}"), 2)
+
+
+def test_iris() -> None:
+    zeros = [0.0, 0.0]
+    assert run("by_iris") == [
+        ([2.0] * 4 + [2.0, 2.0] + zeros + [2.0] * 4, [3, 6, 8]),
+        ([1.0] * 4 + [1.0, 1.0] + zeros + [1.0] * 4, [3, 5, 7]),
+    ]
+
+
+def test_nvshmem() -> None:
+    low, high = [0, 1, 2, 3], [10, 11, 12, 13]
+    # what a rank gets from its peer is what it has put there itself
+    assert run("by_nvshmem") == [
+        (low + high + [9, 0, 0, 0] + low + high, [5, 1]),
+        (high + low + [10, 0, 0, 0] + high + low, [5, 1]),
+    ]
+
+
+def test_words_of_triton_distributed() -> None:
+    assert run("by_words") == [([3, 4, 6, 3], 9)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong_peer", "pe must be within 0..1, got 2 on rank"),
+        ("wrong_memory", "pointer must be into symmetric memory that all ranks have"),
+        (
+            "wrong_operation",
+            "sig_op must be NVSHMEM_SIGNAL_SET (9) or NVSHMEM_SIGNAL_ADD (10), got 0",
+        ),
+    ],
+)
+def test_misuse_names_argument_and_rank(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(name)
+
+
+def test_a_heap_that_is_used_up() -> None:
+    with pytest.raises(MemoryError, match="16384 more from byte 0 on do not fit"):
+        run("heap_used_up")
+
+
+def test_the_shims_go_when_the_block_ends() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("triton_dist")
+    with shims.installed("torch", "triton_dist"):
+        import torch.distributed._symmetric_memory as here
+        from triton_dist.utils import finalize_distributed
+
+        assert here.__name__ == "interlace.symmetric_memory"
+        with pytest.raises(
+            NotImplementedError, match=r"shim of triton_dist\.utils has no finalize"
+        ):
+            finalize_distributed()
+    import torch.distributed._symmetric_memory as after
+
+    assert after is of_torch and "triton_dist" not in sys.modules
+
+
+def test_a_shim_that_is_not_there() -> None:
+    with (
+        pytest.raises(
+            ValueError, match="there is no shim 'rccl'; there are iris, triton_dist, torch"
+        ),
+        shims.installed("rccl"),
+    ):
+        pass
+
+
+def verified(*more: str) -> int:
+    target = f"{FILE.with_name('iris_kernels.py')}::two_rounds"
+    return main.run(["verify", target, *more])
+
+
+def test_the_command_installs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    little = ["--ranks", "2", "--seeds", "1", "--schedules", "2", "--json"]
+    assert verified("--shims", "iris", *little) == 0
+    checks = [each["check"] for each in json.loads(capsys.readouterr().out)["results"]]
+    # what a shim compiles to is not what Iris does: no lint
+    assert checks == ["races", "schedules", "late stores"] and "iris" not in sys.modules
+
+
+def test_the_command_names_the_shim_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verified() == 2
+    assert "No module named 'iris'; --shims iris stands in for it" in capsys.readouterr().err
