@@ -179,7 +179,7 @@ FOLDERS = {
         "interlace interlace/cli/bench interlace/cli/commands interlace/cli/demo "
         "interlace/cli/output interlace/cli/tune runtime/compat runtime/core"
     ),
-    "interlace_pytest": "interlace/verify",
+    "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "program": "interlace/cli",
 }
 

@@ -16,6 +16,11 @@ from interlace.runtime.tuning import configuration
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
 JOB_PLACES = ("hosts", "nvshmem")
 MAX_WORLD_SIZE = 64
+NOT_RUN_BY_A_CALL = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
 
 
 def run(
@@ -85,17 +90,30 @@ def run(
     return tracing.around(start, fn, place=place)
 
 
-def check_run(fn: Callable[..., Any], world_size: int, timeout: float | timedelta = 300.0) -> float:
-    """``timeout`` in seconds. Raises TypeError or ValueError for what cannot be run on ranks."""
+def check_run(
+    fn: Callable[..., Any],
+    world_size: int,
+    timeout: float | timedelta = 300.0,
+    names: tuple[str, str] = ("fn", "world_size"),
+    **flags: bool,
+) -> float:
+    """``timeout`` in seconds. Raises TypeError or ValueError for what cannot be run on ranks.
+
+    ``names``: of the first two, as the caller's caller knows them. ``flags``: of the caller's own.
+    """
+    name, size = names
     if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size must be an int, got {world_size!r}")
+        raise TypeError(f"{size} must be an int, got {world_size!r}")
     if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ValueError(f"world_size must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
+        raise ValueError(f"{size} must be within 1..{MAX_WORLD_SIZE}, got {world_size}")
     if not callable(fn):
-        raise TypeError(f"fn must be callable, got {type(fn).__name__}")
+        raise TypeError(f"{name} must be callable, got {type(fn).__name__}")
     plain = inspect.unwrap(fn)
-    if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain):
-        raise TypeError("fn is async or a generator: a call would not run its body")
+    if any(kind(plain) for kind in NOT_RUN_BY_A_CALL):
+        raise TypeError(f"{name} is async or a generator: a call would not run its body")
+    for flag, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{flag} must be a bool, got {value!r}")
     return positive_seconds("timeout", timeout)
 
 

@@ -10,8 +10,9 @@ The body runs on simulated ranks, once for each schedule, under the race detecto
 raises, if ranks wait for each other, and if there is a race, with the report of ``interlace.verify.races``.
 """
 
-import inspect
-from collections.abc import Callable, Generator, Iterable
+import functools
+import unittest
+from collections.abc import Callable, Collection, Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,17 +20,22 @@ import pytest
 if TYPE_CHECKING:
     from interlace.verify import RaceReport
 
+DEFAULTS: dict[str, Any] = {"ranks": 2, "seeds": 10, "store_buffers": False, "timeout": 300.0}
+SIGNATURE = f"interlace({', '.join(f'{name}={value}' for name, value in DEFAULTS.items())})"
 MARK = (
-    "interlace(ranks=2, seeds=10, store_buffers=False, timeout=300.0): run the body on so many simulated "
+    f"{SIGNATURE}: run the body on so many simulated "
     "ranks, in so many schedules, or in those of a list of seeds, and look for races"
 )
+REPORTS = pytest.StashKey["list[RaceReport]"]()
+# of a rank: how a body ends a test otherwise than by an error
+OUTCOMES = (pytest.skip.Exception, pytest.fail.Exception, unittest.SkipTest)
 
 
 class Races:
     """``races(fn, world_size, ...)`` is ``interlace.verify.races``, whose reports are kept."""
 
-    def __init__(self) -> None:
-        self.reports: list[RaceReport] = []
+    def __init__(self, reports: "list[RaceReport]") -> None:
+        self.reports = reports
 
     def __call__(self, fn: Callable[..., Any], world_size: int, *args: Any, **how: Any) -> Any:
         from interlace import verify
@@ -39,9 +45,11 @@ class Races:
 
 
 @pytest.fixture
-def races() -> Races:
+def races(request: pytest.FixtureRequest) -> Generator[Races, None, None]:
     """As ``interlace.verify.races``; what it finds in all its calls fails the test when that has ended."""
-    return Races()
+    reports = request.node.stash.setdefault(REPORTS, [])
+    yield Races(reports)
+    _tell(reports)  # of calls after the test, by fixtures that end
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,51 +57,90 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    kept: list[RaceReport] = []
-    marker = pyfuncitem.get_closest_marker("interlace")
-    if marker is not None:
-        try:
-            pyfuncitem.obj = _on_ranks(pyfuncitem.obj, kept, *marker.args, **marker.kwargs)
-        except TypeError as error:
-            pytest.fail(f"{error}; the mark is {MARK}", pytrace=False)
-    result = yield
-    fixture = pyfuncitem.funcargs.get("races")
-    if isinstance(fixture, Races):
-        kept += fixture.reports
-    if found := [str(report) for report in kept if not report.clean]:
-        pytest.fail("\n\n".join(found), pytrace=False)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A mark that cannot be as it is written is an error of its file, before any test runs."""
+    report = yield
+    wrong: dict[str, str] = {}
+    for item in report.result or ():
+        if isinstance(item, pytest.Item):
+            try:
+                _marked(item)
+            except (TypeError, ValueError) as error:
+                wrong[item.nodeid.partition("[")[0]] = str(error)
+    if not wrong:
+        return report
+    lines = "\n".join(f"{test}: {error}" for test, error in wrong.items())
+    return pytest.CollectReport(collector.nodeid, "failed", lines, [])
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    reports = item.stash.setdefault(REPORTS, [])
+    how = _marked(item)  # again: a conftest.py may have marked it since
+    test: Any = item
+    if how is not None:
+        body, test.obj = test.obj, _on_ranks(test.obj, **how)
+    try:
+        result = yield
+    except BaseException:
+        reports.clear()  # it has failed already
+        raise
+    finally:
+        if how is not None:
+            test.obj = body  # for whoever runs it again
+    _tell(reports)
     return result
 
 
-def _on_ranks(
-    body: Callable[..., Any],
-    kept: "list[RaceReport]",
-    *,
-    ranks: int = 2,
-    seeds: int | Iterable[int] = 10,
-    store_buffers: bool = False,
-    timeout: float = 300.0,
-) -> Callable[..., None]:
-    """A function that runs ``body`` on ranks and keeps the report; takes the fixtures."""
+def _marked(item: pytest.Item) -> dict[str, Any] | None:
+    """Arguments of the marks of a test: those of a class and, before them, those of its method."""
+    marks = [m for node in item.listchain() for m in node.own_markers if m.name == "interlace"]
+    if not marks:
+        return None
+    from interlace.verify.race_check.check import check_races
 
+    how = dict(DEFAULTS)
+    for mark in marks:
+        if mark.args or not mark.kwargs.keys() <= DEFAULTS.keys():
+            strange = [*map(repr, mark.args), *(k for k in mark.kwargs if k not in DEFAULTS)]
+            raise TypeError(f"the mark is {SIGNATURE}, by name; got {', '.join(strange)}")
+        how.update(mark.kwargs)
+    if not isinstance(item, pytest.Function):
+        raise TypeError(f"the mark interlace is for functions, got a {type(item).__name__}")
+    if not isinstance(how["seeds"], (int, Collection)):  # the mark may be of several tests
+        raise TypeError(f"seeds must be a number of schedules or a list, got {how['seeds']!r}")
+    check_races(item.obj, *how.values(), names=("the body", "ranks"))
+    return how
+
+
+def _on_ranks(body: Callable[..., Any], ranks: int, **how: Any) -> Callable[..., None]:
+    """A function that runs ``body`` on ranks and fails for what is found; takes the fixtures."""
+
+    @functools.wraps(body)  # unittest looks for attributes
     def test(**fixtures: Any) -> None:
         from interlace import verify
 
-        if inspect.iscoroutinefunction(body):
-            raise TypeError("the body is async: a call would not run it")
-        skipped: list[BaseException] = []
+        ended: list[BaseException] = []
 
         def on_rank() -> None:
             try:
                 body(**fixtures)
-            except pytest.skip.Exception as skip:
-                skipped.append(skip)
+            except OUTCOMES as outcome:
+                ended.append(outcome)
 
-        how: Any = {"seeds": seeds, "store_buffers": store_buffers, "timeout": timeout}
         report = verify.races(on_rank, ranks, **how)
-        if skipped:
-            raise skipped[0]
-        kept.append(report)
+        if ended:
+            raise ended[0]
+        _tell([report])
 
     return test
+
+
+def _tell(reports: "list[RaceReport]") -> None:
+    """Fail for what is in the reports, each of which is told once."""
+    found = [str(report) for report in reports if not report.clean]
+    reports.clear()
+    if found:
+        pytest.fail("\n\n".join(found), pytrace=False)

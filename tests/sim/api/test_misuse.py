@@ -267,10 +267,25 @@ def test_a_body_that_a_call_does_not_run() -> None:
     def generator() -> Any:
         yield
 
-    for fn in coroutine, generator:
+    async def async_generator() -> Any:
+        yield
+
+    for fn in coroutine, generator, async_generator:
         for call in interlace.run, interlace.verify.races, interlace.verify.check:
             with pytest.raises(TypeError, match="would not run its body"):
                 call(fn, 2)  # type: ignore[operator]
+
+
+def test_a_switch_of_verify_that_is_no_bool() -> None:
+    verify: Any = interlace.verify
+    for call, name in (
+        (verify.races, "store_buffers"),
+        (verify.schedules, "store_buffers"),
+        (verify.schedules, "deterministic"),
+        (verify.schedules, "shrink"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got 'yes'"):
+            call(interlace.barrier, 2, **{name: "yes"})
 
 
 def test_actors_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

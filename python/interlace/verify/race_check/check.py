@@ -73,8 +73,7 @@ def races(
     >>> print(interlace.verify.races(step, 2, seeds=1).clean)
     True
     """
-    timeout = launcher.check_run(fn, world_size, timeout)
-    chosen = seed_list(seeds)
+    chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
@@ -108,6 +107,23 @@ def races(
         tuple(launches.values()),
         tuple(stories),
     )
+
+
+def check_races(
+    fn: Callable[..., Any],
+    world_size: int,
+    seeds: int | Iterable[int],
+    store_buffers: bool,
+    timeout: float,
+    *,
+    names: tuple[str, str] = ("fn", "world_size"),
+) -> tuple[list[int], float]:
+    """The seeds, and the timeout in seconds, of :func:`races`, if nothing is wrong with its arguments.
+
+    ``names``: of the first two, where they have others.
+    """
+    seconds = launcher.check_run(fn, world_size, timeout, names, store_buffers=store_buffers)
+    return seed_list(seeds), seconds
 
 
 def _form(error: str) -> str:

@@ -133,7 +133,14 @@ def schedules(
     >>> verify.schedules(interlace.get_rank, 2, n=4, workers=1).clean
     True
     """
-    timeout = launcher.check_run(fn, world_size, timeout)
+    timeout = launcher.check_run(
+        fn,
+        world_size,
+        timeout,
+        store_buffers=store_buffers,
+        deterministic=deterministic,
+        shrink=shrink,
+    )
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n must be an int, got {n!r}")
     if n < 1:
@@ -289,7 +296,7 @@ def replay(
     >>> verify.replay(on_rank, 2, report.failure.segments, seed=report.failure.seed)
     [0, 1]
     """
-    timeout = launcher.check_run(fn, world_size, timeout)
+    timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
     on_rank = launcher.rank_function(fn, args, kwargs)
     scheduler = Scheduler(
         seed, strategy=Replay(segments), store_buffers=store_buffers, timeout=timeout
