@@ -134,6 +134,7 @@ EXPECTED = {
     kernels.fenced_relaxed_flag: set(),
     kernels.relaxed_flag_without_fence: {"weak order"},
     kernels.fence_of_gpu_scope: {"narrow scope"},
+    kernels.all_look_at_one_flag: set(),
     kernels.passed_on_by_a_third: set(),
     kernels.scalar_without_barrier: set(),
     kernels.own_bytes_of_one_word: set(),

@@ -262,7 +262,8 @@ class Detector(Observer):
             plain = [*plain, *segment.unordered(segment.loads, cells, known, me)]
         self._report("mixed access", plain, site, segment, size)
         for conflict in segment.unordered(segment.atomics, cells, known, me):
-            if not self._reach(agent, scope, conflict.component >> 1, conflict.extra & 3):
+            both_read = not writes and not conflict.extra & WRITES
+            if not both_read and not self._reach(agent, scope, conflict.component >> 1, conflict.extra & 3):
                 self._report("narrow scope", [conflict], site, segment, size)
         component = agent.lanes if lanes else agent.thread
         extra = scope | (WRITES if writes else 0)
