@@ -115,7 +115,9 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/scheduler runtime/start runtime/tuning"
     ),
-    "interlace/integrations": "interlace interlace/groups interlace/nn/functions runtime/core",
+    "interlace/integrations": (
+        "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"
+    ),
     "interlace/benchmark/timing": "interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",
     "interlace/cli/demo": (
@@ -154,7 +156,7 @@ FOLDERS = {
     ),
     "interlace/benchmark/subjects": (
         "interlace interlace/arguments interlace/benchmark/timing interlace/groups "
-        "interlace/verify/suite runtime/algorithms runtime/core"
+        "interlace/verify/suite runtime/algorithms runtime/compat runtime/core"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups "
@@ -162,12 +164,12 @@ FOLDERS = {
     ),
     "interlace/cli/bench": (
         "interlace interlace/benchmark/runs interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/core"
+        "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/compat runtime/core"
     ),
     "interlace/cli/commands": (
         "interlace interlace/arguments interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
-        "interlace/verify interlace/verify/schedule_check interlace/verify/shims "
-        "interlace/verify/suite runtime/algorithms runtime/compiler runtime/compiler/bundle runtime/core "
+        "interlace/verify interlace/verify/schedule_check interlace/verify/shims interlace/verify/suite "
+        "runtime/algorithms runtime/compat runtime/compiler runtime/compiler/bundle runtime/core "
         "runtime/places/one_host runtime/record runtime/tuning"
     ),
     "interlace/cli/tune": (
@@ -177,7 +179,7 @@ FOLDERS = {
     ),
     "interlace/cli": (
         "interlace interlace/cli/bench interlace/cli/commands interlace/cli/demo "
-        "interlace/cli/output interlace/cli/tune runtime/compat runtime/core"
+        "interlace/cli/output interlace/cli/tune runtime/core"
     ),
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "program": "interlace/cli",

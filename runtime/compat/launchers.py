@@ -7,26 +7,44 @@ RANK                  OMPI_COMM_WORLD_RANK         PMI_RANK           SLURM_PROC
 WORLD_SIZE            OMPI_COMM_WORLD_SIZE         PMI_SIZE           SLURM_STEP_NUM_TASKS
 LOCAL_RANK            OMPI_COMM_WORLD_LOCAL_RANK   MPI_LOCALRANKID    SLURM_LOCALID
 LOCAL_WORLD_SIZE      OMPI_COMM_WORLD_LOCAL_SIZE   MPI_LOCALNRANKS    WORLD_SIZE, of one node
-MASTER_ADDR           127.0.0.1, of one host       the same           the first of SLURM_STEP_NODELIST
-MASTER_PORT           of PMIX_NAMESPACE            none               of SLURM_JOB_ID and SLURM_STEP_ID
+MASTER_ADDR           first of SLURM_JOB_NODELIST  as SLURM           first of SLURM_STEP_NODELIST
+MASTER_PORT           of PMIX_NAMESPACE            as SLURM           of SLURM_JOB_ID and SLURM_STEP_ID
 ====================  ===========================  =================  ==================================
 
-The first column with a rank and a world size counts: an mpirun inside of a SLURM step has its own.
+The first column with a rank and a world size counts: an mpirun inside of a SLURM step has its own. Ranks on
+one host meet at 127.0.0.1. Where to meet has to be the same on all of them: Open MPI starts its ranks on
+other hosts by a step of SLURM, those on its own without, so variables of the step are not for them.
 """
 
 import os
 import re
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
+IDENTITY = ("RANK", "WORLD_SIZE")
 VARIABLES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", ""),
 }
-JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
+HOSTS = ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST")
+_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+JOBS = (("PMIX_NAMESPACE",), _STEP, _STEP)
+NAMES = (*VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, PORTS = 20000, 10000  # below those that the system gives out
+LAST_PORT = 65535
+
+
+class Said(NamedTuple):
+    """What the environment says of one of torchrun's variables, and in which of its own."""
+
+    by: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.by}={self.value!r}"
 
 
 def launched() -> bool:
@@ -35,15 +53,25 @@ def launched() -> bool:
     Of SLURM, Open MPI, MPICH and Intel MPI sets those of torchrun that are unset, as they are for
     torch: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
     The address is known of jobs on one host and of SLURM, the port where the launcher numbers its jobs; set
-    both yourself elsewhere. :func:`interlace.init` and what calls it need no call of this.
+    both yourself elsewhere. If ``RANK`` and ``WORLD_SIZE`` are set, and make this another rank than the
+    launcher does, as under ``srun torchrun``, nothing is. :func:`interlace.init` and what calls it need no
+    call of this.
+
+    Raises ValueError that names the variable if one is empty, no number or out of range, and if only one of
+    ``RANK`` and ``WORLD_SIZE`` is set, unless the launcher says the same.
 
     >>> interlace.launched()
     False
     """
-    if "RANK" not in os.environ:
-        for name, value in variables(os.environ).items():
-            os.environ.setdefault(name, value)
-    return "RANK" in os.environ
+    found = variables(os.environ)
+    os.environ.update(found)
+    return bool(found)
+
+
+def local_rank() -> int | None:
+    """``LOCAL_RANK``; None if it is unset. Raises ValueError as :func:`launched` does."""
+    text = os.environ.get("LOCAL_RANK")
+    return None if text is None else _number(Said("LOCAL_RANK", text))
 
 
 def variables(given: Mapping[str, str]) -> dict[str, str]:
@@ -52,23 +80,85 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
     >>> variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
     """
-    found: dict[str, str] = {}
-    for names in zip(*VARIABLES.values(), strict=True):
-        said = {to: given[name] for to, name in zip(VARIABLES, names, strict=True) if name in given}
-        own = {name: said.get(name) for name in ("RANK", "WORLD_SIZE")}
-        if None not in own.values() and own.items() <= (found or said).items():
-            found = {**said, **found}  # srun may set PMI's, too, which lack the local rank
+    own = {name: Said(name, given[name]) for name in NAMES if name in given}
+    _check(own)
+    others = {} if len(own) == len(NAMES) else _of_other_launchers(given)
+    mine = [name for name in IDENTITY if name in own]
+    if mine and not (others and _same_rank(own, others)):
+        if len(mine) < len(IDENTITY):
+            (unset,) = {*IDENTITY} - {*mine}
+            said = " and ".join(str(others[name]) for name in IDENTITY if name in others)
+            raise ValueError(
+                f"{own[mine[0]]} is in the environment without {unset}"
+                f"{said and f', against {said}'}: unset {mine[0]}, or set both"
+            )
+        others = {}
+    found = {**others, **own}
+    _check(found)
+    return {name: said.value for name, said in found.items()} if "RANK" in found else {}
+
+
+def _same_rank(one: Mapping[str, Said], other: Mapping[str, Said]) -> bool:
+    return all(one[n].value == other[n].value for n in IDENTITY if n in one and n in other)
+
+
+def _of_other_launchers(given: Mapping[str, str]) -> dict[str, Said]:
+    found: dict[str, Said] = {}
+    hosts = ""
+    job: tuple[str, ...] = ()
+    for column, names in enumerate(zip(*VARIABLES.values(), strict=True)):
+        pairs = zip(VARIABLES, names, strict=True)
+        said = {to: Said(name, given[name]) for to, name in pairs if name in given}
+        if any(name not in said for name in IDENTITY) or not _same_rank(found, said):
+            continue
+        if not found:
+            hosts, job = HOSTS[column], JOBS[column]
+        found = {**said, **found}  # srun may set PMI's, too, which lack the local rank
     if not found:
-        return {}
+        return found
     if given.get("SLURM_STEP_NUM_NODES") == "1":
         found.setdefault("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])
-    if found.get("LOCAL_WORLD_SIZE") == found["WORLD_SIZE"]:
-        found["MASTER_ADDR"] = "127.0.0.1"
-    elif "SLURM_STEP_NODELIST" in given:
-        found["MASTER_ADDR"] = first_host(given["SLURM_STEP_NODELIST"])
-    if job := "/".join(given[name] for name in JOB if name in given):
-        found["MASTER_PORT"] = str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
+    here = found.get("LOCAL_WORLD_SIZE")
+    if here is not None and here.value == found["WORLD_SIZE"].value:
+        found["MASTER_ADDR"] = Said(here.by, "127.0.0.1")
+    elif hosts in given:
+        found["MASTER_ADDR"] = Said(hosts, first_host(given[hosts]))
+    if parts := {name: given[name] for name in job if name in given}:
+        port = FIRST_PORT + zlib.crc32("/".join(parts.values()).encode()) % PORTS
+        empty = (Said(*part) for part in parts.items() if not part[1])
+        found["MASTER_PORT"] = next(empty, Said(job[0], str(port)))
     return found
+
+
+def _check(found: Mapping[str, Said]) -> None:
+    """Raise ValueError naming the variable that says what cannot be."""
+    numbers = {
+        name: _number(said, least=1 if name.endswith("SIZE") else 0)
+        for name, said in found.items()
+        if name != "MASTER_ADDR"
+    }
+    ranks = numbers.get("WORLD_SIZE")
+    if ranks is not None and numbers.get("RANK", 0) >= ranks:
+        raise ValueError(
+            f"{found['RANK']} in the environment must be less than {found['WORLD_SIZE']}"
+        )
+    first = 0 if ranks == 1 else 1  # where nobody comes, any free one will do
+    if not first <= numbers.get("MASTER_PORT", first) <= LAST_PORT:
+        raise ValueError(
+            f"{found['MASTER_PORT']} in the environment must be within {first}..{LAST_PORT}"
+        )
+    if "MASTER_ADDR" in found and not found["MASTER_ADDR"].value.strip():
+        raise ValueError(f"{found['MASTER_ADDR']} in the environment names no host")
+
+
+def _number(said: Said, least: int = 0) -> int:
+    try:
+        number = int(said.value)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{said} in the environment must be a whole number, at least {least}")
+    return number
 
 
 def first_host(hosts: str) -> str:

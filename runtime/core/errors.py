@@ -5,8 +5,10 @@ the rank. Everything else derives from :class:`InterlaceError`, so one ``except`
 """
 
 import contextlib
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 OF_PARENT = (
@@ -125,6 +127,18 @@ class RankError(InterlaceError):
     def __str__(self) -> str:
         text = f"rank {self.rank}: {type(self.original).__name__}: {self.original}"
         return f"{text}\n{self.details}" if self.details else text
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback of ``error`` from the first call that is not this project's; whole if all are."""
+    first = error.__traceback__
+    while first is not None and _is_own(first.tb_frame):
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "interlace"
 
 
 def rank_error(rank: int, original: BaseException, details: str = "") -> RankError:

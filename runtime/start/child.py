@@ -14,7 +14,6 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.compat.torch_groups import TCPStore
-from interlace.runtime.core.errors import AbortedError, PeerDiedError
+from interlace.runtime.core.errors import AbortedError, PeerDiedError, users_traceback
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
@@ -142,7 +141,7 @@ def _failure(error: BaseException) -> TaskReport:
         when=time.monotonic(),
         follows=isinstance(error, (AbortedError, PeerDiedError)),
         summary=f"{type(error).__name__}: {error}",
-        details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        details=users_traceback(error),
     )
 
 

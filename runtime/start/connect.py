@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.place import Place
@@ -44,8 +45,12 @@ def connect_place(
     Finds out which ranks share a host. ``timeout``, in seconds, bounds joining and every later wait;
     ``generation`` tells groups of the same name apart that are made one after another. ``host`` says
     what the host is to be known as; ranks that give different ones share nothing. Raises
-    CollectiveTimeoutError that names the ranks which did not come.
+    CollectiveTimeoutError that names the ranks which did not come, ValueError for no rank of the group.
     """
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank must be within 0..{world_size - 1}, world size {world_size}, got {rank}"
+        )
     prefix = f"interlace/{name}/{generation}"
     if world_size == 1:
         return ShmPlace(HostGroup(None, rank, 1, timeout=timeout, prefix=prefix))
@@ -123,8 +128,6 @@ def on_gpu(
 
 def all_have_gpus(processes: Place) -> bool:
     """Whether every rank of ``processes`` can run kernels on a GPU that no other rank has. Collective."""
-    usable = (
-        not gpu_problem() and int(os.environ.get("LOCAL_RANK", "0")) < torch.cuda.device_count()
-    )
+    usable = not gpu_problem() and (local_rank() or 0) < torch.cuda.device_count()
     answers = processes.exchange(b"1" if usable else b"", "joining a group")
     return processes.name == "shm" and all(answers)

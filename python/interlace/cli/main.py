@@ -20,8 +20,7 @@ from interlace.cli.output.consoles import new_console, write
 from interlace.cli.output.options import CommandOptions, add_command, from_arguments
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
-from interlace.runtime.compat import launchers
-from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.errors import InterlaceError, RankError
 
 
 def _demo(console: Any, options: DemoOptions) -> int:
@@ -62,8 +61,6 @@ def run(arguments: list[str]) -> int:
     if given.command is None:
         parser().print_help()
         return 0
-    if launchers.variables(os.environ).get("WORLD_SIZE", "1") != "1":  # not a shell of srun --pty
-        launchers.launched()
     kind, command = COMMANDS[given.command]
     options = from_arguments(kind, given)
     try:
@@ -75,7 +72,8 @@ def run(arguments: list[str]) -> int:
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
-        first, *rest = str(error).splitlines()[:21] or [""]
+        most = None if isinstance(error, RankError) else 21  # a traceback's last lines say most
+        first, *rest = str(error).splitlines()[:most] or [""]
         write(new_console(stderr=True), "\n".join([f"error: {first}", *rest]), "red")
         return 2
     except Terminated:

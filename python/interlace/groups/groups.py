@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.groups import rank_lists
 from interlace.runtime.compat import torch_groups
-from interlace.runtime.compat.launchers import launched
+from interlace.runtime.compat.launchers import launched, local_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place, positive_seconds
@@ -129,8 +129,8 @@ def init(
     for GPUs, of which ranks of one host may share one. By default "cuda" if every rank has a GPU of its own
     and torch's default group, if it is initialized, is not one for CPUs alone.
 
-    Returns the group. Raises :class:`InterlaceError` if neither source is there, and
-    ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
+    Returns the group. Raises :class:`InterlaceError` if neither source is there, ValueError that names
+    a wrong variable, and ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
 
     >>> import interlace, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -141,6 +141,7 @@ def init(
     """
     global _of_process, _made_from
     seconds = positive_seconds("timeout", timeout)
+    local_rank()  # which a rank with a GPU asks for when others wait for it
     if _of_process is not None:
         raise InterlaceError("interlace.init was called before in this process; shutdown() first")
     if dist.is_initialized():
@@ -153,10 +154,8 @@ def init(
         store: Any = torch_groups.default_store()
     else:
         launched()
-        missing = [
-            n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ
-        ]
-        if missing:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in names if name not in os.environ]:
             raise InterlaceError(
                 f"interlace.init: {', '.join(missing)} not set; start the script with torchrun, or set "
                 "them: docs/launching.md"

@@ -12,6 +12,7 @@ from typing import Any
 
 import interlace
 from interlace.launcher import check_run
+from interlace.runtime.compat import launchers
 
 __all__ = ["join", "meeting", "run"]
 
@@ -38,9 +39,26 @@ def join(rank: int, world_size: int, meeting: Mapping[str, str]) -> None:
 
     ``meeting``: what :func:`meeting` gave on rank 0. The first op, :func:`interlace.init` or torch's
     ``init_process_group("interlace")`` then makes the group, and raises what they do. An actor with a GPU
-    sees that one alone, so its number on the host is 0.
+    sees that one alone, so its number on the host is 0. Raises TypeError or ValueError naming the argument.
     """
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank must be at least 0 and less than world_size {world_size}, got {rank}"
+        )
+    if not isinstance(meeting, Mapping) or not all(isinstance(e, str) for e in meeting.values()):
+        raise TypeError(f"meeting must be what meeting() gave, got {type(meeting).__name__}")
+    if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in meeting]:
+        raise ValueError(
+            f"meeting must be what meeting() gave, and has no {' and no '.join(absent)}"
+        )
     own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    try:
+        launchers.variables({**meeting, **own})
+    except ValueError as error:
+        raise ValueError(f"meeting: {error}") from None
     os.environ.update(meeting, **own)
 
 
@@ -84,6 +102,8 @@ def run(
     Exception : what ``fn`` or joining raised first on a rank, as Ray hands it on; the actors end.
     """
     check_run(fn, world_size)
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a mapping or None, got {type(options).__name__}")
     try:
         import ray
     except ImportError as error:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from interlace.process_group import functional_kernels
 from interlace.process_group.collectives import Collectives
 from interlace.runtime.compat import torch_groups
+from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.place import Place
@@ -101,6 +102,7 @@ class InterlaceProcessGroup(Collectives):
         high_priority: bool = False,
         place: Any = None,
     ) -> None:
+        local_rank()  # which is asked for when others wait for this rank
         super().__init__(rank, size)
         functional_kernels.register()
         if place is None:

@@ -1,8 +1,8 @@
 """The GPU of this process, and why it cannot run kernels there, if it cannot."""
 
-import os
-
 import torch
+
+from interlace.runtime.compat.launchers import local_rank
 
 
 def gpu_problem() -> str:
@@ -17,7 +17,7 @@ def gpu_problem() -> str:
 def own_gpu() -> torch.device:
     """The GPU of this process: its current one, which is made that of its number on the host if it was
     never chosen and ``torchrun`` has given it one."""
-    local = os.environ.get("LOCAL_RANK")
+    local = local_rank()
     if local is not None and not torch.cuda.is_initialized():
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+        torch.cuda.set_device(local % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())

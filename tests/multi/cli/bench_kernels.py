@@ -83,6 +83,12 @@ def wrong_whole() -> None:
     raise AssertionError("wrong sum")
 
 
+def raising() -> None:
+    """A mistake of its author."""
+    interlace.barrier()
+    {}["missing"]
+
+
 def fused(m: int, n: int, k: int, dtype: torch.dtype) -> Kernel:
     """With both parts, so that there is an overlap."""
     shard = torch.ones(m // interlace.get_world_size(), k, dtype=dtype)

@@ -154,6 +154,17 @@ def test_a_function_that_raises_is_wrong_too(tmp_path: pathlib.Path) -> None:
     assert code == 1 and not facts["right"] and "wrong sum" in text and "WRONG" in text
 
 
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_what_a_function_raises_is_shown_from_its_first_line(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["bench", f"{KERNELS}::raising", "--place", place]) == 2
+    _, _, said = capsys.readouterr().err.partition("error: rank ")
+    head, begin, first, *_, last = said.splitlines()
+    assert head[1:] == ": KeyError: 'missing'" and begin.startswith("Traceback")
+    assert first.startswith(f'  File "{KERNELS}"') and last == "KeyError: 'missing'"
+
+
 @pytest.mark.parametrize("fault", ["an element", "nothing done", "another rank's"])
 def test_faults_in_an_op_of_ours_are_seen(
     fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

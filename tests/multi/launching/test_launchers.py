@@ -1,6 +1,7 @@
 """The commands of docs/launching.md: torchrun, srun, sbatch, mpirun and Ray start its programs."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import interlace
 import pages
+from interlace.integrations import ray as on_ray
 from interlace.runtime.compat import launchers
 from support import free_port
 from tiers import few, thorough
@@ -87,6 +90,37 @@ def test_actors_of_ray_are_ranks(folder: Path) -> None:
     assert lines("python own_actors.py", folder)[-1] == "[[2.0, 2.0], [2.0, 2.0]]"
 
 
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "INTERLACE_SECRET": "s"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ((2, 2, MEETING), ValueError, "rank must be at least 0 and less than world_size 2, got 2"),
+        ((0, 0, MEETING), ValueError, "less than world_size 0, got 0"),
+        (("0", 2, MEETING), TypeError, "rank must be an int, got '0'"),
+        ((0, 2.0, MEETING), TypeError, "world_size must be an int, got 2.0"),
+        ((0, 2, None), TypeError, "meeting must be what meeting() gave, got NoneType"),
+        ((0, 2, {**MEETING, "MASTER_PORT": 1}), TypeError, "meeting must be what meeting() gave"),
+        ((0, 2, {"MASTER_ADDR": "a"}), ValueError, "meeting() gave, and has no MASTER_PORT"),
+        ((0, 2, {**MEETING, "MASTER_ADDR": ""}), ValueError, "meeting: MASTER_ADDR=''"),
+        ((0, 2, {**MEETING, "MASTER_PORT": "x"}), ValueError, "meeting: MASTER_PORT='x'"),
+    ],
+)
+def test_actors_are_told_what_is_wrong(
+    arguments: Any, error: type[Exception], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(error, match=re.escape(named)):
+        on_ray.join(*arguments)
+    assert not os.environ
+
+
+def test_options_of_actors_are_a_mapping() -> None:
+    with pytest.raises(TypeError, match="options must be a mapping or None, got int"):
+        on_ray.run(print, 2, options=1)  # type: ignore[arg-type]
+
+
 STEP = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "8",
@@ -133,7 +167,125 @@ def test_who_started_this_process_last_counts(
         monkeypatch.setenv(name, value)
     assert interlace.launched()
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (rank, "4")
-    assert os.environ.get("MASTER_ADDR") == more.get("MASTER_ADDR", "gpu03")
+    meets = {"PMI_RANK": "gpu03", "RANK": "here"}
+    assert os.environ.get("MASTER_ADDR") == meets.get(next(iter(more)))
+
+
+OF_RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"RANK": "4"}, "RANK='4' in the environment must be less than WORLD_SIZE='4'"),
+        ({"RANK": "-1"}, "RANK='-1' in the environment must be a whole number, at least 0"),
+        ({"RANK": ""}, "RANK='' in the environment must be a whole number"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment must be a whole number"),
+        (
+            {"WORLD_SIZE": "0"},
+            "WORLD_SIZE='0' in the environment must be a whole number, at least 1",
+        ),
+        ({"LOCAL_RANK": "cuda:0"}, "LOCAL_RANK='cuda:0' in the environment must be a whole number"),
+        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' in the environment must be a whole number"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR=' ' in the environment names no host"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment must be a whole number"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT='0' in the environment must be within 1..65535"),
+        (
+            {"MASTER_PORT": "65536"},
+            "MASTER_PORT='65536' in the environment must be within 1..65535",
+        ),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    wrong: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anybody is waited for: of these ranks there is one."""
+    for name, value in {**OF_RANK, **wrong}.items():
+        monkeypatch.setenv(name, value)
+    for join in (interlace.launched, interlace.init, interlace.barrier):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            join()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            {"SLURM_PROCID": "8"},
+            "SLURM_PROCID='8' in the environment must be less than SLURM_STEP_NUM",
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": ""},
+            "SLURM_STEP_NUM_TASKS='' in the environment must be a whole",
+        ),
+        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' in the environment must be a whole number"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST='' in the environment names no host"),
+        ({"SLURM_STEP_ID": ""}, "SLURM_STEP_ID='' in the environment must be a whole number"),
+        ({"PMI_RANK": "-2", "PMI_SIZE": "4"}, "PMI_RANK='-2' in the environment must be a whole"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE='0' in"),
+        # half of torchrun's, such as one that the shell before the launcher has exported
+        (
+            {"WORLD_SIZE": "4"},
+            "WORLD_SIZE='4' is in the environment without RANK, against SLURM_PROCID='5' and "
+            "SLURM_STEP_NUM_TASKS='8': unset WORLD_SIZE, or set both",
+        ),
+        (
+            {"RANK": "0"},
+            "RANK='0' is in the environment without WORLD_SIZE, against SLURM_PROCID='5'",
+        ),
+    ],
+)
+def test_a_wrong_variable_of_another_launcher_is_named(wrong: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        launchers.variables({**STEP, **wrong})
+
+
+def test_half_of_a_rank_is_named() -> None:
+    with pytest.raises(
+        ValueError, match="RANK='0' is in the environment without WORLD_SIZE: unset"
+    ):
+        launchers.variables({"RANK": "0"})
+
+
+def test_what_fits_a_launcher_is_filled_in() -> None:
+    """Scripts for SLURM often export WORLD_SIZE, or RANK for each task, and leave the rest to it."""
+    whole = launchers.variables(STEP)
+    for own in ({"WORLD_SIZE": "8"}, {"RANK": "5"}, {"RANK": "5", "WORLD_SIZE": "8"}):
+        assert launchers.variables({**STEP, **own}) == whole
+    torchruns = {"RANK": "0", "WORLD_SIZE": "2"}
+    assert launchers.variables({**STEP, **torchruns}) == torchruns
+
+
+def test_mpirun_on_hosts_of_slurm() -> None:
+    """As Open MPI 4.1 did in a batch job of SLURM 22.05: ranks of its own host are in no step."""
+    job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2"}
+    step |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    meeting = set()
+    for rank in range(4):
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        values = (rank, 4, rank % 2, 2)
+        own = {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, values, strict=True)}
+        given = {**job, **(step if rank > 1 else {}), **own, "PMIX_NAMESPACE": "1467416577"}
+        found = launchers.variables(given)
+        assert (found["RANK"], found["LOCAL_RANK"]) == (str(rank), str(rank % 2))
+        meeting.add((found["MASTER_ADDR"], found["MASTER_PORT"]))
+    assert {address for address, _ in meeting} == {"n1"} and len(meeting) == 1
+
+
+def test_a_group_of_torch_knows_its_ranks() -> None:
+    """A rank that torch does not look at, given by hand."""
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match=r"rank must be within 0\.\.1, world size 2, got 2"):
+        dist.init_process_group("interlace", store=store, rank=2, world_size=2)
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_torch_wants_a_number_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "")
+    with pytest.raises(ValueError, match="LOCAL_RANK='' in the environment"):
+        dist.init_process_group("interlace", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
 
 
 def test_a_batch_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

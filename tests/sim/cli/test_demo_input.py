@@ -101,7 +101,9 @@ def test_bad_files(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="no words"):
         printed(DemoOptions(text=str(tmp_path / "empty.txt")))
     for options in ({"input": "absent.npy"}, {"text": "absent.txt"}):
-        with pytest.raises(FileNotFoundError, match="absent"):
+        with pytest.raises(
+            ValueError, match=r"--(text|input) absent.*: cannot be read: No such file"
+        ):
             printed(DemoOptions(**options))  # type: ignore[arg-type]
     np.save(tmp_path / "int.npy", np.ones((2, 2), dtype=np.int64))
     with pytest.raises(TypeError, match="floating point, got int64"):
@@ -127,6 +129,7 @@ def test_bad_options(options: Any, message: str) -> None:
         (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
         (["--place", "moon"], "argument --place: invalid choice: 'moon'"),
         (["--ranks", "0"], "argument --ranks: must be a positive whole number, got '0'"),
+        (["--ranks", "65"], "argument --ranks: must be within 1..64, got 65"),
     ],
 )
 def test_bad_arguments(

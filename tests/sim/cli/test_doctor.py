@@ -139,11 +139,14 @@ def test_it_says_which_ranks_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     before = collect()["hosts"]
-    assert before["launched"] is None and "not launched by torchrun" in printed(as_json=False)[1]
+    assert before["launched"] is None and "not started by a launcher" in printed(as_json=False)[1]
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert "4 of 8 ranks, this is rank 5" in printed(as_json=False)[1]
+    monkeypatch.setenv("RANK", "8")
+    text = printed(as_json=False)[1]
+    assert "RANK='8' in the environment must be less than WORLD_SIZE='8'" in text
     monkeypatch.setattr(host_map, "this_host", lambda: "another kernel")
     assert collect()["hosts"]["this_host"] != before["this_host"]
 

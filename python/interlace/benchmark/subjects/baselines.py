@@ -11,7 +11,6 @@ torch      torch operators on one rank alone: the same copies, sums and ``torch.
 =========  ===========================================================================================
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing.subject import BASELINE, BenchCandidate
+from interlace.runtime.compat.launchers import local_rank
 
 NAMES = ("torch", "nccl", "gloo", "symm_mem")
 ONE_SHOT_BYTES = 256 << 10  # beyond it torch's symmetric memory reduces in two shots here
@@ -76,7 +76,8 @@ def joined(backend: str | None, store: str | None, rank: int, world_size: int) -
     if store is not None:
         where = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
     if "nccl" in backend:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        local = local_rank()
+        torch.cuda.set_device(rank if local is None else local)
     dist.init_process_group(backend, timeout=timedelta(seconds=300), **where)
     try:
         yield

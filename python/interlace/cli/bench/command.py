@@ -28,6 +28,7 @@ from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.progress import Progress
 from interlace.groups import groups
+from interlace.runtime.core.errors import RankError, rank_error, users_traceback
 
 
 def bench(console: Any, options: BenchOptions) -> int:
@@ -102,7 +103,7 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
             with Progress("bench", len(requests), shown=rank == 0) as progress:
                 for number, request in enumerate(requests):
                     progress.begin(number, _text(request))
-                    with _wrong(request) as said:
+                    with _wrong(request, rank) as said:
                         results.append(SizeResult(measure(request, progress.at)))
                     if said:  # the other ranks may be anywhere in it
                         return [*results, SizeResult(None, f"rank {rank}: {said[0]}")]
@@ -112,15 +113,25 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
 
 
 @contextmanager
-def _wrong(request: BenchRequest) -> Iterator[list[str]]:
-    """The text of an AssertionError of the user's own function, by which it says that it was wrong."""
+def _wrong(request: BenchRequest, rank: int | None = None) -> Iterator[list[str]]:
+    """The text of an AssertionError of the user's own function, by which it says that it was wrong.
+
+    What else that raises is a RankError with its traceback; ``rank``, if this process is one.
+    """
     said: list[str] = []
     try:
         yield said
-    except AssertionError as error:
+    except Exception as error:
         if not request.own:
             raise
-        said.append(str(error).splitlines()[0] if str(error) else "AssertionError")
+        if isinstance(error, AssertionError):
+            said.append(str(error).splitlines()[0] if str(error) else "AssertionError")
+            return
+        if rank is not None:
+            raise rank_error(rank, error, users_traceback(error)) from error
+        if isinstance(error, RankError) and not error.details:
+            error.details = users_traceback(error.original)
+        raise
 
 
 def _text(request: BenchRequest) -> str:

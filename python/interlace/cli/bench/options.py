@@ -14,6 +14,7 @@ from interlace.benchmark.timing.sizes import parse_sizes
 from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import JOB_PLACES
 from interlace.launcher import PLACES as OWN_PLACES
+from interlace.runtime.compat import launchers
 from interlace.runtime.core.place import MOST_SECONDS
 
 PLACES = (*OWN_PLACES, *JOB_PLACES)  # these only with torchrun
@@ -103,7 +104,13 @@ class BenchOptions(CommandOptions):
 
 
 def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is a rank of torchrun or another launcher, whose variables are then torchrun's.
+
+    Raises what :func:`interlace.launched` does.
+    """
+    if "RANK" not in os.environ and launchers.variables(os.environ).get("WORLD_SIZE", "1") == "1":
+        return False  # a shell of srun --pty is no rank
+    return launchers.launched()
 
 
 def place_of(options: BenchOptions) -> str:

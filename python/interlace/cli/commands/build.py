@@ -11,6 +11,7 @@ from typing import Any
 
 from interlace import __version__, aot, formulas
 from interlace.cli.output import consoles
+from interlace.cli.output.files import refuse_no_folder
 from interlace.cli.output.options import CommandOptions, arches, option
 from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport
@@ -50,7 +51,7 @@ class BuildOptions(CommandOptions):
         help="only this one, by the name that is printed; may be repeated",
     )
     nvshmem: str | None = option(None, metavar="FOLDER", help="where libnvshmem_device.bc is")
-    op: str | None = option(None, metavar="OP", help=", ".join(OPS))
+    op: str | None = option(None, choices=tuple(OPS), help="which one is built ahead of time")
     out: str | None = option(None, metavar="DIR", help="where the bundle goes")
     dtype: str | None = option(None, metavar="NAME", help=", ".join(_DTYPES))
     weight: str | None = option(
@@ -177,6 +178,7 @@ def _bundle(console: Any, op: str, given: BuildOptions) -> int:
     for name in ("kernel", "full"):
         if getattr(given, name):
             raise ValueError(f"--{name} is for the catalogue; --op builds all kernels of an op")
+    refuse_no_folder("--out", given.out)
     arches = tuple(dict.fromkeys(given.arch or ARCHES))
     target = BundleTarget(op, _options(given), arches, pathlib.Path(given.out))
     with counted() as begin:

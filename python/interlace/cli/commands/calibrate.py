@@ -7,7 +7,6 @@
 import contextlib
 import json
 import math
-import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.options import CommandOptions, option
 from interlace.cli.output.progress import Progress
+from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.tuning import calibration
 
 MOST_REPETITIONS = 10_000
@@ -131,7 +131,7 @@ def _without_noise(attempt: Callable[[int], calibration.MeasuredMesh]) -> calibr
 def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: Any) -> int:
     """One rank of a job. The first of each host writes that host's file."""
     backend = options.backend or calibration.OWN
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = local_rank() or 0
     kind = "cuda" if "nccl" in backend else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(local)

@@ -188,7 +188,7 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
         ("machine code for it", _show(host["machine_code"])),
         ("/proc/self/fd", _show(host["proc_self_fd"])),
         ("this host", f"{_show(hosts['this_host'])}, the same for ranks that share it"),
-        ("ranks on it", hosts["launched"] or "not launched by torchrun"),
+        ("ranks on it", _show(hosts["launched"] or "not started by a launcher")),
         ("gloo between hosts", _show(hosts["gloo"])),
         ("NCCL in torch", _show(hosts["nccl"])),
     ]

@@ -132,11 +132,14 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
     except FileNotFoundError:
         raise ValueError(f"there is no process {pid}, and no file of that name") from None
     except PermissionError:
-        owner = os.stat(f"/proc/{pid}").st_uid
-        raise ValueError(
-            f"process {pid} is of uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
-            "CAP_SYS_PTRACE, may read its record; run this as that user, or by sudo"
-        ) from None
+        owner, name = os.stat(f"/proc/{pid}").st_uid, Path(f"/proc/{pid}/comm").read_text().strip()
+        if owner == os.getuid():
+            why = "it has more rights than others of its uid, which so cannot see whether it is a rank"
+            why += " of interlace; if it is, run this with CAP_SYS_PTRACE"
+        else:
+            why = f"it is of uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
+            why += "CAP_SYS_PTRACE, may read its record; run this as that user, or by sudo"
+        raise ValueError(f"process {pid}, {_clean(name)}: {why}") from None
     if not own:
         raise ValueError(f"process {pid} is in no group of interlace")
     peers = {other for _, record in own for other in record.pids} - {pid}

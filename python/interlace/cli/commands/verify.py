@@ -12,6 +12,7 @@ from interlace.cli.commands import sarif, verify_page
 from interlace.cli.output.files import refuse_unwritable
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
+from interlace.verify import RULES
 from interlace.verify.shims.imports import SHIMS, installed
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
@@ -45,6 +46,7 @@ class VerifyOptions(CommandOptions):
     ignore: tuple[str, ...] = option(
         (),
         action="append",
+        choices=tuple(RULES),
         metavar="RULE",
         help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
     )
@@ -68,6 +70,10 @@ def verify(console: Any, options: VerifyOptions) -> int:
     if not own and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
         raise ValueError(f"{options.target}: is none of {known}, and not path/to/file.py::function")
+    if own and options.ignore:
+        raise ValueError(
+            f"--ignore {options.ignore[0]} is for kernels of FILE.py, not {options.target}"
+        )
     for name in ("html", "sarif"):
         if path := getattr(options, name):
             refuse_unwritable(f"--{name}", path)

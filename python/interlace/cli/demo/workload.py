@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.cli.output.options import CommandOptions, option, positive_int
+from interlace.cli.output.options import CommandOptions, option, positive_int, world_size
 from interlace.launcher import PLACES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,7 +30,7 @@ KEYS = ("activations", "weight1", "weight2")
 class DemoOptions(CommandOptions):
     """Run the fused ops on real input and draw what happened."""
 
-    ranks: int = option(4, type=positive_int, help="world size (default 4)")
+    ranks: int = option(4, type=world_size, help="world size (default 4)")
     place: str = option("sim", choices=PLACES, help="where ranks run (default sim)")
     m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
@@ -139,8 +139,6 @@ def _read(path: str, where: str) -> dict[str, Any]:
     suffix = pathlib.Path(path).suffix
     if suffix not in (".npy", ".pt"):
         raise ValueError(f"{where}: must be a .npy or a .pt file")
-    with open(path, "rb"):  # an error that names the file, before the formats' own errors
-        pass
     if suffix == ".npy":
         try:
             return {"activations": np.load(path, allow_pickle=False)}

@@ -29,6 +29,25 @@ def refuse_unwritable(option: str, path: str) -> None:
         target.unlink()
 
 
+def refuse_unreadable(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` unless there is a file at ``path`` that can be read."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be read: {error.strerror}") from None
+
+
+def refuse_no_folder(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` unless ``path`` is a folder to write in, or can become one."""
+    target = pathlib.Path(path).absolute()
+    there = next(each for each in (target, *target.parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"{option} {path}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: {there} cannot be written")
+
+
 def refuse_format(path: str) -> None:
     """Raise ValueError unless matplotlib writes files whose names end so."""
     known = require_matplotlib()().canvas.get_supported_filetypes()

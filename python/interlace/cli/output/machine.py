@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.runtime.compat.launchers import variables
 from interlace.runtime.compat.releases import installed, untried
 from interlace.runtime.core.errors import PlaceUnavailableError
 
@@ -60,7 +61,7 @@ def inspect_machine() -> MachineFacts:
         },
         "hosts": {
             "this_host": _probe(_this_host),
-            "launched": _launched(),
+            "launched": _probe(_launched),
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
@@ -158,14 +159,12 @@ def _this_host() -> str:
 
 
 def _launched() -> str | None:
-    """The ranks that torchrun has put on this host, in words; None for a process that is no rank."""
-    rank, world_size, here = (
-        os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    )
-    if not (rank.isdecimal() and world_size.isdecimal()):
+    """The ranks that a launcher has put on this host, in words; None for a process that is no rank."""
+    found = variables(os.environ)
+    here = f"{found['LOCAL_WORLD_SIZE']} " if "LOCAL_WORLD_SIZE" in found else ""
+    if not found:
         return None
-    count = f"{here} of {world_size} ranks" if here.isdecimal() else f"of {world_size} ranks"
-    return f"{count}, this is rank {rank}"
+    return f"{here}of {found['WORLD_SIZE']} ranks, this is rank {found['RANK']}"
 
 
 def _memory() -> int:

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeVar
 
+from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.tuning.chips import BUILDABLE
 
 Options = TypeVar("Options", bound="CommandOptions")
@@ -62,6 +63,14 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def world_size(text: str) -> int:
+    """For ``type=``: a number of ranks."""
+    size = positive_int(text)
+    if size > MAX_WORLD_SIZE:
+        raise argparse.ArgumentTypeError(f"must be within 1..{MAX_WORLD_SIZE}, got {size}")
+    return size
+
+
 def _numbers(text: str, example: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -71,11 +80,7 @@ def _numbers(text: str, example: str) -> list[int]:
 
 def world_sizes(text: str) -> list[int]:
     """For ``type=``: "2,3,4,8"."""
-    sizes = _numbers(text, "2,3,4,8")
-    for size in sizes:
-        if not 1 <= size <= 64:
-            raise argparse.ArgumentTypeError(f"must be within 1..64, got {size}")
-    return sizes
+    return [world_size(str(size)) for size in _numbers(text, "2,3,4,8")]
 
 
 def arches(text: str) -> list[int]:
