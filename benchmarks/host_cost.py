@@ -182,7 +182,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
 
     current, words = _Stream(), _Words()
     properties = SimpleNamespace(multi_processor_count=132, uuid="stub")
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(torch.cuda, "Stream", _Stream),
         mock.patch.object(torch.cuda, "Event", _Event),
         mock.patch.object(torch.cuda, "ExternalStream", _Stream),
@@ -236,6 +236,7 @@ def candidates(device: torch.device) -> dict[str, Callable[[], object]]:
     flat = torch.zeros(4096, device=device)
     out = torch.zeros(interlace.get_world_size() * 4096, device=device)
     fused: dict[str, Any] = {"algorithm": "fused"}
+    # asynchronous ones have a Work; to assert it would be measured too
     return {
         "all_gather_matmul": lambda: interlace.all_gather_matmul(x, w, **fused),
         "matmul_reduce_scatter": lambda: interlace.matmul_reduce_scatter(x, w, **fused),
@@ -244,9 +245,9 @@ def candidates(device: torch.device) -> dict[str, Callable[[], object]]:
             x, w, async_op=True, **fused
         ).wait(),
         "all_reduce": lambda: interlace.all_reduce(flat),
-        "all_reduce, asynchronous": lambda: interlace.all_reduce(flat, async_op=True).wait(),
+        "all_reduce, asynchronous": lambda: interlace.all_reduce(flat, async_op=True).wait(),  # type: ignore[union-attr]
         "all_gather": lambda: interlace.all_gather(out, flat),
-        "all_gather, asynchronous": lambda: interlace.all_gather(out, flat, async_op=True).wait(),
+        "all_gather, asynchronous": lambda: interlace.all_gather(out, flat, async_op=True).wait(),  # type: ignore[union-attr]
         "reduce_scatter": lambda: interlace.reduce_scatter(flat, out),
         "broadcast": lambda: interlace.broadcast(flat, 0),
     }

@@ -11,6 +11,7 @@ Protocol: blocks of CALLS calls, candidates alternate block by block, medians ov
 
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def _candidates() -> dict[str, dict[str, Callable[[], object]]]:
 
     from interlace import functional
 
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     x = torch.zeros(BYTES // 4)
     leaf = torch.zeros(BYTES // 4, requires_grad=True)
     return {
@@ -37,7 +38,9 @@ def _candidates() -> dict[str, dict[str, Callable[[], object]]]:
             "add": lambda: x + 1,
         },
         "wait": {
-            "torch": lambda: torchs.wait_tensor(torchs.all_reduce(x, "sum", group)),
+            "torch": lambda: torchs.wait_tensor(  # type: ignore[no-untyped-call]
+                torchs.all_reduce(x, "sum", group)
+            ),
             "interlace": lambda: functional.wait(functional.all_reduce(x, "sum", group=group)),
         },
         "gradient": {

@@ -8,6 +8,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -19,22 +20,22 @@ world = MPI.COMM_WORLD
 repetitions, sizes = int(sys.argv[1]), [int(size) for size in sys.argv[2:]]
 
 
-def block(function, calls):
+def block(function: Callable[[], object], calls: int) -> float:
     world.Barrier()
     start = time.perf_counter()
     for _ in range(calls):
         function()
-    return world.allreduce((time.perf_counter() - start) / calls, op=MPI.MAX)
+    return float(world.allreduce((time.perf_counter() - start) / calls, op=MPI.MAX))
 
 
-def measure(function):
+def measure(function: Callable[[], object]) -> float:
     block(function, 2)
     once = min(block(function, 3), block(function, 3))
     calls = max(1, min(MOST_CALLS, int(BLOCK_SECONDS / once)))
     return statistics.median(block(function, calls) * 1e6 for _ in range(repetitions))
 
 
-def ops(nbytes):
+def ops(nbytes: int) -> dict[str, Callable[[], object]]:
     x = np.full(nbytes // 4, 0, "f4")
     y = np.full(nbytes // 4, 0, "f4")
     whole = np.full(world.size * x.size, 0, "f4")

@@ -9,7 +9,7 @@ races           three ops in flight, the race detector on and off: ``interlace.r
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,8 +32,8 @@ RECIPE = Path(__file__).parents[2] / "docs" / "examples" / "one_shot_all_reduce.
 TILES: dict[str, int | bool] = {"block_elements": 16, "programs": 2}
 
 
-@triton.jit
-def exchange_kernel(buffers_ptr, pads_ptr, input_ptr, output_ptr, rank,
+@triton.jit  # type: ignore[untyped-decorator]
+def exchange_kernel(buffers_ptr, pads_ptr, input_ptr, output_ptr, rank,  # type: ignore[no-untyped-def]
                     WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """``output = sum over ranks of input``: push a block to all, signal, wait, add up what came."""
     pid = tl.program_id(0)
@@ -90,6 +90,7 @@ def gathers() -> None:
             for output in outputs
         ]
         for work in works:
+            assert work is not None
             work.wait()
 
 
@@ -154,7 +155,7 @@ def _measured(
     world_size: int,
     shape: dict[str, int | str],
     baseline: str,
-    candidates: dict[str, Callable[[], float]],
+    candidates: Mapping[str, Callable[[], float]],
     repetitions: int,
 ) -> Measurement:
     times: dict[str, list[float]] = {name: [] for name in candidates}

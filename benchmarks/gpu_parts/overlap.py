@@ -6,7 +6,7 @@ SMs: times are of all ranks' work together, from the first rank's start to the l
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 def timed_together(
-    candidates: dict[str, Callable[[], object]], repetitions: int
+    candidates: Mapping[str, Callable[[], object]], repetitions: int
 ) -> dict[str, Time]:
     """Time candidates on all ranks; per call, from the first start to the last end.
 
@@ -105,7 +105,7 @@ def _gather(m: int, n: int, k: int, repetitions: int) -> Record:
     gathered = torch.empty(m, k, device=device, dtype=dtype)
     interlace.all_gather(gathered, shard)
     output = torch.empty(m, n, device=device, dtype=dtype)
-    parts = {
+    parts: dict[str, Callable[[], object]] = {
         "matmul": partial(torch.mm, gathered, weight, out=output),
         "transfer": partial(interlace.all_gather, gathered, shard),
     }
@@ -120,7 +120,7 @@ def _scatter(m: int, n: int, k: int, repetitions: int) -> Record:
     weight = torch.randn(k, n, device=device, dtype=dtype).t()
     output = torch.empty(m, k, device=device, dtype=dtype)
     part = torch.empty(m // world_size, k, device=device, dtype=dtype)
-    parts = {
+    parts: dict[str, Callable[[], object]] = {
         "matmul": partial(torch.mm, input, weight, out=output),
         "transfer": partial(interlace.reduce_scatter, part, output),
     }
@@ -133,7 +133,7 @@ def _compared(
     op: str,
     operands: tuple[torch.Tensor, torch.Tensor],
     wanted: torch.Tensor,
-    parts: dict[str, Callable[[], object]],
+    parts: Mapping[str, Callable[[], object]],
     repetitions: int,
 ) -> Record:
     """interlace's algorithms and torch's beside the two parts of the op alone."""

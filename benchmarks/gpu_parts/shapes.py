@@ -1,7 +1,7 @@
 """Parts of ``gpu.py``: the matmul alone against torch.mm, by default and configured otherwise; few rows."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -98,14 +98,16 @@ def _alone(
         ]
         for waits in (True, False)
     }
-    candidates = {
+    candidates: dict[str, Sequence[Callable[[], object]]] = {
         "torch.mm": [
-            lambda i=i: torch.mm(lone.gathered, weights[i % pool], out=outputs[i % pool])
+            functools.partial(torch.mm, lone.gathered, weights[i % pool], out=outputs[i % pool])
             for i in range(sets)
         ],
-        "kernel": [lambda i=i: launch_now(kernels[True][i % pool], stream) for i in range(sets)],
+        "kernel": [
+            functools.partial(launch_now, kernels[True][i % pool], stream) for i in range(sets)
+        ],
         "kernel without waits": [
-            lambda i=i: launch_now(kernels[False][i % pool], stream) for i in range(sets)
+            functools.partial(launch_now, kernels[False][i % pool], stream) for i in range(sets)
         ],
     }
     correct = True

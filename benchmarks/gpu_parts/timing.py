@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ def launch_now(launch: KernelLaunch, stream: Any) -> None:
         stream.launch(launch)
 
 
-def _events(calls: int, run: Callable[[], None]) -> float:
+def _events(calls: int, run: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -69,7 +69,7 @@ def _events(calls: int, run: Callable[[], None]) -> float:
 
 
 def alternating(
-    candidates: dict[str, Sequence[Callable[[], None]]],
+    candidates: Mapping[str, Sequence[Callable[[], object]]],
     repetitions: int,
     *,
     graph: bool = True,
@@ -101,7 +101,7 @@ def alternating(
     return {name: Time.of(values) for name, values in measured.items()}
 
 
-def _in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     def run() -> None:
         for call in calls:
             call()
@@ -109,7 +109,7 @@ def _in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return run
 
 
-def _captured(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     run = _in_turn(calls)
     run()  # compiles, and fills caches of the launcher
     torch.cuda.synchronize()

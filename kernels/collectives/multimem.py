@@ -183,21 +183,20 @@ def broadcast_elements(peers, multicast, byte, from_ptr, elements,
         tl.store(to_ptr + rest, value, mask=rest < elements)
 
 
-@triton.jit(do_not_specialize=["workspace", "blocks", "multicast"])
+@triton.jit(do_not_specialize=["workspace", "multicast"])
 def multimem_all_gather_kernel(
     workspace,
     multicast,
     input_ptr,
     output_ptr,
     parts_ptr,
-    blocks,
     BLOCK: tl.constexpr,
     MULTIMEM: tl.constexpr,
 ):
     """All-gather of flat shards, each element sent once for all ranks.
 
     Legend: ``parts``: a line per rank: first element in the output, elements, byte in the data region
-    (a multiple of 16), number of its first block. ``blocks`` of all ranks are numbered through, and so
+    (a multiple of 16), number of its first block. Blocks of all ranks are numbered through, and so
     are their slots. ``input`` is 16-byte aligned.
 
     Ordering: a program waits for every rank's credit, stores its blocks of the own shard to all ranks,

@@ -50,10 +50,12 @@ class BySwitch:
         def body(workspace: Workspace) -> None:
             multicast = workspace.buffer.multicast
             assert multicast or place.interpreted, "which the engine has made sure of"
+            reducing: dict[str, int] = {}
+            if sums is not None:
+                reducing = {"blocks": blocks, "sums_offset": workspace.data_offset + sums}
             known = {
                 **arguments,
-                **({} if sums is None else {"sums_offset": workspace.data_offset + sums}),
-                "blocks": blocks,
+                **reducing,
                 "multicast": multicast,
                 "BLOCK": self._block,
                 "MULTIMEM": multicast != 0,
