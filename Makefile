@@ -24,6 +24,7 @@ PY := $(VENV)/bin/python
 EXTRAS_test := [test,plot]
 EXTRAS_docs := [docs]
 EXTRAS_dist := [dist]
+EXTRAS_types := [types]
 # An empty value lets Python write bytecode, whatever the environment says: workers share it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SITE ?= build/site
@@ -48,7 +49,7 @@ demo: $(VENV)/demo  ## run the demonstration; needs no GPU
 test: $(VENV)/test  ## run the tests; those that need a GPU are skipped without one
 	$(PYTEST)
 
-test-all: test $(VENV)/docs $(VENV)/dist  ## and those that take long for what they find
+test-all: test $(VENV)/docs $(VENV)/dist $(VENV)/types  ## and those that take long for what they find
 	$(PYTEST) -m thorough
 
 matrix:  ## the core of the tests with one torch after another; minutes each, and 6 GB; writes a table
@@ -98,7 +99,7 @@ clean:  ## remove .venv and everything that tools leave behind
 	find kernels runtime python tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so an install that failed is tried again.
-$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/dist: $(VENV)/%: pyproject.toml setup.py constraints/torch-$(TORCH).txt
+$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/dist $(VENV)/types: $(VENV)/%: pyproject.toml setup.py constraints/torch-$(TORCH).txt
 	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
 		echo "interlace needs Python 3.10 to 3.14. '$(PYTHON)' says:" \
 			"$$("$(PYTHON)" --version 2>&1 | head -n 1)" >&2; \

@@ -48,7 +48,7 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm "
         "runtime/record"
     ),
-    "runtime/tuning": "runtime/core",
+    "runtime/tuning": "runtime/compat runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
     "runtime/compiler/lint": "runtime/core runtime/tuning",
     "runtime/compiler": (
@@ -110,21 +110,16 @@ FOLDERS = {
     "interlace/verify/protocols": "runtime/core",
     "python": "interlace/compile interlace/process_group",
     "interlace": (
-        "interlace/arguments interlace/collectives interlace/functional interlace/fused "
-        "interlace/groups interlace/ops interlace/ops/eager interlace/symmetric_memory python "
+        "interlace/arguments interlace/functional interlace/fused "
+        "interlace/groups interlace/ops interlace/ops/eager "
         "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/scheduler runtime/start runtime/tuning"
     ),
     "interlace/integrations": (
         "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"
     ),
-    "interlace/benchmark/timing": "interlace interlace/groups runtime/core",
-    "interlace/benchmark": "interlace/benchmark/timing",
-    "interlace/cli/demo": (
-        "interlace interlace/cli/output interlace/groups runtime/scheduler runtime/tuning"
-    ),
     "interlace/tensor/mesh": (
-        "interlace interlace/arguments interlace/collectives interlace/functional "
+        "interlace/arguments interlace/collectives interlace/functional "
         "interlace/groups interlace/ops runtime/compat runtime/core runtime/tuning"
     ),
     "interlace/tensor": "interlace/tensor/mesh interlace/tensor/uneven",
@@ -143,19 +138,30 @@ FOLDERS = {
         "interlace interlace/verify/lint_check interlace/verify/schedule_check "
         "runtime/core runtime/interpreter runtime/places/sim runtime/scheduler"
     ),
-    "interlace/verify/shims": "interlace interlace/groups interlace/symmetric_memory runtime/core",
     "interlace/verify": (
         "interlace/verify/lint_check interlace/verify/protocols "
         "interlace/verify/race_check interlace/verify/schedule_check"
     ),
+    "interlace_pytest": "interlace/verify interlace/verify/race_check",
+    "face": (
+        "interlace interlace/arguments interlace/collectives interlace/compile interlace/functional "
+        "interlace/groups interlace/integrations interlace/nn interlace/ops interlace/symmetric_memory "
+        "interlace/tensor interlace/verify python runtime/compat runtime/core runtime/tuning"
+    ),
+    "interlace/benchmark/timing": "face interlace interlace/groups runtime/core",
+    "interlace/benchmark": "interlace/benchmark/timing",
+    "interlace/cli/demo": (
+        "face interlace interlace/cli/output interlace/groups runtime/scheduler runtime/tuning"
+    ),
+    "interlace/verify/shims": "face interlace/groups interlace/symmetric_memory runtime/core",
     "interlace/verify/suite": (
-        "interlace interlace/groups interlace/verify/lint_check "
+        "face interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "
         "interlace/verify/schedule_check interlace/verify/shims runtime/compiler runtime/core "
         "runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
-        "interlace interlace/arguments interlace/benchmark/timing interlace/groups "
+        "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
         "interlace/verify/suite runtime/algorithms runtime/compat runtime/core"
     ),
     "interlace/benchmark/runs": (
@@ -163,25 +169,26 @@ FOLDERS = {
         "runtime/core runtime/tuning"
     ),
     "interlace/cli/bench": (
-        "interlace interlace/benchmark/runs interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/compat runtime/core"
+        "face interlace interlace/benchmark/runs interlace/benchmark/subjects "
+        "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/compat "
+        "runtime/core"
     ),
     "interlace/cli/commands": (
-        "interlace interlace/arguments interlace/cli/bench interlace/cli/output interlace/tensor/mesh "
-        "interlace/verify interlace/verify/schedule_check interlace/verify/shims interlace/verify/suite "
-        "runtime/algorithms runtime/compat runtime/compiler runtime/compiler/bundle runtime/core "
-        "runtime/places/one_host runtime/record runtime/tuning"
+        "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "
+        "interlace/tensor/mesh interlace/verify interlace/verify/schedule_check "
+        "interlace/verify/shims interlace/verify/suite runtime/algorithms runtime/compat "
+        "runtime/compiler runtime/compiler/bundle runtime/core runtime/places/one_host "
+        "runtime/record runtime/tuning"
     ),
     "interlace/cli/tune": (
-        "interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "
+        "face interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "
         "interlace/benchmark/timing interlace/cli/bench interlace/cli/output "
         "interlace/fused runtime/tuning"
     ),
     "interlace/cli": (
-        "interlace interlace/cli/bench interlace/cli/commands interlace/cli/demo "
+        "face interlace/cli/bench interlace/cli/commands interlace/cli/demo "
         "interlace/cli/output interlace/cli/tune runtime/core"
     ),
-    "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "program": "interlace/cli",
 }
 
@@ -263,7 +270,9 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def folder_of(file: pathlib.PurePath) -> str:
-    """The folder of a file as ``FOLDERS`` names it; ``python -m interlace`` counts as one of its own."""
+    """The folder of a file as ``FOLDERS`` names it; what users import counts as one, and what they run."""
+    if file.as_posix() == "python/interlace/__init__.py":
+        return "face"
     if file.name == "__main__.py":
         return "program"
     folder = file.parent.as_posix()

@@ -8,8 +8,7 @@ Examples in docstrings begin after ``import interlace, torch`` and ``from interl
 
 import importlib as _importlib
 import os as _os
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import typing as _typing
 
 import torch as _torch
 
@@ -67,6 +66,7 @@ from interlace.numerics import check_numerics
 from interlace.runtime.compat.environment import check_environment as _check_environment
 from interlace.runtime.compat.environment import write_log as _write_log
 from interlace.runtime.compat.launchers import launched
+from interlace.runtime.compat.releases import INTERLACE_VERSION as _INTERLACE_VERSION
 from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
 from interlace.runtime.core.errors import (
     AbortedError,
@@ -84,7 +84,7 @@ from interlace.runtime.tuning.configuration import override as configured
 from interlace.symmetric_memory import registration as _torch_kernels
 from interlace.tracing import trace
 
-__version__ = "0.1.0"
+__version__ = _INTERLACE_VERSION
 
 _check_environment()
 _write_log()
@@ -92,21 +92,28 @@ _warn_of_untried()
 _interlace_backend.register()
 _torch_kernels.register()
 
-if _TYPE_CHECKING:
-    from interlace import functional as functional
-    from interlace.groups.specs import GroupSpec
-
 # what takes long to import: they bring torch's compilers along
 _ON_FIRST_USE = ("aot", "compile", "functional", "integrations", "nn", "ops", "tensor", "verify")
 
+if _typing.TYPE_CHECKING:
+    from interlace import aot as aot
+    from interlace import compile as compile
+    from interlace import functional as functional
+    from interlace import integrations as integrations
+    from interlace import nn as nn
+    from interlace import ops as ops
+    from interlace import tensor as tensor
+    from interlace import verify as verify
+    from interlace.groups.specs import GroupSpec
+else:
 
-def __getattr__(name: str) -> _Any:
-    """``interlace.functional``, ``interlace.verify`` and so on, on first use."""
-    if name in _ON_FIRST_USE:
-        return _importlib.import_module(f"interlace.{name}")
-    if name == "GroupSpec":
-        return _importlib.import_module("interlace.groups.specs").GroupSpec
-    raise AttributeError(f"module 'interlace' has no attribute {name!r}")
+    def __getattr__(name: str) -> _typing.Any:
+        """``interlace.functional``, ``interlace.verify`` and so on, on first use."""
+        if name in _ON_FIRST_USE:
+            return _importlib.import_module(f"interlace.{name}")
+        if name == "GroupSpec":
+            return _importlib.import_module("interlace.groups.specs").GroupSpec
+        raise AttributeError(f"module 'interlace' has no attribute {name!r}")
 
 
 __all__ = [

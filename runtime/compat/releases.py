@@ -1,4 +1,4 @@
-"""Releases of Python, torch and Triton that interlace was tried with, and what it says of others.
+"""This release, those of Python, torch and Triton that it was tried with, and what it says of others.
 
 The metadata of the package has no upper bounds. A newer release is tried, with one warning that names it;
 if it lacks an internal that is needed, the import of that says so, and which releases have it.
@@ -13,6 +13,9 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
+
+INTERLACE_VERSION = "0.1.0"
+"""Of interlace, as pyproject.toml says it."""
 
 Release = tuple[int, int]
 

@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core import plain
 from interlace.runtime.tuning.configuration import check_values
 from interlace.runtime.tuning.files import MeasuredFile, is_count, is_figure, require
@@ -84,9 +85,7 @@ def machine(place: str, device: torch.device) -> TunedMachine:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    # the package that this one is a part of; it is there, whatever floor it is on
-    version = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "")
-    return TunedMachine(name, place, str(triton.__version__), str(version))
+    return TunedMachine(name, place, str(triton.__version__), INTERLACE_VERSION)
 
 
 @functools.cache

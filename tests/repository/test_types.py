@@ -40,6 +40,7 @@ def test_mypy_finds_what_is_wrong_and_nothing_else(tmp_path: pathlib.Path) -> No
     assert complaints(tmp_path, "mypy", "--cache-dir", str(tmp_path)) == wrong()
 
 
+@pytest.mark.thorough
 def test_pyright_does(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("pyright")
     assert complaints(tmp_path, "pyright", "--pythonpath", sys.executable) == wrong()

@@ -62,3 +62,17 @@ def collectives(x: Tensor) -> None:
     interlace.broadcast(x, 0, algorithm="kernel")  # wrong
     nn.SequenceParallelMLP(4, 8, activation="reluu")  # wrong
     interlace.run(collectives, 2, x, place="gpu")  # wrong
+
+
+def modules_on_first_use(x: Tensor) -> None:
+    assert_type(interlace.functional.all_reduce(x), Tensor)
+    assert_type(interlace.nn.SequenceParallelMLP(4, 8), interlace.nn.SequenceParallelMLP)
+    assert_type(interlace.verify.races(collectives, 2, x).clean, bool)
+    assert_type(interlace.GroupSpec("spec", 2), interlace.GroupSpec)
+    print(interlace.tensor.ShardedTensor, interlace.aot.__doc__, interlace.compile.__doc__)
+    interlace.nn.SequenceParallelMPL(4, 8)  # wrong
+    interlace.tensor.shard_uneven_by(x)  # wrong
+    interlace.verify.races(collectives, "2")  # wrong
+    interlace.ops.nothing()  # wrong
+    interlace.functional.all_reduce(x, "sume")  # wrong
+    print(interlace.modul)  # wrong

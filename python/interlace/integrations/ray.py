@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import interlace
+from interlace.groups.groups import shutdown
 from interlace.launcher import check_run
 from interlace.runtime.compat import launchers
 
@@ -81,7 +81,7 @@ class RayRank:
         try:
             return fn(*args, **kwargs)
         finally:
-            interlace.shutdown()
+            shutdown()
 
 
 def run(

@@ -15,16 +15,26 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import interlace
+from interlace.collectives import all_to_all, rootless
+from interlace.groups import groups as own_groups
+from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.tuning import calibration
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 
+OWN = SimpleNamespace(  # without torch's process groups
+    all_gather_into_tensor=rootless.all_gather_into_tensor,
+    all_reduce=rootless.all_reduce,
+    all_to_all_single=all_to_all.all_to_all_single,
+    barrier=rootless.barrier,
+    reduce_scatter_tensor=rootless.reduce_scatter_tensor,
+)
 ITEM = 4  # float32
 SMALL = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
 LARGE = (512 << 10, 2 << 20, 8 << 20)
@@ -71,10 +81,10 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
         groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
         ops: Any = dist
     else:
-        rank, device = interlace.get_rank(), interlace.device()
+        rank, device = own_groups.get_rank(), own_groups.device()
         mesh = DeviceMesh(device.type, grid, _init_backend=False, _rank=rank)
         groups = [(mesh, dim) for dim in range(len(request.mesh))]
-        ops = interlace
+        ops = OWN
     found: Times = {}
     cases = request.cases
     for number, (dim, op, size) in enumerate(cases):
@@ -181,7 +191,7 @@ def measured(
         request.mesh,
         datetime.date.today().isoformat(),
         str(torch.__version__),
-        interlace.__version__,
+        INTERLACE_VERSION,
         processes,
         tuple(links),
     )

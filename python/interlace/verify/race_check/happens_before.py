@@ -263,7 +263,9 @@ class Detector(Observer):
         self._report("mixed access", plain, site, segment, size)
         for conflict in segment.unordered(segment.atomics, cells, known, me):
             both_read = not writes and not conflict.extra & WRITES
-            if not both_read and not self._reach(agent, scope, conflict.component >> 1, conflict.extra & 3):
+            if not both_read and not self._reach(
+                agent, scope, conflict.component >> 1, conflict.extra & 3
+            ):
                 self._report("narrow scope", [conflict], site, segment, size)
         component = agent.lanes if lanes else agent.thread
         extra = scope | (WRITES if writes else 0)
