@@ -132,7 +132,7 @@ FOLDERS = {
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (
-        "interlace runtime/core runtime/interpreter runtime/places/sim runtime/scheduler"
+        "interlace runtime/core runtime/interpreter runtime/places/sim runtime/scheduler runtime/start"
     ),
     "interlace/verify/race_check": (
         "interlace interlace/verify/lint_check interlace/verify/schedule_check "

@@ -6,37 +6,34 @@ function, leaves the group, reports. It ends with its parent, however that ends.
 
 import contextlib
 import contextvars
-import ctypes
 import faulthandler
 import functools
-import os
 import pickle
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection as mp_connection
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from interlace.runtime.compat.torch_groups import TCPStore
-from interlace.runtime.core.errors import AbortedError, PeerDiedError, users_traceback
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import SignedStore
 from interlace.runtime.places.one_host.waiting import usable_cores
-from interlace.runtime.places.one_host.worker import Helper
 from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.start.worker_process import (
+    TaskReport,
+    end_with_parent,
+    failure,
+    success,
+)
 
 Setup = Callable[[Place], Any]
 """Called with a rank's place; the place to close at the end of the run, if that is another one."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -53,21 +50,9 @@ class RankTask:
     call: bytes
 
 
-@dataclass
-class TaskReport:
-    """A report of a task's end; ``value``: a pickle, or empty. ``follows``: by another rank's fault."""
-
-    failed: bool
-    value: bytes
-    when: float = 0.0
-    follows: bool = False
-    summary: str = ""
-    details: str = ""
-
-
 def serve(connection: Connection, parent_thread_stays: bool) -> None:
     """The life of a process: ready, then one report per task until the connection closes."""
-    _end_with_parent(parent_thread_stays)
+    end_with_parent(parent_thread_stays)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the pool
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as it was until now
     faulthandler.enable()
@@ -95,9 +80,9 @@ def _perform(task: RankTask) -> TaskReport:
             place = setup(place) or place
         result = function(*arguments, **keywords)
         place.settle()
-        report = TaskReport(False, _pickled_result(result))
+        report = success(result)
     except BaseException as error:
-        report = _failure(error)
+        report = failure(error)
         if place is not None:
             place.abort(report.summary)
     if place is not None:
@@ -119,46 +104,3 @@ def _unpickled(call: bytes) -> Any:
             f"fn, its arguments or setup cannot be loaded in a new process ({error}): define them "
             "at module level of a module that can be imported, not in an interactive session"
         ) from error
-
-
-def _pickled_result(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        kind = type(value).__name__
-        raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
-
-
-def _failure(error: BaseException) -> TaskReport:
-    try:
-        value = pickle.dumps(error)
-        pickle.loads(value)  # many exceptions pickle, and then fail to load
-    except Exception:
-        value = b""
-    return TaskReport(
-        failed=True,
-        value=value,
-        when=time.monotonic(),
-        follows=isinstance(error, (AbortedError, PeerDiedError)),
-        summary=f"{type(error).__name__}: {error}",
-        details=users_traceback(error),
-    )
-
-
-def _end_with_parent(parent_thread_stays: bool) -> None:
-    """Die when the parent does, even by SIGKILL.
-
-    The kernel's signal comes when the *thread* that started this process ends, so it is only asked
-    for if that was the parent's main thread. The watching thread works always, unless C code of
-    this process holds the GIL forever.
-    """
-    if parent_thread_stays:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        mp_connection.wait([parent.sentinel])
-        os._exit(1)
-
-    Helper("parent watch", watch).start()

@@ -38,13 +38,13 @@ from typing import Any
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
-from interlace.runtime.start.child import RankTask, Setup, TaskReport, serve
+from interlace.runtime.start.child import RankTask, Setup, serve
+from interlace.runtime.start.worker_process import GRACE_SECONDS, TaskReport, ended
 
 # A forked child could not use a GPU that its parent has used. The tests, which use none here, start
 # theirs from a fork server (tests/conftest.py).
 START_METHOD = "spawn"
 START_SECONDS = 120.0
-GRACE_SECONDS = 5.0
 UNGUARDED = 78  # exit code of a process whose import of the script came to starting ranks
 
 
@@ -59,15 +59,6 @@ class _Child:
         )
         self.process.start()
         theirs.close()
-
-    def ended(self) -> str:
-        """A text on how the process ended, for an error message."""
-        self.process.join(GRACE_SECONDS)
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            with contextlib.suppress(ValueError):
-                return f"its process ended with exit code {code} ({signal.Signals(-code).name})"
-        return f"its process ended with exit code {code}"
 
     def kill(self) -> None:
         self.process.kill()
@@ -155,8 +146,8 @@ class ProcessPool:
         failures = [(rank, report) for rank, report in reports.items() if report.failed]
         if failures:
             rank, report = min(failures, key=lambda item: (item[1].follows, item[1].when))
-            raise rank_error(rank, _exception(report), report.details)
-        return [pickle.loads(reports[rank].value) for rank in range(world_size)]
+            raise rank_error(rank, report.exception(), report.details)
+        return [reports[rank].result() for rank in range(world_size)]
 
     def _collect(self, ranks: Sequence[int], deadline: float) -> dict[int, TaskReport]:
         """Wait for reports of ``ranks``, or the end of their processes. Empty at the deadline."""
@@ -175,7 +166,7 @@ class ProcessPool:
                 reports[rank] = child.connection.recv()
             except (EOFError, OSError):
                 when = time.monotonic()
-                reports[rank] = TaskReport(True, b"", when, summary=child.ended())
+                reports[rank] = TaskReport(True, b"", when, summary=ended(child.process))
                 self._kill([rank])
         return reports
 
@@ -208,7 +199,7 @@ class ProcessPool:
                     continue
                 problem = f"its process was not ready within {START_SECONDS:g} s"
             except (EOFError, OSError):
-                problem = child.ended()
+                problem = ended(child.process)
                 if child.process.exitcode == UNGUARDED:
                     problem = (
                         "it is a process of its own, which imports this script first, and the script "
@@ -272,16 +263,6 @@ def _pickled_call(
                 f"{name} of a run in processes cannot be pickled{hint} ({error})"
             ) from error
     return pickle.dumps((fn, tuple(args), dict(kwargs), setup))
-
-
-def _exception(report: TaskReport) -> BaseException:
-    """The exception of a failed report; its text in an InterlaceError if it did not pickle."""
-    if report.value:
-        with contextlib.suppress(Exception):
-            error = pickle.loads(report.value)
-            if isinstance(error, BaseException):
-                return error
-    return InterlaceError(report.summary)
 
 
 def _loopback_store() -> TCPStore:

@@ -303,6 +303,6 @@ def test_who_unpickles() -> None:
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
     reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")
     loads = {str(file.relative_to(root)) for file in files if reads.search(file.read_text())}
-    pools = {f"runtime/{name}.py" for name in ("start/pool", "start/child")}
+    pools = {f"runtime/{name}.py" for name in ("start/worker_process", "start/child")}
     pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "worker")}
     assert loads == {*pools, "python/interlace/collectives/objects.py"}

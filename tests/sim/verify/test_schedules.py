@@ -1,7 +1,10 @@
 """``interlace.verify.schedules``: it finds, shrinks and replays; weak memory; deadlock reports."""
 
 import copy
+import multiprocessing.connection
+import os
 import random
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 import interlace
+from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
@@ -308,6 +312,60 @@ def test_an_exception_in_a_worker_is_raised_here() -> None:
 
     with pytest.raises(KeyError):
         list(parallel.map_seeds(fails, range(8), workers=2))
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_workers_end_when_one_is_interrupted(workers: int) -> None:
+    """Though the caller's own handler of SIGTERM, as the command line has one, would survive that."""
+
+    def interrupted(seed: int) -> None:
+        if seed:
+            signal.pause()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(parallel.map_seeds(interrupted, range(8), workers=workers))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_ends_is_named_with_what_it_ran() -> None:
+    numbers = iter(parallel.map_seeds(os._exit, [7, 8], workers=2, name="job {}".format))
+    with pytest.raises(InterlaceError, match=r"job [78]: its process ended with exit code [78]$"):
+        list(numbers)
+
+
+def test_a_worker_that_nobody_uses_ends() -> None:
+    """As one does if Ctrl-C comes before it is known to whoever would kill it."""
+    worker = parallel._ForkedWorker(abs)
+    worker.connection.close()
+    assert multiprocessing.connection.wait([worker._process.sentinel], 60)
+    worker.close()
+
+
+def test_workers_end_with_their_parent() -> None:
+    """Which is killed, while they run what takes forever."""
+    reading, writing = multiprocessing.Pipe(duplex=False)
+
+    def busy(seed: int) -> None:
+        writing.send(os.getpid())
+        signal.pause()
+
+    parent = multiprocessing.get_context("fork").Process(
+        target=lambda: list(parallel.map_seeds(busy, range(3), workers=3))
+    )
+    parent.start()
+    writing.close()
+    workers = [os.pidfd_open(reading.recv()) for _ in range(3)]
+    parent.kill()
+    parent.join()
+    for worker in workers:
+        assert multiprocessing.connection.wait([worker], 60), "it is still there"
+        os.close(worker)
+    reading.close()
 
 
 def test_progress_reaches_the_number_of_seeds() -> None:

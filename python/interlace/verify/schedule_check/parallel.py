@@ -2,20 +2,30 @@
 
 Forked, so that the function may be anything, a closure too. A child runs torch in one thread: OpenMP's
 threads do not survive a fork. The children inherit what they need and send back small results only.
+
+Each worker has a pipe of its own and shares no lock, so it can be killed whatever it does: a pool with
+queues, as concurrent.futures has it, waits forever if a worker is killed that holds one's lock. Signals
+are the parent's: it kills the workers when it is interrupted. Should it be killed itself, they end, too.
 """
 
-import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.start import worker_process
+from interlace.runtime.start.worker_process import TaskReport
+
 CHUNKS_PER_WORKER = 8
 LARGEST_CHUNK = 32
-
-_function: Callable[[int], Any] | None = None
 
 
 def map_seeds(
@@ -24,13 +34,14 @@ def map_seeds(
     *,
     workers: int | None = None,
     chunk: int = LARGEST_CHUNK,
+    name: Callable[[int], str] = "seed {}".format,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Any]]:
     """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
 
-    A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here.
+    A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here. Raises
+    InterlaceError if a worker ends, with the ``name`` of what it was about to run.
     """
-    global _function
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     count = min(count, len(seeds))
     if count <= 1:
@@ -39,26 +50,89 @@ def map_seeds(
             on_progress(done)
         return
     size = max(1, min(chunk, -(-len(seeds) // (count * CHUNKS_PER_WORKER))))
-    chunks = [seeds[first : first + size] for first in range(0, len(seeds), size)]
-    _function = function
-    context = multiprocessing.get_context("fork")
-    pool = concurrent.futures.ProcessPoolExecutor(count, context, torch.set_num_threads, (1,))
-    try:
+    chunks = iter([seeds[first : first + size] for first in range(0, len(seeds), size)])
+    with contextlib.ExitStack() as leaving:
+        # all are killed, also if Ctrl-C comes meanwhile
+        started = [
+            leaving.enter_context(contextlib.closing(_ForkedWorker(function))) for _ in range(count)
+        ]
+        busy = {worker.connection: worker for worker in started if worker.take(next(chunks, None))}
         done = 0
-        for future in concurrent.futures.as_completed([pool.submit(_run, c) for c in chunks]):
-            results = future.result()
-            yield from results
-            done += len(results)
-            on_progress(done)
-    except BaseException:
-        for process in list((pool._processes or {}).values()):  # at once, not after their chunk
-            process.terminate()
-        raise
-    finally:
-        _function = None
-        pool.shutdown(cancel_futures=True)
+        while busy:
+            for ready in mp_connection.wait(list(busy)):
+                worker = busy[ready]  # type: ignore[index]  # nothing else was waited for
+                results = worker.results(name)
+                if not worker.take(next(chunks, None)):
+                    del busy[worker.connection]
+                yield from results
+                done += len(results)
+                on_progress(done)
 
 
-def _run(seeds: Sequence[int]) -> list[tuple[int, Any]]:
-    assert _function is not None
-    return [(seed, _function(seed)) for seed in seeds]
+class _ForkedWorker:
+    """A forked process that calls ``function``, and this process's end of the pipe to it."""
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._seeds: Sequence[int] = ()
+        self.connection, theirs = context.Pipe()
+        # the child lets them through when they do not go to the parent's handlers any more
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            stays = threading.current_thread() is threading.main_thread()
+            arguments = function, theirs, self.connection, stays, mask
+            self._process = context.Process(target=_serve, args=arguments)
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+
+    def take(self, seeds: Sequence[int] | None) -> bool:
+        """Begin with these seeds; whether there are any."""
+        if seeds is not None:
+            self._seeds = seeds
+            with contextlib.suppress(OSError):  # it has ended, which is found when it should answer
+                self.connection.send(seeds)
+        return seeds is not None
+
+    def results(self, name: Callable[[int], str]) -> list[tuple[int, Any]]:
+        """Of the seeds that it took, when it has answered. Raises what the function raised."""
+        try:
+            report: TaskReport = self.connection.recv()
+        except (EOFError, OSError):
+            names = " to ".join(dict.fromkeys(map(name, (self._seeds[0], self._seeds[-1]))))
+            raise InterlaceError(f"{names}: {worker_process.ended(self._process)}") from None
+        if report.failed:
+            raise report.exception() from InterlaceError(report.details)
+        results: list[tuple[int, Any]] = report.result()
+        return results
+
+    def close(self) -> None:
+        """Kill it, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _serve(
+    function: Callable[[int], Any],
+    connection: Connection,
+    parents: Connection,
+    parent_thread_stays: bool,
+    mask: Any,
+) -> None:
+    """The life of a worker: a report for every chunk that it is sent."""
+    parents.close()  # or the pipe would never seem closed
+    worker_process.end_with_parent(parent_thread_stays)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent sees to it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            seeds: Sequence[int] = connection.recv()
+            try:
+                report = worker_process.success([(seed, function(seed)) for seed in seeds])
+            except BaseException as error:
+                report = worker_process.failure(error)
+            connection.send(report)

@@ -85,6 +85,10 @@ class Job(NamedTuple):
     variant: str
     run: Callable[[], JobOutcome]
 
+    @property
+    def title(self) -> str:
+        return f"{self.subject}: {self.check}, {self.variant}".rstrip(", ")
+
     def result(self) -> JobResult:
         begin = time.monotonic()
         count, findings, report = self.run()
@@ -156,6 +160,7 @@ def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None)
         lambda index: jobs[index].result(),
         range(len(jobs)),
         chunk=1,
+        name=lambda index: jobs[index].title,
         on_progress=lambda done: on_done(),
     )
     return [result for _, result in sorted(results, key=itemgetter(0))]

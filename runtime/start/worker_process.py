@@ -1,0 +1,107 @@
+"""Processes that work for another one: they end with it, and report what a function returned or raised."""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from interlace.runtime.core.errors import (
+    AbortedError,
+    InterlaceError,
+    PeerDiedError,
+    users_traceback,
+)
+from interlace.runtime.places.one_host.worker import Helper
+
+GRACE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class TaskReport:
+    """A report of a task's end; ``value``: a pickle, or empty. ``follows``: by another rank's fault.
+
+    By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver.
+    """
+
+    failed: bool
+    value: bytes
+    when: float = 0.0
+    follows: bool = False
+    summary: str = ""
+    details: str = ""
+
+    def result(self) -> Any:
+        """What the function returned."""
+        return pickle.loads(self.value)
+
+    def exception(self) -> BaseException:
+        """What the function raised; its text in an InterlaceError if it did not pickle."""
+        if self.value:
+            with contextlib.suppress(Exception):
+                error = pickle.loads(self.value)
+                if isinstance(error, BaseException):
+                    return error
+        return InterlaceError(self.summary)
+
+
+def success(value: Any) -> TaskReport:
+    """The report of a function that returned ``value``. Raises TypeError if that cannot be pickled."""
+    try:
+        return TaskReport(False, pickle.dumps(value))
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
+
+
+def failure(error: BaseException) -> TaskReport:
+    """The report of a function that raised ``error``."""
+    try:
+        value = pickle.dumps(error)
+        pickle.loads(value)  # many exceptions pickle, and then fail to load
+    except Exception:
+        value = b""
+    return TaskReport(
+        failed=True,
+        value=value,
+        when=time.monotonic(),
+        follows=isinstance(error, (AbortedError, PeerDiedError)),
+        summary=f"{type(error).__name__}: {error}",
+        details=users_traceback(error),
+    )
+
+
+def ended(process: BaseProcess) -> str:
+    """A text on how the process ended, for an error message."""
+    process.join(GRACE_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"its process ended with exit code {code} ({signal.Signals(-code).name})"
+    return f"its process ended with exit code {code}"
+
+
+def end_with_parent(parent_thread_stays: bool) -> None:
+    """Die when the parent does, even by SIGKILL.
+
+    The kernel's signal comes when the *thread* that started this process ends, so it is only asked
+    for if that was the parent's main thread. The watching thread works always, unless C code of
+    this process holds the GIL forever.
+    """
+    if parent_thread_stays:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        mp_connection.wait([parent.sentinel])
+        os._exit(1)
+
+    Helper("parent watch", watch).start()
