@@ -92,6 +92,7 @@ class Scheduler(ProgramHooks):
         self._tasks: list[Task] = []
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
+        self._generators = torch_state.Generators()
         self._woken = 0
         self._stuck_after = 0
         self._spawned: Counter[tuple[int, str]] = Counter()
@@ -205,6 +206,7 @@ class Scheduler(ProgramHooks):
                     self._step()
             finally:
                 self._end_all()
+                self._generators.turn_to(None)
 
     @contextlib.contextmanager
     def _watchdog(self) -> Iterator[None]:
@@ -250,7 +252,7 @@ class Scheduler(ProgramHooks):
             self._builder.grid_dim = task.program.grid
             self._builder.grid_idx = task.program.position
         try:
-            torch_state.switch(task)
+            torch_state.switch(task, self._generators)
         except greenlet.GreenletExit:
             raise
         except OverdueError:
@@ -333,7 +335,7 @@ class Scheduler(ProgramHooks):
                 self._current = task
                 for _ in range(100):
                     try:
-                        torch_state.switch(task, ended_by=greenlet.GreenletExit)
+                        torch_state.switch(task, self._generators, ended_by=greenlet.GreenletExit)
                     except BaseException:
                         break
                     if task.greenlet.dead:

@@ -6,6 +6,10 @@ goes on, and in the end to the caller, whose tensors would have no gradients any
 gives way under hooks on saved tensors, as torch.utils.checkpoint sets them: others would save their tensors
 in its checkpoint. Nor may one rank's handler of warnings be left: torch keeps it on the stack of whichever
 function of C++ was called last, and ranks do not come back from those in the order in which they went in.
+
+Numbers are drawn as in processes: each rank has its own state of torch's generator, which begins as the
+caller's is, and the caller's stays what it was. Python's and NumPy's generators are shared: saving and
+restoring takes 30 us and 330 us, where torch's takes 8 us.
 """
 
 import contextlib
@@ -37,7 +41,24 @@ def _warning_handlers() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 warning_handler, _put_warning_handler = _warning_handlers()
 
 
-def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
+class Generators:
+    """The state of torch's generator of each rank; of the caller's under None."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int | None, torch.Tensor] = {}
+        self._rank: int | None = None
+
+    def turn_to(self, rank: int | None) -> None:
+        """From here on numbers are drawn as ``rank`` draws them, or the caller."""
+        if rank != self._rank:
+            self._kept[self._rank] = torch.get_rng_state()
+            self._rank = rank
+            torch.set_rng_state(self._kept.get(rank, self._kept[None]))
+
+
+def switch(
+    task: Task, generators: Generators, *, ended_by: type[BaseException] | None = None
+) -> None:
     """Let ``task`` go on as it was, or end (with its hooks, or torch crashes); then torch is as before."""
     resume = task.greenlet.switch
     if ended_by is not None:
@@ -45,6 +66,7 @@ def switch(task: Task, *, ended_by: type[BaseException] | None = None) -> None:
     if task.program is not None:  # kernels have no use for torch's state
         resume()
         return
+    generators.turn_to(task.rank)
     before = _take_state()
     keys, grad_enabled, hooks, inference, handler = task.torch_state or before
     with _C._InferenceMode(inference), _C._ForceDispatchKeyGuard(*keys):

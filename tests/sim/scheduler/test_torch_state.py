@@ -62,3 +62,34 @@ def test_dispatch_keys_are_left_as_they_were() -> None:
     assert torch.equal(interlace.run(doubled, 2)[0], torch.tensor([2.0, 4.0]))
     assert torch._C._dispatch_tls_local_exclude_set() == before
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+
+
+def drawn() -> list[float]:
+    """Numbers before and after others had their turn to draw."""
+    torch.manual_seed(0)
+    found = []
+    for _ in range(3):
+        found += torch.randn(2).tolist()
+        interlace.barrier()
+    torch.nn.Dropout()(torch.ones(interlace.get_rank() * 7))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_draw_as_in_processes(seed: int) -> None:
+    (alone,) = interlace.run(drawn, 1)
+    before = torch.get_rng_state()
+    assert interlace.run(drawn, 3, seed=seed) == [alone] * 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_begin_to_draw_where_their_caller_is() -> None:
+    def fails() -> None:
+        drawn.append(torch.rand(1))
+        interlace.barrier()
+        raise ValueError
+
+    drawn: list[torch.Tensor] = []
+    with pytest.raises(ValueError):
+        interlace.run(fails, 3)
+    assert drawn == [torch.rand(1)] * 3
