@@ -1,7 +1,7 @@
 """``interlace.trace``: the file of ``demo --trace`` for programs of one's own."""
 
-import contextvars
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -15,20 +15,23 @@ from interlace.runtime.scheduler.recording import Recording, merge
 Runs = list[tuple[str, Recording]]
 """Runs of ranks in their order, each with the name of its function."""
 
-_runs: contextvars.ContextVar[Runs | None] = contextvars.ContextVar("interlace_runs", default=None)
+log = logging.getLogger("interlace")
+_collecting: dict[int, Runs] = {}  # of all threads: runs may be started in others than the block's
 
 
 @contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write what kernels and streams do in :func:`interlace.run` to a file for https://ui.perfetto.dev.
 
-    For a block, or as a decorator. The file has the runs of the block one behind the other, one that failed
-    in "sim" as far as it came: a process for each rank, a thread for each program or stream; tiles, sums,
-    copies and waits, and an arrow from each publish to the wait that it ended. Kernels are seen where they
-    are interpreted, in place "sim" (time counts schedule steps) and "shm" (microseconds, interpreted). Of
-    collectives without a kernel, and of compiled kernels, there is nothing to see: take a profile.
+    For a block, or as a decorator. The file has the runs of the block one behind the other, whichever
+    thread starts them, one that failed in "sim" as far as it came: a process for each rank, a thread for
+    each program or stream; tiles, sums, copies and waits, and an arrow from each publish to the wait that
+    it ended. Kernels are seen where they are interpreted, in place "sim" (time counts schedule steps) and
+    "shm" (microseconds, interpreted). Of collectives without a kernel, and of compiled kernels, there is
+    nothing to see: take a profile.
 
-    Raises OSError if the file cannot be written, before the block runs.
+    Raises OSError if the file cannot be written, before the block runs if that is known then. Of a block
+    that fails it is logged.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "steps.json")
@@ -39,41 +42,53 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     >>> os.path.getsize(path) > 1000
     True
     """
-    with open(path, "ab"):  # leaves what is there
+    file = pathlib.Path(path).absolute()  # the block may change the folder
+    with open(file, "ab"):  # leaves what is there
         pass
     with collected() as runs:
         try:
             yield
-        finally:
-            chrome_trace.write_trace(pathlib.Path(path), runs)
+        except BaseException:
+            try:
+                chrome_trace.write_trace(file, runs)
+            except OSError as error:
+                log.warning("the trace of a block that failed is not written: %s", error)
+            raise
+    chrome_trace.write_trace(file, runs)
 
 
 @contextmanager
 def collected() -> Iterator[Runs]:
-    """The runs of a block, which grow as they end."""
+    """The runs of a block, which grow as they end. Blocks within it have their own list besides."""
     runs: Runs = []
-    token = _runs.set(runs)
+    _collecting[id(runs)] = runs
     try:
         yield runs
     finally:
-        _runs.reset(token)
+        del _collecting[id(runs)]
 
 
 def around(
     start: Callable[[Callable[..., Any]], list[Any]], fn: Callable[..., Any], *, place: str
 ) -> list[Any]:
     """``start(fn)``, which runs ``fn`` on ranks of ``place``; recorded, if somebody collects."""
-    runs, name = _runs.get(), getattr(fn, "__name__", type(fn).__name__)
-    if runs is None or place == "cuda":
+    collecting, name = tuple(_collecting.values()), getattr(fn, "__name__", type(fn).__name__)
+    if not collecting or place == "cuda":
         return start(fn)
+
+    def collect(parts: list[Recording]) -> None:
+        run = name, merge(parts)
+        for runs in collecting:
+            runs.append(run)
+
     if place == "sim":
         with recorder.recording() as made:
             try:
                 return start(fn)
             finally:
-                runs.append((name, merge([made.recording()])))
+                collect([made.recording()])
     both = start(functools.partial(_recorded, fn))
-    runs.append((name, merge([part for _, part in both])))
+    collect([part for _, part in both])
     return [result for result, _ in both]
 
 

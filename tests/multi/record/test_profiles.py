@@ -1,6 +1,8 @@
 """Ops and layers in profiles of torch's: ranges by op, algorithm and group, also as NVTX."""
 
 import json
+import shutil
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,30 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
     with pytest.raises(OSError), interlace.trace(tmp_path / "nowhere/t.json"):
         ran.append(1)
     assert not ran
+
+
+def test_a_trace_within_a_trace_leaves_it_whole(tmp_path: Path, monkeypatch: Any) -> None:
+    """And so do runs of other threads, and a change of the folder."""
+    monkeypatch.chdir(tmp_path)
+    with interlace.trace("outer.json"):
+        (tmp_path / "inner").mkdir()
+        monkeypatch.chdir("inner")
+        with interlace.trace("inner.json"):
+            interlace.run(gathered, 1, False)
+        thread = threading.Thread(target=interlace.run, args=(gathered, 1, False))
+        thread.start()
+        thread.join()
+    inner, outer = (
+        sum(event.get("cat") == "tile" for event in json.loads(file.read_text())["traceEvents"])
+        for file in (tmp_path / "inner/inner.json", tmp_path / "outer.json")
+    )
+    assert inner and outer == 2 * inner
+
+
+def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: Any) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with pytest.raises(LookupError), interlace.trace(folder / "t.json"):
+        shutil.rmtree(folder)
+        raise LookupError
+    assert "gone" in caplog.text
