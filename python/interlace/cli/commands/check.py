@@ -17,7 +17,7 @@ import torch
 import interlace
 from interlace import reference
 from interlace.arguments.words import RunPlace
-from interlace.cli.output.options import CommandOptions, option, positive_int
+from interlace.cli.output.options import CommandOptions, option, positive_int, seed_number
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 from interlace.runtime.tuning import configuration
 
@@ -34,7 +34,7 @@ class CheckOptions(CommandOptions):
     device: str | None = option(
         None, choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
     )
-    seed: int = option(0, type=int, help="of the inputs (default 0)")
+    seed: int = option(0, type=seed_number, help="of the inputs (default 0)")
     ranks: tuple[int, ...] = option(
         (),
         type=positive_int,

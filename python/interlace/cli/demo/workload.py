@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.cli.output.options import CommandOptions, option, positive_int, world_size
+from interlace.cli.output.options import (
+    CommandOptions,
+    option,
+    positive_int,
+    seed_number,
+    world_size,
+)
 from interlace.launcher import PLACES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -36,7 +42,7 @@ class DemoOptions(CommandOptions):
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
     k: int | None = option(None, type=positive_int, help="features of the activations")
     dtype: str = option("bfloat16", choices=DTYPES, help="of everything (default bfloat16)")
-    seed: int = option(0, type=int, help="schedule, embedding and weights")
+    seed: int = option(0, type=seed_number, help="schedule, embedding and weights")
     text: str | None = option(None, metavar="FILE", help="text to take the tokens from")
     input: str | None = option(None, metavar="FILE", help="activations and weights, .npy or .pt")
     trace: str | None = option(None, metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")

@@ -71,6 +71,17 @@ def world_size(text: str) -> int:
     return size
 
 
+def seed_number(text: str) -> int:
+    """For ``type=``: what torch's generators take."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 1 << 64:
+        raise argparse.ArgumentTypeError(f"must be a whole number within 0..2**64 - 1, got {text}")
+    return number
+
+
 def _numbers(text: str, example: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
