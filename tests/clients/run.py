@@ -41,7 +41,7 @@ HEAD = (
 
 
 def clients() -> list[str]:
-    return sorted(file.stem for file in HERE.glob("*.py") if "def train(" in file.read_text())
+    return sorted(file.stem for file in HERE.glob("*.py") if "\ndef train(" in file.read_text())
 
 
 def said(name: str) -> dict[str, Any]:

@@ -31,15 +31,61 @@ CHOICE = (
 )
 
 
+OF_A_CHECKOUT = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase, skip_if_lt_x_gpu
+
+
+class Ranks(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def group(self):
+        store = dist.FileStore(self.file_name, 2)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+    @skip_if_lt_x_gpu(2)
+    def test_sum(self):
+        self.group()
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        self.assertEqual(total, torch.full((4,), 2.0))
+
+    def test_that_only_gloo_passes(self):
+        self.assertEqual(type(self.group()).__name__, "ProcessGroupGloo")
+"""
+
+
+def run_suite(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
+
+
 @thorough
 def test_choice_of_torch_tests() -> None:
     patterns = [f"^{name}$" for name in CHOICE]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "-w", "2", *patterns],
-        capture_output=True,
-        text=True,
-    )
+    done = run_suite("-w", "2", *patterns)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.startswith(f"interlace, 2 ranks: {len(CHOICE)} tests, {len(CHOICE)} pass"), (
         done.stdout
     )
+
+
+@thorough
+def test_files_of_a_checkout(tmp_path: Path) -> None:
+    """A file that gloo cannot import does not count; a test that asks for GPUs runs on the CPU."""
+    folder = tmp_path / "test/distributed"
+    folder.mkdir(parents=True)
+    (folder / "test_device_mesh.py").write_text("import something_of_another_release\n")
+    (folder / "test_functional_api.py").write_text(OF_A_CHECKOUT)
+    done = run_suite("--pytorch", str(tmp_path))
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "gloo, distributed/test_functional_api.py: 2 tests, 2 pass" in done.stdout
+    assert "interlace, distributed/test_functional_api.py: 2 tests, 1 pass" in done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert failed == ["FAILED, and gloo passes it: Ranks.test_that_only_gloo_passes"]
+    assert "something_of_another_release" in done.stdout, done.stdout

@@ -104,11 +104,22 @@ def load(backend: str, what: str) -> unittest.TestSuite:
     return unittest.defaultTestLoader.loadTestsFromTestCase(Suite)
 
 
+def without_gpus() -> None:
+    """Tests that are skipped for want of GPUs run on the CPU; those that name another device fail."""
+    import torch
+    from torch.testing._internal import common_distributed, common_fsdp
+
+    common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
+    common_fsdp.DEVICE_COUNT = 2
+    torch.accelerator.device_count = torch.cpu.device_count = lambda: 4
+
+
 def of_file(file: Path) -> unittest.TestSuite:
     """The tests of a file of PyTorch's repository, which would start their ranks anew."""
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
     MultiProcessTestCase._spawn_processes = fork_ranks
+    without_gpus()
     multiprocessing.set_start_method("fork")
     sys.path.insert(0, str(file.parent))
     return unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(file.stem))
