@@ -262,10 +262,9 @@ class Detector(Observer):
             plain = [*plain, *segment.unordered(segment.loads, cells, known, me)]
         self._report("mixed access", plain, site, segment, size)
         for conflict in segment.unordered(segment.atomics, cells, known, me):
-            both_read = not writes and not conflict.extra & WRITES
-            if not both_read and not self._reach(
-                agent, scope, conflict.component >> 1, conflict.extra & 3
-            ):
+            one_writes = writes or conflict.extra & WRITES
+            other, other_scope = conflict.component >> 1, conflict.extra & 3
+            if one_writes and not self._reach(agent, scope, other, other_scope):
                 self._report("narrow scope", [conflict], site, segment, size)
         component = agent.lanes if lanes else agent.thread
         extra = scope | (WRITES if writes else 0)
