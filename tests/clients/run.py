@@ -119,7 +119,8 @@ def run_backend(name: str, backend: str, ranks: int) -> list[dict[str, list[floa
                 each.wait()
         if any(codes):
             logs = (Path(folder, f"{rank}.log").read_text() for rank in range(ranks))
-            raise RuntimeError("\n".join(log[-MESSAGE_LENGTH:] for log in logs))
+            ended = f"ranks ended with {codes}"  # all there is to say of one that was killed
+            raise RuntimeError("\n".join([ended, *(log[-MESSAGE_LENGTH:] for log in logs)]))
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
