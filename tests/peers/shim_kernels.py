@@ -7,6 +7,7 @@ import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 import triton
 import triton.language as tl
 import triton_dist.language as dl
+from iris.mem.triton.context import Context
 from triton_dist.language.extra import libshmem_device
 from triton_dist.language.extra.language_extra import atomic_cas, ld, st, tid
 from triton_dist.utils import nvshmem_create_tensor
@@ -31,6 +32,27 @@ def by_iris():
     counts = ctx.zeros(3, dtype=torch.int32)
     ctx.barrier()
     iris_kernel[(1,)](mine, theirs, counts, ctx.get_heap_bases(), rank, 1 - rank, 4)
+    ctx.barrier()
+    return theirs.tolist(), counts.tolist()
+
+
+@triton.jit
+def context_kernel(context, mine, theirs, counts, rank, peer, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    ctx = Context.initialize(context, rank, 2)
+    ctx.store(theirs + offsets, ctx.load(mine + offsets, from_rank=peer), to_rank=peer)
+    ctx.put(mine + offsets, theirs + BLOCK + offsets, peer, mask=offsets < 2)
+    ctx.atomic_add(counts, 3, to_rank=peer, sem="relaxed", scope="sys")
+    ctx.atomic_cas(counts + 1, 0, 7 + rank, peer, scope="sys")
+
+
+def by_context():
+    ctx = iris.iris()
+    rank = ctx.get_rank()
+    mine, theirs = ctx.full((4,), 1.0 + rank), ctx.zeros(8)
+    counts = ctx.zeros(2, dtype=torch.int32)
+    ctx.barrier()
+    context_kernel[(1,)](ctx.get_device_context(), mine, theirs, counts, rank, 1 - rank, 4)
     ctx.barrier()
     return theirs.tolist(), counts.tolist()
 

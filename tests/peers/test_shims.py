@@ -31,6 +31,13 @@ def test_iris() -> None:
     ]
 
 
+def test_the_context_of_iris() -> None:
+    assert run("by_context") == [
+        ([1.0] * 4 + [2.0, 2.0, 0.0, 0.0], [3, 8]),
+        ([2.0] * 4 + [1.0, 1.0, 0.0, 0.0], [3, 7]),
+    ]
+
+
 def test_nvshmem() -> None:
     low, high = [0, 1, 2, 3], [10, 11, 12, 13]
     # what a rank gets from its peer is what it has put there itself

@@ -13,7 +13,12 @@ _TORCH = "torch.distributed._symmetric_memory"
 
 # By name: the module that is stood for, and the module that does; parents first, "" for an empty one.
 SHIMS: dict[str, dict[str, str]] = {
-    "iris": {"iris": f"{_HERE}.iris"},
+    "iris": {
+        "iris": f"{_HERE}.iris",
+        "iris.mem": "",
+        "iris.mem.triton": "",
+        "iris.mem.triton.context": f"{_HERE}.iris",
+    },
     "triton_dist": {
         "triton_dist": f"{_HERE}.triton_dist",
         "triton_dist.language": f"{_HERE}.triton_dist_language",

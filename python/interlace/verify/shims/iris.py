@@ -55,6 +55,11 @@ class Iris:
         """Where every rank's heap begins, by rank: what device functions take last."""
         return self.heap_bases
 
+    def get_device_context(self) -> torch.Tensor:
+        """What :class:`DeviceContext` begins with in a kernel: rank, number of ranks, where heaps begin."""
+        head = torch.tensor([self.cur_rank, self.num_ranks], dtype=torch.uint64)
+        return torch.cat([head, self.heap_bases])
+
     def get_device(self) -> torch.device:
         """The CPU."""
         return self._heap.device
@@ -193,3 +198,43 @@ atomic_and, atomic_or, atomic_xor = (
     _atomic("atomic_xor"),
 )
 atomic_min, atomic_max = _atomic("atomic_min"), _atomic("atomic_max")
+
+
+def _of_context(function: Any, places: int) -> Callable[..., Any]:
+    """``function`` without the caller's rank and the heaps, which the context has.
+
+    ``places`` are the arguments before the caller's rank; then comes the rank whose memory is meant.
+    """
+
+    def method(self: "DeviceContext", *args: Any, **named: Any) -> Any:
+        peer = {name: named.pop(name) for name in ("from_rank", "to_rank") if name in named}
+        head, rest = args[:places], args[places:]
+        other, rest = ([*peer.values()], rest) if peer else ([rest[0]], rest[1:])
+        return function(*head, self.rank, *other, self.heap_bases, *rest, **named)
+
+    return method
+
+
+class DeviceContext:
+    """A kernel's rank and heaps: its loads, stores and atomics take only the rank whose memory is meant."""
+
+    def __init__(self, rank: Any, world_size: Any, heap_bases: Any) -> None:
+        self.rank, self.world_size, self.heap_bases = rank, world_size, heap_bases
+
+    @staticmethod
+    def initialize(
+        context_tensor: Any, rank: Any, world_size: Any, tracing: bool = False
+    ) -> "DeviceContext":
+        """The context that ``get_device_context`` of the host's object describes."""
+        return DeviceContext(rank, world_size, context_tensor + 2)
+
+    load, store = _of_context(load, 1), _of_context(store, 2)
+    get, put = _of_context(get, 2), _of_context(put, 2)
+    atomic_cas = _of_context(atomic_cas, 3)
+    atomic_add, atomic_xchg = _of_context(atomic_add, 2), _of_context(atomic_xchg, 2)
+    atomic_and, atomic_or = _of_context(atomic_and, 2), _of_context(atomic_or, 2)
+    atomic_xor = _of_context(atomic_xor, 2)
+    atomic_min, atomic_max = _of_context(atomic_min, 2), _of_context(atomic_max, 2)
+
+
+Context = DeviceContext
