@@ -1,6 +1,7 @@
 """The comparison of `make clients` sees one wrong bit, and the page has the table of its results."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ def test_what_works() -> None:
         {"failed": {"interlace": "no"}},
     ):
         assert not run.right(row(**wrong)), wrong
+
+
+def test_ranks_that_end_without_a_word_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match=r"ranks ended with \[1, 1\]"):
+        run.run_backend("megatron_gpt", "gloo", 2)
 
 
 def test_the_page_has_the_table_of_the_results() -> None:
