@@ -31,6 +31,7 @@ FOLDERS = {
     "runtime/core": "runtime/compat",
     "runtime/numerics": "",
     "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
+    "runtime/ptx/machine": "runtime/core runtime/ptx",
     "runtime/interpreter/inline_ptx": "runtime/compat runtime/ptx",
     "runtime/interpreter": (
         "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
@@ -64,7 +65,10 @@ FOLDERS = {
         "runtime/compat runtime/compiler runtime/core runtime/places/cuda "
         "runtime/places/cuda_processes"
     ),
-    "runtime/places/sim": "runtime/core runtime/engines runtime/ptx runtime/scheduler",
+    "runtime/places/sim": (
+        "runtime/compat runtime/compiler runtime/core runtime/engines runtime/ptx "
+        "runtime/ptx/machine runtime/scheduler"
+    ),
     "runtime/start": (
         "runtime/compat runtime/core runtime/places/cuda runtime/places/cuda_processes "
         "runtime/places/hosts runtime/places/nvshmem runtime/places/one_host "
@@ -139,8 +143,8 @@ FOLDERS = {
         "runtime/core runtime/interpreter runtime/places/sim runtime/scheduler"
     ),
     "interlace/verify": (
-        "interlace/verify/lint_check interlace/verify/protocols "
-        "interlace/verify/race_check interlace/verify/schedule_check"
+        "interlace/groups interlace/verify/lint_check interlace/verify/protocols "
+        "interlace/verify/race_check interlace/verify/schedule_check runtime/places/sim"
     ),
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (

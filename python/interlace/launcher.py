@@ -14,6 +14,8 @@ from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.tuning import configuration
 
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
+PTX_ARCHES = (80,)
+"""What PTX can be run of; see docs/ptx.md."""
 JOB_PLACES = ("hosts", "nvshmem")
 MAX_WORLD_SIZE = 64
 NOT_RUN_BY_A_CALL = (
@@ -31,6 +33,7 @@ def run(
     seed: int = 0,
     timeout: float | timedelta = 300.0,
     processes: bool = False,
+    arch: int | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
@@ -42,16 +45,18 @@ def run(
     ----------
     place : ``"sim"``, ranks simulated in this process in an order drawn from ``seed``; ``"shm"``, one
         process per rank on this host (``fn`` and its arguments must pickle); ``"cuda"``, virtual ranks
-        that share the current GPU, or with ``processes`` one process per rank, on the host's GPUs in turn.
+        that share the current GPU, or with ``processes`` one process per rank, on the host's GPUs in turn;
+        ``"ptx"``, as ``"sim"``, but kernels are compiled for a GPU and their PTX is run on this CPU.
     processes : for ``"cuda"``. Ranks that share a GPU then take turns on it, which is slow.
-    seed : the schedule of ``"sim"``; the same seed is the same schedule.
+    seed : the schedule of ``"sim"`` and ``"ptx"``; the same seed is the same schedule.
+    arch : for ``"ptx"``, the GPU that kernels are compiled for: 80, the default, is sm_80.
     timeout : seconds, or a timedelta, after which the run is given up with a ``CollectiveTimeoutError``.
 
     Raises
     ------
     RankError : an exception on a rank, naming the rank; it is an instance of the exception's own class
         too, and ends the other ranks.
-    DeadlockError : ranks wait for each other (``"sim"``).
+    DeadlockError : ranks wait for each other (``"sim"``, ``"ptx"``).
 
     >>> interlace.run(lambda: interlace.get_rank() * 10, 3)
     [0, 10, 20]
@@ -68,13 +73,17 @@ def run(
         raise TypeError(f"seed must be an int, got {seed!r}")
     if not isinstance(processes, bool) or (processes and place != "cuda"):
         raise ValueError(f'processes must be a bool, and is for place="cuda", got {processes!r}')
+    if place == "ptx":
+        arch = check_arch(arch or PTX_ARCHES[0])
+    elif arch is not None:
+        raise ValueError(f'arch is for place="ptx", got {arch!r} with place={place!r}')
 
     def start(fn: Callable[..., Any]) -> list[Any]:
         on_rank = rank_function(fn, args, kwargs)
-        if place == "sim":
+        if place in ("sim", "ptx"):
             from interlace.runtime.places.sim.place import run_sim
 
-            return run_sim(on_rank, world_size, seed=seed, timeout=seconds)
+            return run_sim(on_rank, world_size, seed=seed, timeout=seconds, arch=arch)
         if place == "cuda" and not processes:
             from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
@@ -115,6 +124,14 @@ def check_run(
         if not isinstance(value, bool):
             raise TypeError(f"{flag} must be a bool, got {value!r}")
     return positive_seconds("timeout", timeout)
+
+
+def check_arch(arch: int | None) -> int | None:
+    """ValueError for a GPU whose PTX cannot be run."""
+    if arch is not None and arch not in PTX_ARCHES:
+        listed = ", ".join(map(str, PTX_ARCHES))
+        raise ValueError(f"arch is {arch!r}; PTX is run of {listed}")
+    return arch
 
 
 def rank_function(

@@ -94,7 +94,7 @@ def _run(
             "words_offset": WORDS_OFFSET,
             "UNIT": units.element_size(),
             "WORDS": BLOCK_WORDS,
-            "COMPILED": not place.interpreted,
+            "COMPILED": place.compiled,
             **own,
         },
         op,

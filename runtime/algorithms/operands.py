@@ -177,7 +177,8 @@ def product(
     """The matmul's arguments, without the epilogue's. ``published``: peers wait for its tiles."""
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
-    descriptors = descriptor_path(configuration, input, weight) if aligned else ""
+    may = aligned and communicator.place.has_descriptors
+    descriptors = descriptor_path(configuration, input, weight) if may else ""
     specialized = configuration.warp_specialize and bool(descriptors)
     activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
     tiles = Tiles(
@@ -191,7 +192,7 @@ def product(
         ALIGNED=aligned,
         FLATTEN=configuration.flatten and bool(descriptors),
         WARP_SPECIALIZE=specialized,
-        COMPILED=not communicator.place.interpreted,
+        COMPILED=communicator.place.compiled,
         SCALES=linear.scales,
         BIAS="" if linear.bias is None else linear.bias_along,
         ACTIVATION=linear.activation,

@@ -52,6 +52,7 @@ class AbsentGroup:
             nodes=self.nodes if put else None,
             recorder=None,
             interpreted=False,
+            compiled=True,
             direct_access=False,
             program_limit=1 << 16,
             launching=contextlib.nullcontext,

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 Thunk = Callable[[], Any]
+
+
+def threads_of(pointers: Any) -> Any:
+    """The number of the thread behind each element, flat; None where threads are not told apart."""
+    threads = getattr(pointers, "threads", None)
+    return None if threads is None else np.broadcast_to(threads, pointers.data.shape).ravel()
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ class Hooks(Protocol):
 
     def barrier(self) -> None: ...
 
-    def fence(self, sem: str, scope: str) -> None: ...
+    def fence(self, sem: str, scope: str, threads: Any = None) -> None:
+        """``threads``: those that fence, where they are told apart."""
 
     def pause(self) -> None:
         """A program sleeps: let others go on."""

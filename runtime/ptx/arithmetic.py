@@ -153,6 +153,30 @@ def _multiply(instruction: Instruction, kind: ScalarType) -> Action:
     )
 
 
+_APPROXIMATED: dict[str, Callable[[Array], Array]] = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "tanh": np.tanh,
+}
+
+
+@builds(*_APPROXIMATED)
+def build_function(instruction: Instruction) -> Action:
+    """What ``.approx`` may give, and ``.rn`` has to: the right answer, rounded once."""
+    instruction.choose("approx", "rn")
+    flush, kind = instruction.flag("ftz"), instruction.take_type(("f32",))
+    function = _APPROXIMATED[instruction.mnemonic]
+
+    def compute(x: Array) -> Array:
+        exact = function((flushed(x) if flush else x).astype(np.float64)).astype(np.float32)
+        return flushed(exact) if flush else exact
+
+    return instruction.computes(compute, kind, kind)
+
+
 @builds("shl", "shr")
 def build_shift(instruction: Instruction) -> Action:
     left = instruction.mnemonic == "shl"

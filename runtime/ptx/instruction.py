@@ -10,7 +10,7 @@ an error.
 import re
 import struct
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Instruction:
     """``qualifiers`` are those that nobody has taken yet, ``registers`` those that are declared here.
 
     It runs unless predicate register ``guard`` (-1: none) differs from ``wanted``. ``target``: the index of
-    the instruction that a branch goes to.
+    the instruction that a branch goes to. ``symbols`` and ``parameters``: of a whole kernel, else None.
     """
 
     opcode: str
@@ -75,6 +75,8 @@ class Instruction:
     guard: int = -1
     wanted: int = 1
     target: int = -1
+    symbols: Mapping[str, int] | None = None
+    parameters: Mapping[str, ScalarType] | None = None
     action: Action = lambda threads: None
 
     def __post_init__(self) -> None:
@@ -169,6 +171,8 @@ class Instruction:
         literal = self.literal(text, kind)
         if literal is not None:
             return constant(kind.raw.type(literal))
+        if self.symbols is not None and text in self.symbols:
+            return constant(kind.raw.type(self.symbols[text]))
         if text in SPECIAL and text not in self.registers:
             special = SPECIAL[text]
             return lambda threads: special(threads).astype(kind.raw)

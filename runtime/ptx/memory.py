@@ -62,12 +62,17 @@ _pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.valu
 # -- what accesses have in common ------------------------------------------------------------------
 
 
-def address_of(instruction: Instruction, text: str, kind: ScalarType, count: int = 1) -> Reader:
-    """Where ``count`` elements start; checked, as the interpreter would not survive a wrong one."""
+def address_of(
+    instruction: Instruction, text: str, kind: ScalarType, count: int = 1, *, shared: bool = False
+) -> Reader:
+    """Where ``count`` elements start; checked, as the interpreter would not survive a wrong one.
+
+    Those in shared memory, of 32 bits in PTX, become addresses of this process.
+    """
     match = _ADDRESS.fullmatch(text)
     if match is None:
         raise instruction.error("an address is written in brackets, as [register+4]")
-    base = instruction.reader(match[1], TYPES["u64"])
+    base = instruction.reader(match[1], TYPES["u32" if shared else "u64"])
     offset = instruction.literal(match[2] or "0", TYPES["u64"])
     if offset is None:
         raise instruction.error(f"the offset in '{text}' must be a whole number")
@@ -76,6 +81,8 @@ def address_of(instruction: Instruction, text: str, kind: ScalarType, count: int
 
     def at(threads: Threads) -> Array:
         addresses = threads.active(base(threads)) + by
+        if shared:
+            addresses = (addresses & np.uint64(0xFFFFFFFF)) + np.uint64(threads.session.base)
         if (addresses % align).any() or (addresses < null).any():
             wrong = (addresses % align != 0) | (addresses < null)
             address = int(addresses[wrong][0])
@@ -97,6 +104,11 @@ def take_global(instruction: Instruction) -> None:
         raise instruction.unknown(f"state space '.{space}'", ["global", "generic addresses"])
 
 
+def take_cache_hints(instruction: Instruction) -> None:
+    for name in filter(_CACHE_HINT.fullmatch, list(instruction.qualifiers)):
+        instruction.flag(name)
+
+
 def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str]:
     """The ordering, None if there is none, and the scope; only those that order have one."""
     sem = instruction.choose(*sems)
@@ -109,7 +121,7 @@ def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str
 def take_parts(instruction: Instruction, operand: str, vector: str | None) -> list[str]:
     """The registers of ``operand``, as many as ``vector``, "v2" or "v4", says."""
     parts = instruction.parts(operand)
-    if len(parts) != int((vector or "v1")[1:]) or operand.startswith("{") != bool(vector):
+    if len(parts) != int((vector or "v1")[1:]) or (vector and not operand.startswith("{")):
         raise instruction.error("'.v2', '.v4' and '.v8' go with as many registers in braces")
     return parts
 
@@ -118,11 +130,15 @@ def all_of(addresses: Array) -> Any:
     return TensorHandle(np.ones(addresses.shape, np.bool_), tl.int1)
 
 
-def _pointers(threads: Threads, addresses: Array, kind: ScalarType) -> Any:
+def pointers_of(
+    threads: Threads, addresses: Array, kind: ScalarType, lanes: Array | None = None
+) -> Any:
+    """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``."""
     handle = TensorHandle(addresses, _pointer_types[kind.name])
-    if threads.told_apart:
-        numbers = threads.active(threads.numbers)
-        handle.threads = numbers if addresses.ndim == 1 else numbers[:, None]
+    numbers = threads.who() if lanes is None else lanes
+    if numbers is not None:
+        numbers = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
+        handle.threads = np.broadcast_to(numbers, addresses.shape)
     return handle
 
 
@@ -141,8 +157,7 @@ def build_access(instruction: Instruction) -> Action:
     if sem in ORDERS:
         instruction.flag("mmio")
     take_global(instruction)
-    for name in filter(_CACHE_HINT.fullmatch, list(instruction.qualifiers)):
-        instruction.flag(name)
+    take_cache_hints(instruction)
     vector = instruction.choose("v2", "v4")
     kind = instruction.take_type(_ACCESS_TYPES)
     instruction.finish(2)
@@ -217,7 +232,7 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
 
     def load(threads: Threads, addresses: Array) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, not volatile
-        pointers, mask = _pointers(threads, addresses, kind), all_of(addresses)
+        pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         zero = np.zeros(addresses.shape, kind.stored)
 
         def perform() -> Any:
@@ -236,7 +251,7 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
-        pointers, mask = _pointers(threads, addresses, kind), all_of(addresses)
+        pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         value = _handle(bits, kind)
 
         def perform() -> None:
@@ -261,7 +276,7 @@ def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., 
         compare: Any = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
-        pointers, mask = _pointers(threads, addresses, kind), all_of(addresses)
+        pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
 
         def perform() -> Any:
             return TensorHandle(change(pointers.data, ORDERS[sem]).view(kind.stored), kind.memory)

@@ -6,12 +6,12 @@ used inside. Branches get the index of the instruction that they go to.
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from interlace.runtime.ptx.instruction import Instruction, Register, error, split
-from interlace.runtime.ptx.types import TYPES
+from interlace.runtime.ptx.types import TYPES, ScalarType
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
@@ -22,14 +22,21 @@ _DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 class Parser:
     """A parser of one text whose operands ``$0``, ``$1``, ... are given registers.
 
-    ``kinds`` are the dtypes of all slots, as far as the text is read.
+    ``kinds`` are the dtypes of all slots, as far as the text is read. A whole kernel has ``symbols``,
+    addresses in shared memory by name, and ``parameters``; inline PTX has neither.
     """
 
-    def __init__(self, operands: Sequence[Register]) -> None:
+    def __init__(
+        self,
+        operands: Sequence[Register],
+        symbols: Mapping[str, int] | None = None,
+        parameters: Mapping[str, ScalarType] | None = None,
+    ) -> None:
         slots = {register.slot: register.dtype for register in operands}
         unused = np.dtype(np.uint8)  # the number of a tied operand
         self.kinds = [slots.get(slot, unused) for slot in range(max(slots, default=-1) + 1)]
         self._registers = ChainMap({register.name: register for register in operands})
+        self._symbols, self._parameters = symbols, parameters
         self._labels: ChainMap[str, int] = ChainMap()
         self._line, self._text = 1, ""
 
@@ -75,6 +82,8 @@ class Parser:
 
     def _declare(self, text: str) -> None:
         words = text.split(None, 2)
+        if words[0] == ".pragma":
+            return
         if words[0] != ".reg":
             raise self._error(f"directive '{words[0]}' is not known to the interpreter")
         kind = TYPES.get(words[1].lstrip(".")) if len(words) == 3 else None
@@ -96,6 +105,7 @@ class Parser:
         guard = _GUARD.fullmatch(text)
         opcode, _, operands = (guard[3] if guard else text).partition(" ")
         found = Instruction(opcode, split(operands), self._line, text, self._registers)
+        found.symbols, found.parameters = self._symbols, self._parameters
         if guard:
             found.guard, found.wanted = found.predicate(guard[2]).slot, 0 if guard[1] else 1
         return found

@@ -33,7 +33,7 @@ class Threads:
     clock.
     """
 
-    session: PtxSession
+    session: Any  # a PtxSession, or a PtxProgram
     registers: list[Any]
     numbers: Any
     block: int = THREADS
@@ -49,6 +49,10 @@ class Threads:
             count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
             return np.full(count, values)
         return values if self.mask is None else values[self.mask]
+
+    def who(self) -> Any:
+        """The numbers of those that run, if hooks are told."""
+        return self.active(self.numbers) if self.told_apart else None
 
     def set(self, slot: int, bits: Any) -> None:
         """Put ``bits`` into a register of the threads that run."""

@@ -29,7 +29,7 @@ def build_fence(instruction: Instruction) -> Action:
     if scope is None:
         raise instruction.error(f"'{instruction.opcode}' needs a scope")
     within = scopes[scope]
-    return lambda threads: threads.session.hooks.fence(sem, within)
+    return lambda threads: threads.session.hooks.fence(sem, within, threads.who())
 
 
 @builds("bar", "barrier")
@@ -88,6 +88,13 @@ def build_sleep(instruction: Instruction) -> Action:
     instruction.take_type(("u32",))
     instruction.finish(1)
     return lambda threads: threads.session.hooks.pause()
+
+
+@builds("ret", "exit")
+def build_end(instruction: Instruction) -> Action:
+    """The machine lets these threads go."""
+    instruction.finish(0)
+    return _nothing
 
 
 @builds("trap")

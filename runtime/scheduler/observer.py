@@ -20,7 +20,8 @@ class Observer:
 
     ``task`` is who does it: a program of a kernel, a stream, or the user code of a rank. User code
     stands for its rank's current stream too, because its torch operators run there. It is None for
-    what is done outside of all tasks. ``pointers`` and ``mask`` are the interpreter's handles.
+    what is done outside of all tasks. ``pointers`` and ``mask`` are the interpreter's handles; those
+    of PTX know which thread each element is of (``threads_of``).
     """
 
     def attach(self, steps: Callable[[], int]) -> None:
@@ -40,11 +41,14 @@ class Observer:
     def on_barrier(self, task: Task | None) -> None:
         """All threads of a program have met."""
 
-    def on_fence(self, task: Task | None, sem: str, scope: str) -> None:
-        """Inline assembly has fenced: "acq_rel" or "sc", within a scope."""
+    def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
+        """PTX has fenced: "acq_rel" or "sc", within a scope; in these threads, if they are told apart."""
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         """``memory`` is new symmetric memory of ``rank``; ``label`` names it in messages."""
+
+    def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
+        """A program whose PTX is run begins, with shared memory of its own at ``base``."""
 
     def on_visible(self, task: Task, address: int, elements: int) -> None:
         """A store of ``task`` that was held back becomes visible."""

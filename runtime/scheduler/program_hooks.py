@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.accesses import Atomic, threads_of
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active, active_addresses
@@ -108,7 +108,10 @@ class ProgramHooks:
         if self.buffers is not None:
             self.buffers.before_load(task, atomic.pointers)
             if atomic.releases:
-                self.buffers.release(task, atomic.scope, each_thread=atomic.by_lanes)
+                threads = threads_of(atomic.pointers)
+                self.buffers.release(
+                    task, atomic.scope, each_thread=atomic.by_lanes, threads=threads
+                )
         result = perform()
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
             result = self._polled(atomic.pointers, atomic.mask, result, perform)
@@ -127,13 +130,22 @@ class ProgramHooks:
             self.buffers.barrier(self.current)
         self.observer.on_barrier(self.current)
 
-    def fence(self, sem: str, scope: str) -> None:
+    def fence(self, sem: str, scope: str, threads: Any = None) -> None:
         if not self.inside:
             return
         if self.buffers is not None:
-            self.buffers.release(self.current, scope)
+            self.buffers.release(self.current, scope, threads=threads)
             self.progress()
-        self.observer.on_fence(self.current, sem, scope)
+        self.observer.on_fence(self.current, sem, scope, threads)
+
+    def begin(self, base: int, nbytes: int) -> None:
+        """A program whose threads are told apart begins, with shared memory at ``base``."""
+        self.observer.on_shared_memory(self.current, base, nbytes)
+
+    def shared(self, pointers: Any, *, stores: bool) -> None:
+        """A program accesses its shared memory, which only observers look at."""
+        tell = self.observer.on_store if stores else self.observer.on_load
+        tell(self.current, pointers, None)
 
     def pause(self) -> None:
         if self.inside:

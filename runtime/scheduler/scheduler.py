@@ -45,6 +45,14 @@ GRACE = 1.0  # seconds after the timeout, in which the scheduler itself should h
 LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
 
 
+Programs = Callable[[KernelLaunch, Any], tuple[Callable[[], None], int]]
+"""(launch, hooks) -> one program of it, which its task runs, and its threads, if they are told apart."""
+
+
+def interpreted(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
+    return session.program_function(launch.kernel, launch.arguments), 0
+
+
 class OverdueError(BaseException):
     """Raised in a task from outside when the time of the run is over."""
 
@@ -61,7 +69,8 @@ class Scheduler(ProgramHooks):
     """Runs tasks in an order drawn from ``seed``.
 
     ``idle`` is called when every task is blocked, with one of the blocked waits; without it that is a
-    :class:`DeadlockError`. ``timeout`` bounds the whole run in seconds of wall time.
+    :class:`DeadlockError`. ``programs`` makes programs of launches. ``timeout`` bounds the whole run in
+    seconds of wall time.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class Scheduler(ProgramHooks):
         idle: Callable[[errors.BlockedWait], None] | None = None,
         timeout: float | None = None,
         block_polls: bool = True,
+        programs: Programs = interpreted,
     ) -> None:
         if greenlet is None:
             raise errors.PlaceUnavailableError(
@@ -87,6 +97,8 @@ class Scheduler(ProgramHooks):
         self.finished: list[str] = []
         self.segments: list[ScheduleSegment] = []
         self._idle = idle
+        self._programs = programs
+        self.compiled_for: int | None = getattr(programs, "arch", None)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
         self._tasks: list[Task] = []
@@ -123,7 +135,7 @@ class Scheduler(ProgramHooks):
 
     def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
         """Add every program of ``launch``; the result tells whether all have ended."""
-        function = session.program_function(launch.kernel, launch.arguments)
+        function, threads = self._programs(launch, self)
 
         def body() -> None:
             function()
@@ -150,7 +162,7 @@ class Scheduler(ProgramHooks):
                 rank,
                 f"{launch.name} program {index}",
                 body,
-                program=Program(launch.name, launch.op, index, (x, y, z), grid),
+                program=Program(launch.name, launch.op, index, (x, y, z), grid, threads),
                 owner=parent.owner,
                 on_finish=one_ended,
             )

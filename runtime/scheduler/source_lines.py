@@ -115,7 +115,20 @@ def place_of(frame: Any) -> SourceText:
 
 def program_lines() -> tuple[SourceText, ...]:
     """Lines of the running program, innermost first; empty outside of kernels."""
-    return tuple(place_of(frame) for frame in source_frames(sys._getframe()))
+    frame = sys._getframe()
+    return tuple(map(place_of, source_frames(frame))) or _ptx_lines(frame)
+
+
+def _ptx_lines(frame: Any) -> tuple[SourceText, ...]:
+    """The line that the machine at or above ``frame`` runs, if there is one."""
+    for each in outwards(frame):
+        if each.f_globals.get("__name__", "").endswith(".ptx.machine.machine"):
+            text, place = each.f_locals["self"].where()
+            if place is None:
+                return (SourceText(text),)
+            path, number = place
+            return (SourceText(f"{os.path.basename(path)}:{number}, {text}", (place,)),)
+    return ()
 
 
 def _scalar(value: Any) -> int | None:

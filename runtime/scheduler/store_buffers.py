@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import threads_of
 from interlace.runtime.interpreter.session import active, active_addresses
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.task import Task
@@ -38,12 +39,13 @@ DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)
 @dataclass(eq=False)
 class _PendingStore:
     """Part of one store. ``scalar``: by the one thread that also releases; ``ordered``: a barrier has
-    come after it; ``rank_only``: visible to the own rank."""
+    come after it; ``rank_only``: visible to the own rank. ``threads``: that of each element, if known."""
 
     task: Task
     addresses: Any
     values: Any
     scalar: bool
+    threads: Any = None
     ordered: bool = False
     rank_only: bool = False
     low: int = field(init=False)
@@ -53,6 +55,11 @@ class _PendingStore:
         """Asked for at every load that comes while the store is pending."""
         self.low = int(self.addresses.min())
         self.high = int(self.addresses.max()) + self.values.dtype.itemsize
+
+    def own(self, threads: Any) -> bool:
+        """Whether it is by ``threads`` alone."""
+        known = threads is not None and self.threads is not None
+        return known and bool(np.isin(self.threads, threads).all())
 
     def perform(self) -> None:
         size = self.values.dtype.itemsize
@@ -83,11 +90,18 @@ class StoreBuffers:
             return
         values = active(value.data, pointers, mask)
         self._drain_overlapping(task, addresses, values.dtype.itemsize)
-        scalar = pointers.data.size == 1
+        threads = threads_of(pointers)
+        scalar = threads is None and pointers.data.size == 1
         pieces = 1 if scalar else min(PIECES, addresses.size)
         for part in np.array_split(np.arange(addresses.size), pieces):
             self._pending.append(
-                _PendingStore(task, addresses[part].copy(), values[part].copy(), scalar)
+                _PendingStore(
+                    task,
+                    addresses[part].copy(),
+                    values[part].copy(),
+                    scalar,
+                    None if threads is None else threads[part],
+                )
             )
 
     def before_load(self, task: Task, pointers: Any) -> None:
@@ -103,12 +117,19 @@ class StoreBuffers:
             if pending.task is task:
                 pending.ordered = True
 
-    def release(self, task: Task, scope: str, *, each_thread: bool = False) -> None:
-        """Make ordered stores visible. ``each_thread``: not even scalars are without a barrier."""
+    def release(
+        self, task: Task, scope: str, *, each_thread: bool = False, threads: Any = None
+    ) -> None:
+        """Make ordered stores visible. ``each_thread``: not even scalars are without a barrier.
+
+        ``threads``: those that release, each what it has stored itself.
+        """
+        if threads is not None:
+            self._split(task, threads)
         chosen = [
             p
             for p in self._pending
-            if (p.task is task and (p.ordered or (p.scalar and not each_thread)))
+            if (p.task is task and (p.ordered or (p.scalar and not each_thread) or p.own(threads)))
             or (p.rank_only and p.task.rank == task.rank)
         ]
         if scope == "sys":
@@ -116,6 +137,20 @@ class StoreBuffers:
         elif scope == "gpu":
             for pending in chosen:
                 pending.rank_only = True
+
+    def _split(self, task: Task, threads: Any) -> None:
+        """Part what ``threads`` have stored from what others have."""
+        parted = []
+        for pending in self._pending:
+            whole = pending.task is not task or pending.ordered or pending.threads is None
+            own = np.isin(pending.threads, [] if whole else threads)
+            if whole or own.all() or not own.any():
+                parted.append(pending)
+                continue
+            for part in (own, ~own):
+                arrays = pending.addresses[part], pending.values[part]
+                parted.append(_PendingStore(task, *arrays, False, pending.threads[part]))
+        self._pending = parted
 
     def end(self, tasks: Sequence[Task]) -> None:
         """The end of a kernel orders everything of its programs, and what they have acquired."""

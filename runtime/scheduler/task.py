@@ -9,13 +9,17 @@ from interlace.runtime.core.errors import BlockedWait
 
 @dataclass
 class Program:
-    """Where a task stands in a launch: the ``index``-th program, at ``position`` of ``grid``."""
+    """Where a task stands in a launch: the ``index``-th program, at ``position`` of ``grid``.
+
+    ``threads``: how many it has, where accesses say which of them they are by; else 0.
+    """
 
     kernel: str
     op: str
     index: int
     position: tuple[int, int, int]
     grid: tuple[int, int, int]
+    threads: int = 0
 
 
 @dataclass(eq=False)

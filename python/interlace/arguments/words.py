@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from interlace.kernels.epilogue import Activation
 from interlace.runtime.tuning.cache import Algorithm
 
-RunPlace = Literal["sim", "shm", "cuda"]
+RunPlace = Literal["sim", "shm", "cuda", "ptx"]
 FusedAlgorithm = Literal["auto", Algorithm]
 ScaledAlgorithm = Literal["auto", "fused", "unfused"]
 CollectiveAlgorithm = Literal["auto", "kernel", "copy", "multimem", "low_latency"]

@@ -6,6 +6,7 @@
 :func:`lint`         what the compiler made of a kernel: ordering, registers, tensor cores
 :func:`explore`      every interleaving of a small model of a protocol
 :func:`check`        the first two, for a test: raises what they find
+:func:`launch_ptx`   PTX of any origin, on a rank of ``interlace.run(place="ptx")``
 ===================  ==============================================================================
 
 >>> from interlace import verify
@@ -30,6 +31,7 @@ from interlace.verify.protocols.steps import (
     read,
     write,
 )
+from interlace.verify.ptx import launch_ptx
 from interlace.verify.race_check.check import races
 from interlace.verify.race_check.findings import KINDS, Access, Finding, RaceReport
 from interlace.verify.schedule_check.check import Failure, ScheduleReport, replay, schedules
@@ -56,6 +58,7 @@ __all__ = [
     "Wait",
     "check",
     "explore",
+    "launch_ptx",
     "lint",
     "lint_many",
     "races",

@@ -34,10 +34,11 @@ from interlace.runtime.core.memory import (
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.engines.nodes import on_streams
+from interlace.runtime.places.sim.compiled import CompiledPrograms, PtxSource
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
 from interlace.runtime.ptx import multicast
 from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
+from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed, interpreted
 from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
 
 COPY_PIECES = 3
@@ -238,6 +239,7 @@ class SimPlace(Place):
         self.rank = rank
         self.world_size = len(members)
         self.global_rank = members[rank]
+        self.compiled_for = world.scheduler.compiled_for
         self._members = members
         self._key = key
         self._group = world.groups[key]
@@ -353,6 +355,13 @@ class SimPlace(Place):
             raise InterlaceError(f"{launch.op}: this memory is of a simulated run that has ended")
         launch.kernel[launch.extents](**launch.arguments)
 
+    def launch_ptx(self, source: PtxSource, grid: tuple[int, ...], values: Sequence[Any]) -> None:
+        """Run ``source`` on the current stream, as user code launches a kernel."""
+        if self.compiled_for is None:
+            raise InterlaceError(f'place="ptx" runs PTX; this rank is in place="{self.name}"')
+        arguments = {str(index): value for index, value in enumerate(values)}
+        self._scheduler.launch(source, grid, arguments, {})
+
     def new_engine(self, communicator: Any) -> Engine:
         return on_streams(communicator)
 
@@ -388,10 +397,15 @@ def run_sim(
     seed: int = 0,
     timeout: float | None = None,
     scheduler: Scheduler | None = None,
+    arch: int | None = None,
 ) -> list[Any]:
-    """Run ``on_rank(place)`` per rank, by ``scheduler`` or one for ``seed``; results by rank."""
+    """Run ``on_rank(place)`` per rank, by ``scheduler`` or one for ``seed``; results by rank.
+
+    With ``arch``, 80 for sm_80, kernels are compiled for that, and their PTX is run.
+    """
     if scheduler is None:
-        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current())
+        programs = interpreted if arch is None else CompiledPrograms(arch)
+        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current(), programs=programs)
     world = SimWorld(scheduler)
     results: list[Any] = [None] * world_size
     members = tuple(range(world_size))

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 from interlace import launcher
+from interlace.runtime.places.sim.compiled import CompiledPrograms, Rewrite, as_compiled
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.scheduler.scheduler import Programs, Scheduler, interpreted
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.lint_check.check import specialisation
@@ -44,6 +45,8 @@ def races(
     *args: Any,
     seeds: int | Iterable[int] = SEEDS,
     store_buffers: bool = False,
+    arch: int | None = None,
+    rewrite: Rewrite = as_compiled,
     timeout: float = 300.0,
     on_seed: Callable[[int], None] = lambda seed: None,
     **kwargs: Any,
@@ -60,6 +63,9 @@ def races(
     fn : the function, as for :func:`interlace.run`. Its kernels may be anybody's, with inline PTX too.
     seeds : how many schedules, or which.
     store_buffers : let stores become visible late and out of order until they are released.
+    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80), and tell threads apart.
+    rewrite : with ``arch``, changes the PTX of a kernel before it is run, given its name and the text: to
+        see that a fault is found.
     timeout : seconds per schedule.
     on_seed : called after each schedule, to show progress.
 
@@ -74,6 +80,8 @@ def races(
     True
     """
     chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
+    launcher.check_arch(arch)
+    programs = interpreted if arch is None else CompiledPrograms(arch, rewrite)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
@@ -82,7 +90,7 @@ def races(
     events = 0
     for seed in chosen:
         detector = Detector(seed)
-        raised = _observed(on_rank, world_size, seed, detector, store_buffers, timeout)
+        raised = _observed(on_rank, world_size, seed, detector, programs, store_buffers, timeout)
         error = "" if raised is None else f"{type(raised).__name__}: {raised}"
         differs = bool(error) and _form(error) not in {_form(text) for _, text in errors}
         if differs:
@@ -93,7 +101,7 @@ def races(
         if new or differs:
             relaxed, teller = [Detector(seed, rules) for _, _, rules in CAUSES], RaceTeller()
             several = Several([*relaxed, teller])
-            _observed(on_rank, world_size, seed, several, store_buffers, timeout)
+            _observed(on_rank, world_size, seed, several, programs, store_buffers, timeout)
             stories.append(teller.story(seed, raised))
             for finding in _explained(new, relaxed):
                 found[finding.key] = finding
@@ -136,6 +144,7 @@ def _observed(
     world_size: int,
     seed: int,
     detector: "Detector | Several",
+    programs: Programs,
     store_buffers: bool,
     timeout: float,
 ) -> Exception | None:
@@ -146,6 +155,7 @@ def _observed(
         observer=cast(Observer, detector),
         store_buffers=store_buffers,
         timeout=timeout,
+        programs=programs,
     )
     try:
         with poisoned_memory(), TorchAccesses(scheduler, detector):

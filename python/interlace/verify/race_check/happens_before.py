@@ -30,16 +30,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.accesses import Atomic, threads_of
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.source_lines import place_of, program_lines, user_frame
 from interlace.runtime.scheduler.task import Task
-from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, joined, reaches
+from interlace.verify.race_check.agents import (
+    SCOPES,
+    SYS,
+    Agent,
+    Rules,
+    ThreadsAgent,
+    joined,
+    reaches,
+)
 from interlace.verify.race_check.findings import Access, Finding
-from interlace.verify.race_check.shadow import Conflict, Index, ShadowMemory, ShadowSegment
+from interlace.verify.race_check.shadow import (
+    Conflict,
+    Index,
+    KnownTimes,
+    ShadowMemory,
+    ShadowSegment,
+)
 
 Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
@@ -55,7 +69,7 @@ class Detector(Observer):
         self.launches: list[KernelLaunch] = []
         self._memory = ShadowMemory()
         self._agents: dict[Any, Agent] = {}
-        self._by_number: list[Agent] = []
+        self._owners: list[Agent] = []  # by component
         self._tasks: dict[Task, Agent] = {}
         self._forks: dict[Task, Any] = {}
         self._parents: dict[Task, Task] = {}
@@ -72,21 +86,38 @@ class Detector(Observer):
             agent = self._tasks[task] = self._named(key, task.rank, task.who)
         return agent
 
-    def _named(self, key: Any, rank: int, who: str) -> Agent:
+    def _named(self, key: Any, rank: int, who: str, threads: int = 0) -> Agent:
         """Agents are reused by later launches of the same stream, which are ordered after."""
+        key = key, threads
         agent = self._agents.get(key)
         if agent is None:
-            agent = self._agents[key] = Agent(len(self._by_number), rank, who)
-            self._by_number.append(agent)
+            given = len(self._agents), len(self._owners), rank, who
+            agent = ThreadsAgent(*given, threads) if threads else Agent(*given)
+            self._agents[key] = agent
+            self._owners += [agent] * agent.components
         agent.who = who
         return agent
 
-    def _known(self, agent: Agent) -> Any:
+    def _known(self, agent: Agent) -> KnownTimes:
+        """What an access of the agent comes after."""
+        return KnownTimes(self._whole(agent), agent, self._owners)
+
+    def _whole(self, agent: Agent) -> Any:
         """The agent's clock, with a place for every component there is."""
-        missing = 2 * len(self._by_number) - len(agent.clock)
-        if missing > 0:
-            agent.clock = np.concatenate([agent.clock, np.zeros(missing, np.int64)])
+        agent.clock = self._lengthened(agent.clock)
         return agent.clock
+
+    def _lengthened(self, clock: Any) -> Any:
+        missing = len(self._owners) - len(clock)
+        return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
+
+    def _known_by(self, agent: ThreadsAgent, threads: Any) -> KnownTimes:
+        """What accesses of ``threads``, one for each element, come after."""
+        more = {
+            agent.first + thread: self._lengthened(clock)
+            for thread, clock in agent.acquired.items()
+        }
+        return KnownTimes(self._whole(agent), agent, self._owners, agent.first + threads, more)
 
     # -- order ---------------------------------------------------------------------------------------
 
@@ -94,7 +125,8 @@ class Detector(Observer):
         agent = self._agent(task)
         self._forks[task] = agent.clock.copy()
         agent.tick()
-        self.launches.append(launch)
+        if hasattr(launch.kernel, "fn"):  # and is not PTX
+            self.launches.append(launch)
         for value in launch.arguments.values():
             if isinstance(value, torch.Tensor):
                 self.know(value, task.rank)
@@ -104,24 +136,17 @@ class Detector(Observer):
         above = self._agent(parent)
         key = ("program", above.number, task.program.index)
         launch = f" of launch {task.number + 1}" if task.number else ""
-        agent = self._tasks[task] = self._named(key, task.rank, task.who + launch)
+        threads = task.program.threads
+        agent = self._tasks[task] = self._named(key, task.rank, task.who + launch, threads)
         self._parents[task] = parent
-        agent.learn(self._forks[parent])
-        agent.barred = [int(agent.clock[agent.lanes]), int(agent.clock[agent.thread])]
-        agent.tick()
-        agent.fenced = {SYS: self._forks[parent]}
-        agent.pending = agent.for_lanes = None
+        agent.begin(self._forks[parent])
 
     def on_program_end(self, task: Task) -> None:
         agent = self._tasks.pop(task, None)
         parent = self._parents.pop(task, None)
         if agent is None or parent is None:
             return
-        for late in (agent.pending, agent.for_lanes):
-            if late is not None:
-                agent.learn(late)
-        self._agent(parent).learn(agent.clock)
-        agent.tick()
+        self._agent(parent).learn(agent.end())
 
     def on_record(self, task: Task, event: Any) -> None:
         agent = self._agent(task)
@@ -145,6 +170,10 @@ class Detector(Observer):
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
+
+    def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
+        if task is not None and nbytes:
+            self._memory.add(base, nbytes, f"shared memory of rank {task.rank} {task.who}")
 
     def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
         """Register the storage of ``tensor``; ``fresh``: it was allocated just now."""
@@ -174,6 +203,10 @@ class Detector(Observer):
         if task is None or not len(addresses):
             return
         agent = self._agent(task)
+        threads = threads_of(pointers)
+        if threads is not None:
+            self._of_threads(agent, pointers, threads, stores=stores)
+            return
         # a scalar is stored by one thread, and loaded by all
         scalar_store = stores and pointers.data.size == 1
         component = agent.thread if scalar_store else agent.lanes
@@ -197,20 +230,43 @@ class Detector(Observer):
         self, agent: Agent, component: int, place: Spot, site: int, size: int, *, stores: bool
     ) -> None:
         segment, cells = place
+        known = self._known(agent)
+        time = int(known.clock[component])
+        self._check(known, place, site, size, stores=stores)
+        if stores:
+            segment.note_store(cells, component, time, site)
+        else:
+            segment.note(segment.loads, cells, component, time, site)
+
+    def _check(self, known: KnownTimes, place: Spot, site: int, size: int, *, stores: bool) -> None:
+        segment, cells = place
         self.events += 1
-        known, me = self._known(agent), agent.number
-        time = int(known[component])
         kind = "write-write" if stores else "write-read"
-        self._report(kind, segment.unordered_store(cells, known, me), site, segment, size)
-        atomics = segment.unordered(segment.atomics, cells, known, me)
+        self._report(kind, segment.unordered_store(cells, known), site, segment, size)
+        atomics = segment.unordered(segment.atomics, cells, known)
         atomics = (each for each in atomics if stores or each.extra & WRITES)
         self._report("mixed access", atomics, site, segment, size)
-        if not stores:
-            segment.note(segment.loads, cells, component, time, site)
-            return
-        loads = segment.unordered(segment.loads, cells, known, me)
-        self._report("read-write", loads, site, segment, size)
-        segment.note_store(cells, component, time, site)
+        if stores:
+            loads = segment.unordered(segment.loads, cells, known)
+            self._report("read-write", loads, site, segment, size)
+
+    def _of_threads(self, agent: Any, pointers: Any, threads: Any, *, stores: bool) -> None:
+        """A load or store of a program whose threads are told apart."""
+        addresses = pointers.data.ravel()
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        site = self._site(agent, "stores" if stores else "loads", program_lines())
+        for segment, which in self._memory.parts(addresses):
+            cells, each = segment.cells_of(addresses[which], size)
+            by = np.repeat(threads[which].astype(np.int64), each)
+            known = self._known_by(agent, by)
+            self._check(known, (segment, cells), site, size, stores=stores)
+            if stores:
+                segment.note_store(cells, agent.first + by, agent.times[by], site)
+            else:
+                times = agent.times[by]
+                segment.note_threads(
+                    segment.loads, cells, agent.first + by, times, known, (site, 0)
+                )
 
     # -- atomics -----------------------------------------------------------------------------------
 
@@ -228,10 +284,12 @@ class Detector(Observer):
             success = done if len(done) == len(addresses) else success
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", program_lines())
+        threads = threads_of(atomic.pointers)
         for position, address in enumerate(addresses.tolist()):
-            self._one_atomic(agent, address, size, atomic, bool(success[position]), site)
+            thread = None if threads is None else int(threads[position])
+            self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
         if atomic.releases or not self.rules.orders:
-            self._after_release(agent)
+            self._after_release(agent, threads)
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         agent = self._agent(task)
@@ -249,57 +307,88 @@ class Detector(Observer):
             self._one_atomic(agent, address, WORD, atomic, True, site)
 
     def _one_atomic(
-        self, agent: Agent, address: int, size: int, atomic: Atomic, success: bool, site: int
+        self,
+        agent: Any,
+        address: int,
+        size: int,
+        atomic: Atomic,
+        success: bool,
+        site: int,
+        thread: int | None = None,
     ) -> None:
         self.events += 1
         writes = success and not atomic.reads_only
         lanes = atomic.pointers is not None and atomic.by_lanes
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
         segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
-        known, me = self._known(agent), agent.number
-        plain: Conflicts = segment.unordered_store(cells, known, me)
+        by = None if thread is None else np.array([thread])
+        known = self._known(agent) if by is None else self._known_by(agent, by)
+        plain: Conflicts = segment.unordered_store(cells, known)
         if writes:
-            plain = [*plain, *segment.unordered(segment.loads, cells, known, me)]
+            plain = [*plain, *segment.unordered(segment.loads, cells, known)]
         self._report("mixed access", plain, site, segment, size)
-        for conflict in segment.unordered(segment.atomics, cells, known, me):
+        for conflict in segment.unordered(segment.atomics, cells, known):
             one_writes = writes or conflict.extra & WRITES
-            other, other_scope = conflict.component >> 1, conflict.extra & 3
-            if one_writes and not self._reach(agent, scope, other, other_scope):
+            other = self._owners[conflict.component]
+            if one_writes and not self._reach(agent, scope, other, conflict.extra & 3):
                 self._report("narrow scope", [conflict], site, segment, size)
-        component = agent.lanes if lanes else agent.thread
         extra = scope | (WRITES if writes else 0)
-        segment.note(segment.atomics, cells, component, int(known[component]), site, extra)
+        if by is None:
+            component = agent.lanes if lanes else agent.thread
+            time = int(known.clock[component])
+            segment.note(segment.atomics, cells, component, time, site, extra)
+        else:
+            segment.note_threads(
+                segment.atomics,
+                np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells,
+                agent.first + by,
+                agent.times[by],
+                known,
+                (site, extra),
+            )
         messages = segment.messages.setdefault((address, size), {})
-        self._receive(agent, messages, scope, atomic)
+        self._receive(agent, messages, scope, atomic, thread)
         if writes:
             if atomic.kind == "store":
                 messages.clear()
-            self._send(agent, messages, scope, atomic)
+            self._send(agent, messages, scope, atomic, thread)
 
-    def _reach(self, agent: Agent, scope: int, number: int, other_scope: int) -> bool:
-        """Whether two atomics, of ``agent`` and of agent ``number``, are within each other's scope."""
-        other = self._by_number[number]
+    def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
+        """Whether two atomics, of ``agent`` and of ``other``, are within each other's scope."""
         return reaches(scope, agent, other) and reaches(other_scope, other, agent)
 
-    def _receive(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
-        for (number, sent_scope), clock in messages.items():
-            if not self._reach(agent, scope, number, sent_scope):
+    def _receive(
+        self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
+    ) -> None:
+        for (sender, sent_scope), clock in messages.items():
+            if not self._reach(agent, scope, sender, sent_scope):
                 continue
-            if not atomic.acquires and self.rules.orders:
+            if thread is not None:
+                if atomic.acquires or not self.rules.orders:
+                    agent.acquire(thread, clock)
+                else:
+                    agent.waiting[thread] = joined(agent.waiting.get(thread), clock)
+            elif not atomic.acquires and self.rules.orders:
                 agent.pending = joined(agent.pending, clock)
             elif atomic.each_thread and self.rules.barriers:
                 agent.for_lanes = joined(agent.for_lanes, clock)
             else:
                 agent.learn(clock)
 
-    def _send(self, agent: Agent, messages: dict[Any, Any], scope: int, atomic: Atomic) -> None:
-        if atomic.releases or not self.rules.orders:
+    def _send(
+        self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
+    ) -> None:
+        releases = atomic.releases or not self.rules.orders
+        if thread is not None:
+            own = agent.released_by(thread, all_threads=not self.rules.barriers)
+            sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})
+        elif releases:
             lanes = atomic.pointers is not None and atomic.by_lanes
             sent = {scope: self._released(agent, each_thread=lanes)}
         else:
             sent = agent.fenced
         for sent_scope, clock in sent.items():
-            key = (agent.number, min(scope, sent_scope))
+            key = (agent, min(scope, sent_scope))
             messages[key] = joined(messages.get(key), clock)
 
     def _released(self, agent: Agent, *, each_thread: bool) -> Any:
@@ -310,8 +399,11 @@ class Detector(Observer):
                 clock[agent.thread] = agent.barred[1]
         return clock
 
-    def _after_release(self, agent: Agent) -> None:
+    def _after_release(self, agent: Any, threads: Any = None) -> None:
         """Later accesses are not covered by the release."""
+        if threads is not None:
+            agent.times[threads if self.rules.barriers else slice(None)] += 1
+            return
         agent.clock[agent.thread] += 1
         if not self.rules.barriers:
             agent.clock[agent.lanes] += 1
@@ -320,16 +412,28 @@ class Detector(Observer):
         if task is not None:
             self._agent(task).barrier()
 
-    def on_fence(self, task: Task | None, sem: str, scope: str) -> None:
+    def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
         if task is None:
             return
-        agent = self._agent(task)
+        agent: Any = self._agent(task)
+        if threads is not None:
+            self._fence_threads(agent, scope, threads)
+            return
         if agent.pending is not None:
             agent.learn(agent.pending)
             agent.pending = None
         level = SCOPES[scope] if self.rules.scopes else SYS
         agent.fenced[level] = self._released(agent, each_thread=False)
         self._after_release(agent)
+
+    def _fence_threads(self, agent: ThreadsAgent, scope: str, threads: Any) -> None:
+        level = SCOPES[scope] if self.rules.scopes else SYS
+        for thread in threads.tolist():
+            if thread in agent.waiting:
+                agent.acquire(thread, agent.waiting.pop(thread))
+            own = agent.released_by(thread, all_threads=not self.rules.barriers)
+            agent.fences.setdefault(thread, {})[level] = own
+        self._after_release(agent, threads)
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""

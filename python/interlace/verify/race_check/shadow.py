@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from interlace.verify.race_check.agents import Agent
+
 PAGE = 1 << 16
 LARGEST_CELL = 8
 
+SEVERAL = 8  # in the extra of a mark: threads of a program have done it, and this is one of them
 Index = Any  # a slice, or an int array, of cells
 # Of a cell: who did something last, when (never: 0), and where in its source.
 MARK = np.dtype([("time", "i8"), ("component", "i4"), ("site", "i4"), ("extra", "i8")])
@@ -28,6 +31,47 @@ class Conflict(NamedTuple):
     cell: int
     cells: int
     extra: int = 0
+
+
+class KnownTimes:
+    """What an access comes after: ``clock`` has the time of every component that it knows.
+
+    Of its own agent it knows all components; where threads are told apart, that of each element, ``own``.
+    ``more``: clocks of threads that know more, by component. ``owners``: agents by component.
+    """
+
+    def __init__(
+        self,
+        clock: Any,
+        agent: Agent,
+        owners: list[Agent],
+        own: Any = None,
+        more: dict[int, Any] | None = None,
+    ) -> None:
+        self.clock, self.agent, self.own, self.more = clock, agent, own, more or {}
+        self.owners = owners
+
+    def all_of(self, component: int) -> int:
+        """The time that is known of all threads of the program that has a component."""
+        agent = self.owners[component]
+        return int(self.clock[agent.first : agent.first + agent.components].min())
+
+    def lacks(self, marks: Any) -> Any:
+        """Which of the marks the access does not come after."""
+        component, time = marks["component"], marks["time"]
+        late = time > self.clock[component]
+        several = (marks["extra"] & SEVERAL) != 0
+        for each in np.unique(component[several & ~late]):
+            late |= several & (component == each) & (time > self.all_of(int(each)))
+        if not late.any():
+            return late
+        if self.own is None:
+            return late & ~self.agent.owns(component)
+        late &= (component != self.own) | several
+        for own, clock in self.more.items():
+            asked = late & (self.own == own) & ~several
+            late &= ~asked | (time > clock[component])
+        return late
 
 
 class ShadowSegment:
@@ -77,11 +121,11 @@ class ShadowSegment:
 
     # -- questions: who conflicts, given what ``known`` says of every component's time ---------------
 
-    def unordered_store(self, index: Index, known: Any, me: int) -> list[Conflict]:
+    def unordered_store(self, index: Index, known: KnownTimes) -> list[Conflict]:
         """Stores of others that the present access does not come after."""
         written = self.written[index]
         writer, sites = written["component"], written["site"]
-        bad = (written["time"] > known[writer]) & (writer >> 1 != me)
+        bad = known.lacks(written)
         if not bad.any():
             return []
         found = []
@@ -92,15 +136,14 @@ class ShadowSegment:
         return found
 
     def unordered(
-        self, marks: dict[int, Any], index: Index, known: Any, me: int
+        self, marks: dict[int, Any], index: Index, known: KnownTimes
     ) -> Iterator[Conflict]:
         """Loads or atomics of others that the present access does not come after."""
-        for component, mark in marks.items():
-            if component >> 1 == me:
-                continue
-            where = np.flatnonzero(mark["time"][index] > known[component])
+        for mark in marks.values():
+            found = mark[index]
+            where = np.flatnonzero(known.lacks(found))
             if len(where):
-                _, _, site, extra = mark[index][where[0]].tolist()
+                _, component, site, extra = found[where[0]].tolist()
                 yield Conflict(component, site, self._number(index, where[0]), len(where), extra)
 
     def _number(self, index: Index, position: Any) -> int:
@@ -108,8 +151,10 @@ class ShadowSegment:
             return int(index.start + position)
         return int(index[position])
 
-    def note_store(self, index: Index, component: int, time: int, site: int) -> None:
-        self.written[index] = time, component, site, 0
+    def note_store(self, index: Index, component: Any, time: Any, site: int) -> None:
+        marks = (("time", time), ("component", component), ("site", site), ("extra", 0))
+        for name, value in marks:
+            self.written[name][index] = value
         if self.messages:  # a plain store over a signal replaces what was released there
             cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
             touched = set((cells * self.cell + self.base).tolist())
@@ -128,6 +173,52 @@ class ShadowSegment:
         if component not in marks:
             marks[component] = np.zeros(len(self.written), MARK)
         marks[component][index] = time, component, site, extra
+
+    # -- the same of accesses that tell threads apart --------------------------------------------------
+
+    def cells_of(self, addresses: Any, size: int) -> tuple[Index, int]:
+        """The cells of every element, one after another, and how many each has."""
+        offsets = addresses.astype(np.int64) - self.base
+        smallest = min(size, self.cell)
+        while smallest > 1 and bool((offsets % smallest).any()):
+            smallest //= 2
+        if smallest < self.cell:
+            self._refine(smallest)
+        each = size // self.cell
+        return (offsets[:, None] // self.cell + np.arange(each)).ravel(), each
+
+    def note_threads(
+        self,
+        marks: dict[int, Any],
+        cells: Index,
+        components: Any,
+        times: Any,
+        known: KnownTimes,
+        what: Any,
+    ) -> None:
+        """Note loads or atomics, which several threads may do: a cell has one mark for a program.
+
+        ``what``: the site, and what marks have besides.
+        """
+        site, extra = what
+        mark = marks.get(known.agent.first)
+        if mark is None:
+            mark = marks[known.agent.first] = np.zeros(len(self.written), MARK)
+        before = mark[cells]
+        shared = (before["extra"] & SEVERAL) | np.where(
+            before["component"] != components, SEVERAL, 0
+        )
+        shared = np.where(before["time"] > known.clock[before["component"]], shared, 0)
+        order = np.argsort(cells, kind="stable")
+        again = np.zeros(len(cells), np.bool_)  # of the same access by another thread
+        same = np.diff(cells[order]) == 0
+        differs = same & (np.diff(components[order]) != 0)
+        again[order[1:][differs]] = True
+        shared = np.where(np.isin(cells, cells[again]), SEVERAL, shared)
+        mark["time"][cells] = times
+        mark["component"][cells] = components
+        mark["site"][cells] = site
+        mark["extra"][cells] = shared | extra
 
 
 class ShadowMemory:
@@ -177,6 +268,17 @@ class ShadowMemory:
         base = -(-base // LARGEST_CELL) * LARGEST_CELL if base < address - LARGEST_CELL else base
         self.add(base, end - base, "memory that no tensor of this run owns")
         return self._segments[base]
+
+    def parts(self, addresses: Any) -> Iterator[tuple[ShadowSegment, Any]]:
+        """Segments, and which of ``addresses`` (uint64) are in each."""
+        left = np.arange(len(addresses))
+        while len(left):
+            segment = self._at_or_page(int(addresses[left[0]]))
+            inside = (addresses[left] >= np.uint64(segment.base)) & (
+                addresses[left] < np.uint64(segment.end)
+            )
+            yield segment, left[inside]
+            left = left[~inside]
 
     def find(self, addresses: Any, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
         """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""

@@ -1,0 +1,1 @@
+"""The machine that runs the PTX of a whole kernel: threads of a program, warps, shared memory."""

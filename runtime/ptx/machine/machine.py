@@ -1,0 +1,185 @@
+"""The machine that runs a PTX kernel: all threads of a program, in groups at the same instruction.
+
+A program starts as one group. Where its threads branch apart it becomes several; groups that meet at an
+instruction are one again. Of several groups the one that is furthest behind goes on (``module.py`` has the
+order), so that threads wait where their ways meet, unless it is in a loop that looks at what others write:
+then it is the others' turn. A barrier holds a group until all threads of the program are there, and an
+instruction of a whole warp until the warp is.
+
+Between the accesses that the hooks see nothing is a step of its own to other programs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.ptx.instruction import Instruction
+from interlace.runtime.ptx.machine.module import PtxKernel
+from interlace.runtime.ptx.machine.shared import PtxProgram
+from interlace.runtime.ptx.special import WARP, Threads
+from interlace.runtime.ptx.waits import BLOCK_BARRIER
+
+POISON = 0xA5  # what shared memory holds before the program writes it
+_ENDS = ("ret", "exit")
+
+
+@dataclass(eq=False)
+class _ThreadGroup:
+    """Threads at the same instruction. ``waits``: for the others of their barrier or warp.
+
+    ``rounds``: how often it has gone round in loops that look at what others write.
+    """
+
+    mask: Any
+    at: int
+    count: int
+    rounds: int = 0
+    waits: bool = False
+
+
+class PtxMachine:
+    """One program of ``kernel``. ``parameters`` are values by name, ``dynamic_bytes`` of shared memory."""
+
+    def __init__(
+        self,
+        kernel: PtxKernel,
+        builder: Any,
+        hooks: Any,
+        parameters: Mapping[str, Any],
+        dynamic_bytes: int,
+    ) -> None:
+        self.kernel = kernel
+        count = kernel.threads
+        nbytes = -(-(kernel.static_bytes + dynamic_bytes) // 16) * 16
+        whole = np.full(nbytes + 128, POISON, np.uint8)  # aligned, as the hardware has it
+        skipped = -whole.ctypes.data % 128
+        self.program = PtxProgram(
+            builder,
+            hooks,
+            parameters=dict(parameters),
+            shared=whole[skipped : skipped + nbytes],
+            committed=np.zeros(count, np.int64),
+        )
+        registers = [np.zeros(count, kind) for kind in kernel.kinds]
+        numbers = np.arange(count, dtype=np.uint32)
+        self.threads = Threads(self.program, registers, numbers, count, told_apart=True)
+        self.step = kernel.steps[0]
+        self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
+
+    def run(self) -> None:
+        self.program.hooks.begin(self.program.base, len(self.program.shared))
+        with np.errstate(all="ignore"):
+            while self._groups:
+                self._go_on(self._next())
+
+    def where(self) -> tuple[str, tuple[str, int] | None]:
+        """The instruction that runs, as text, and the line of the source that it is from."""
+        text = f"line {self.step.line} of the PTX of {self.kernel.name}: {self.step.text}"
+        return text, self.kernel.places.get(self.step.line)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def _next(self) -> _ThreadGroup:
+        """The group whose turn it is; those that have met are one."""
+        if len(self._groups) > 1:
+            self._merge()
+        ready = [group for group in self._groups if not group.waits]
+        if not ready:
+            steps = sorted({self.kernel.steps[group.at].text for group in self._groups})
+            raise InterlaceError(
+                f"PTX: threads of a program of {self.kernel.name} wait for each other, at "
+                f"{'; '.join(steps)}"
+            )
+        order = self.kernel.order
+        return min(ready, key=lambda group: (group.rounds, order[group.at]))
+
+    def _merge(self) -> None:
+        by_place: dict[int, _ThreadGroup] = {}
+        for group in self._groups:
+            met = by_place.setdefault(group.at, group)
+            if met is not group:
+                met.mask = met.mask | group.mask
+                met.count += group.count
+                met.rounds = max(met.rounds, group.rounds)
+                met.waits = False  # to be seen: perhaps all are there now
+        self._groups = list(by_place.values())
+
+    def _go_on(self, group: _ThreadGroup) -> None:
+        """Run ``group`` until it waits, splits or ends; of several groups, until the end of its block."""
+        threads, kernel = self.threads, self.kernel
+        steps, registers = kernel.steps, threads.registers
+        alone = len(self._groups) == 1
+        whole = None if group.count == kernel.threads else group.mask
+        at = group.at
+        while True:
+            threads.mask = whole
+            self.step = step = steps[at]
+            name = step.mnemonic
+            if step.guard >= 0:
+                taken = registers[step.guard] if step.wanted else ~registers[step.guard]
+                if whole is not None:
+                    taken = taken & whole
+                count = int(np.count_nonzero(taken))
+            else:
+                taken, count = group.mask, group.count
+            group.at = at
+            if name == "bra":
+                if count and count < group.count:
+                    self._split(group, step, taken, count)
+                    return
+                if at in kernel.spinning and count:
+                    group.rounds += 1
+                at = step.target if count else at + 1
+            elif not count:
+                at += 1
+            elif name in _ENDS:
+                group.mask = group.mask & ~taken
+                group.count -= count
+                group.at = at + 1
+                if not group.count:
+                    self._groups.remove(group)
+                return
+            else:
+                if at in kernel.warp_wide and not self._whole_warps(taken):
+                    group.waits = True
+                    return
+                if count < group.count:
+                    threads.mask = taken
+                if step.action(threads) == BLOCK_BARRIER and not self._meet(group):
+                    return
+                at += 1
+            if not alone and at in kernel.joins:
+                group.at = at
+                return
+
+    def _split(self, group: _ThreadGroup, step: Instruction, taken: Any, count: int) -> None:
+        self._groups.append(_ThreadGroup(taken, step.target, count, group.rounds))
+        group.mask = group.mask & ~taken
+        group.count -= count
+        group.at += 1
+
+    def _whole_warps(self, mask: Any) -> bool:
+        there = mask.reshape(-1, WARP).sum(axis=1)
+        return bool(((there == 0) | (there == WARP)).all())
+
+    def _meet(self, group: _ThreadGroup) -> bool:
+        """At a barrier: whether ``group`` goes on, because all threads that have not ended are there."""
+        group.waits = True
+        if not all(each.waits and self._at_barrier(each) for each in self._groups):
+            return False
+        self.program.hooks.barrier()
+        for each in self._groups:
+            each.waits = False
+            each.rounds = 0
+            if each is not group:
+                each.at += 1
+        if len(self._groups) == 1:
+            return True
+        group.at += 1
+        return False
+
+    def _at_barrier(self, group: _ThreadGroup) -> bool:
+        return self.kernel.steps[group.at].mnemonic in ("bar", "barrier")

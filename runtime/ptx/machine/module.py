@@ -1,0 +1,224 @@
+"""A PTX module as a kernel that can be run: its parameters, its shared memory and its instructions.
+
+What is read is what a compiler writes for one kernel: directives, one ``.entry``, no functions besides. The
+order of blocks is that in which divergent threads are run: a loop before what follows it, so that those
+who leave it early wait there for the others.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from interlace.runtime.ptx.arithmetic import ARITHMETIC
+from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction
+from interlace.runtime.ptx.machine.shared import SHARED
+from interlace.runtime.ptx.machine.warps import WARPS
+from interlace.runtime.ptx.memory import MEMORY
+from interlace.runtime.ptx.moves import MOVES
+from interlace.runtime.ptx.multimem import MULTIMEM
+from interlace.runtime.ptx.parser import Parser
+from interlace.runtime.ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx.waits import WAITS
+
+BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **MEMORY, **MULTIMEM, **WAITS, **WARPS}
+BUILDERS |= SHARED  # which knows what the others refuse
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
+_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*$")
+_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\s*\[\s*(\d*)\s*\]\s*;")
+_LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class PtxParameter:
+    name: str
+    kind: ScalarType
+
+
+@dataclass(frozen=True)
+class PtxKernel:
+    """``order``: of every instruction, the place of its block; ``joins``: where blocks begin.
+
+    ``places``: the source line of every line of the text, as far as it says.
+    ``spinning``: branches back that end a loop which looks at what others write. ``static_bytes``: of
+    shared memory that the text declares with a size; more may be given at launch, behind it. ``warp_wide``:
+    instructions that all threads of a warp run at once.
+    """
+
+    name: str
+    text: str
+    threads: int
+    parameters: tuple[PtxParameter, ...]
+    static_bytes: int
+    steps: tuple[Instruction, ...]
+    kinds: tuple[object, ...]
+    order: tuple[int, ...]
+    joins: frozenset[int]
+    spinning: frozenset[int]
+    warp_wide: frozenset[int]
+    places: Mapping[int, tuple[str, int]]
+
+
+def read(ptx: str) -> PtxKernel:
+    """The kernel of a module. InlineAssemblyError names an instruction that is not known."""
+    entries = list(_ENTRY.finditer(ptx))
+    if len(entries) != 1 or re.search(r"^\s*(\.visible\s+)?\.func\b", ptx, re.MULTILINE):
+        raise InlineAssemblyError("PTX: one .entry and no .func can be run")
+    (entry,) = entries
+    body = ptx[entry.end() : _closing(ptx, entry.end())]
+    before = "\n" * ptx.count("\n", 0, entry.end())  # so that lines are those of the module
+    threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", entry[3])
+    if threads is None:
+        raise InlineAssemblyError(f"PTX: {entry[1]} does not say how many threads it has")
+    parameters = tuple(_parameter(each) for each in entry[2].split(",") if each.strip())
+    symbols, static_bytes = _shared_symbols(ptx)
+    parser = Parser([], symbols, {each.name: each.kind for each in parameters})
+    steps = []
+    text = _SHARED.sub("", _LINES.sub("", body))
+    for instruction in parser.instructions(before + text):
+        builder = BUILDERS.get(instruction.mnemonic)
+        if builder is None:
+            raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
+        instruction.action = builder(instruction)
+        steps.append(instruction)
+    after = [_following(steps, index) for index in range(len(steps))]
+    order = _in_order(after)
+    joins = {
+        target for index, targets in enumerate(after) for target in targets if target != index + 1
+    }
+    joins |= {index + 1 for index, targets in enumerate(after) if targets != [index + 1]}
+    return PtxKernel(
+        entry[1],
+        ptx,
+        int(threads[1]),
+        parameters,
+        static_bytes,
+        tuple(steps),
+        tuple(parser.kinds),
+        tuple(order),
+        frozenset(joins),
+        frozenset(i for i, step in enumerate(steps) if _spins(steps, i, step.target)),
+        frozenset(i for i, step in enumerate(steps) if _is_of_warps(step)),
+        _places(ptx),
+    )
+
+
+def _is_of_warps(step: Instruction) -> bool:
+    barrier = step.mnemonic in ("bar", "barrier") and ".warp" in step.opcode
+    return barrier or step.mnemonic in WARPS
+
+
+def _places(ptx: str) -> dict[int, tuple[str, int]]:
+    """(file, line) by line, from ``.file`` and ``.loc``: of inlined functions the innermost."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.MULTILINE))
+    found, place = {}, None
+    for number, line in enumerate(ptx.splitlines(), 1):
+        if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
+            place = files.get(match[1], ""), int(match[2])
+        elif place is not None and place[1]:
+            found[number] = place
+    return found
+
+
+def _closing(ptx: str, at: int) -> int:
+    depth = 1
+    for brace in re.finditer(r"[{}]", ptx[at:]):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return at + brace.start()
+    raise InlineAssemblyError("PTX: a '{' is never closed")
+
+
+def _parameter(text: str) -> PtxParameter:
+    match = _PARAMETER.search(text.strip())
+    if match is None or match[1] not in TYPES:
+        raise InlineAssemblyError(f"PTX: parameter '{' '.join(text.split())}' is not known")
+    return PtxParameter(match[2], TYPES[match[1]])
+
+
+def _shared_symbols(ptx: str) -> tuple[dict[str, int], int]:
+    """Addresses in shared memory by name, those without a size behind the others; the bytes of those."""
+    symbols, end = {}, 0
+    for align, name, size in sorted(_SHARED.findall(ptx), key=lambda found: not found[2]):
+        end = -(-end // int(align)) * int(align)
+        symbols[name] = end
+        end += int(size or 0)
+    return symbols, end
+
+
+def _following(steps: Sequence[Instruction], index: int) -> list[int]:
+    step = steps[index]
+    following = [index + 1] if index + 1 < len(steps) else []
+    if step.mnemonic == "bra":
+        return [step.target] if step.guard < 0 else [step.target, *following]
+    return [] if step.mnemonic in ("ret", "exit", "trap") and step.guard < 0 else following
+
+
+def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
+    if not 0 <= target <= index:
+        return False
+    looks = ("acquire", "relaxed", "volatile", "try_wait", "test_wait")
+    body = steps[target:index]
+    return any(
+        step.mnemonic == "atom" or any(f".{word}" in step.opcode for word in looks) for step in body
+    )
+
+
+def _in_order(after: Sequence[Sequence[int]]) -> list[int]:
+    """Numbers by which every loop is contiguous and comes before what follows it."""
+    order = [0] * len(after)
+    count = 0
+
+    def number(nodes: set[int]) -> None:
+        nonlocal count
+        for component in _components(nodes, after):
+            if len(component) == 1:
+                (node,) = component
+                order[node] = count
+                count += 1
+                continue
+            entered = {t for n in nodes - component for t in after[n] if t in component}
+            head = min(entered or component)
+            order[head] = count
+            count += 1
+            number(component - {head})
+
+    number(set(range(len(after))))
+    return order
+
+
+def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> Iterable[set[int]]:
+    """Strongly connected components of ``nodes``, each before those that follow it (Tarjan)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    inside: set[int] = set()
+    found: list[set[int]] = []
+    for root in sorted(nodes):
+        if root in index:
+            continue
+        path = [(root, iter(after[root]))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        inside.add(root)
+        while path:
+            node, rest = path[-1]
+            for follower in rest:
+                if follower not in nodes:
+                    continue
+                if follower not in index:
+                    index[follower] = low[follower] = len(index)
+                    stack.append(follower)
+                    inside.add(follower)
+                    path.append((follower, iter(after[follower])))
+                    break
+                if follower in inside:
+                    low[node] = min(low[node], index[follower])
+            else:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
+                if low[node] == index[node]:
+                    found.append(set(stack[stack.index(node) :]))
+                    inside -= found[-1]
+                    del stack[stack.index(node) :]
+    return reversed(found)

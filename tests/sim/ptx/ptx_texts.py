@@ -1,0 +1,53 @@
+"""Kernels in PTX for the tests of the machine: a body of instructions, with a place for each thread."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import interlace
+from interlace.verify import launch_ptx
+
+_KERNEL = """
+.version 8.0
+.target sm_80
+.address_size 64
+.extern .shared .align 16 .b8 memory[];
+.visible .entry kernel(
+    .param .u64 .ptr .global .align 1 kernel_param_0,
+    .param .u64 kernel_param_1
+)
+.reqntid {threads}
+{{
+    .reg .pred %p<8>;
+    .reg .b16 %rs<16>;
+    .reg .b32 %r<64>;
+    .reg .b64 %rd<16>;
+    ld.param.b64 %rd1, [kernel_param_0];
+    ld.param.b64 %rd2, [kernel_param_1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd3, %r1, {width};
+    add.s64 %rd1, %rd1, %rd3;
+    add.s64 %rd2, %rd2, %rd3;
+    {body}
+    ret;
+}}
+"""
+
+
+def kernel(body: str, *, threads: int = 32, words: int = 1) -> str:
+    """%r1 is the thread; %rd1 where its result goes, %rd2 its input, each ``words`` words of 32 bits."""
+    return _KERNEL.format(body=body, threads=threads, width=4 * words)
+
+
+def computed(body: str, given: Any, *, threads: int = 32, words: int = 1, **options: Any) -> Any:
+    """The words (threads, words) that ``body`` makes of ``given``, an array of as many."""
+    texts = kernel(body, threads=threads, words=words)
+    input = torch.from_numpy(np.ascontiguousarray(given, np.uint32).view(np.int32).reshape(-1))
+    output = torch.zeros(threads * words, dtype=torch.int32)
+
+    def on_rank() -> None:
+        launch_ptx(texts, 1, output, input, shared_bytes=4096)
+
+    interlace.run(on_rank, 1, place="ptx", **options)
+    return output.numpy().view(np.uint32).reshape(threads, words)

@@ -1,0 +1,112 @@
+"""The place ``ptx``: it computes what ``sim`` does, and mutants of compiled code are found by running."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import interlace
+from interlace import verify
+from interlace.verify.suite.targets import TARGETS
+
+# those of a switch are compiled from 9.0 on
+COMPILED = [
+    (op, name)
+    for op, target in TARGETS.items()
+    for name in target.variants
+    if name not in ("multimem", "switch")
+]
+GATHER = TARGETS["all_gather"].variants["kernel"]
+
+
+def gathered(algorithm: str = "kernel") -> torch.Tensor:
+    rank, output = interlace.get_rank(), torch.empty(80)
+    interlace.all_gather(output, torch.arange(40.0) + 100 * rank, algorithm=algorithm)
+    return output
+
+
+def test_a_gather_is_that_of_sim() -> None:
+    for found, expected in zip(
+        interlace.run(gathered, 2, place="ptx", seed=3), interlace.run(gathered, 2), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("op", "name"), COMPILED)
+def test_every_algorithm_is_right(op: str, name: str) -> None:
+    """Targets check their own results, of several calls in flight."""
+    interlace.run(TARGETS[op].variants[name], 2, place="ptx", seed=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [40, 64])
+def test_matmuls_are_those_of_sim(dtype: torch.dtype, rows: int) -> None:
+    """Tensor cores and fp32 units; the rounding of a sum in another order is all that may differ."""
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(interlace.get_rank())
+        shard, weight = (torch.randn(*s, generator=generator) for s in ((rows, 64), (64, 48)))
+        both = shard.to(dtype), weight.to(dtype)
+        bias = torch.arange(48.0).to(dtype)
+        gathered = interlace.all_gather_matmul(
+            *both, bias=bias, activation="gelu", algorithm="fused"
+        )
+        return gathered, interlace.matmul_reduce_scatter(*both, algorithm="fused")
+
+    bound = 2 * torch.finfo(dtype).eps
+    for found, expected in zip(
+        interlace.run(step, 2, place="ptx"), interlace.run(step, 2), strict=True
+    ):
+        for one, other in zip(found, expected, strict=True):
+            scale = float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=bound, atol=bound * scale)
+
+
+def mutated(pattern: str, by: str) -> Callable[[str, str], str]:
+    def rewrite(name: str, ptx: str) -> str:
+        changed = re.sub(pattern, by, ptx) if name == "all_gather_kernel" else ptx
+        assert changed != ptx or name != "all_gather_kernel"
+        return changed
+
+    return rewrite
+
+
+def found(rewrite: Callable[[str, str], str], **options: object) -> set[str]:
+    report = verify.races(GATHER, 2, seeds=1, arch=80, rewrite=rewrite, **options)
+    return {finding.kind for finding in report.findings}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "op", ["signal", "all_gather", "all_gather_matmul", "matmul_reduce_scatter"]
+)
+def test_what_is_shipped_has_no_races(op: str) -> None:
+    name = next(iter(TARGETS[op].variants))
+    report = verify.races(TARGETS[op].variants[name], 2, seeds=2, arch=80)
+    assert report.clean, str(report)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("pattern", "by", "kinds"),
+    [
+        (r"bar\.sync\s+0;", "", {"write-read", "read-write"}),
+        (r"\.release\b", ".relaxed", {"weak order"}),
+        (r"\.acquire\b", ".relaxed", {"weak order"}),
+        (r"\.sys\b", ".gpu", {"narrow scope"}),
+    ],
+)
+def test_mutants_of_compiled_code_are_found(pattern: str, by: str, kinds: set[str]) -> None:
+    assert kinds <= found(mutated(pattern, by))
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match='arch is for place="ptx", got 80'):
+        interlace.run(gathered, 2, arch=80)
+    with pytest.raises(ValueError, match="arch is 70; PTX is run of 80"):
+        interlace.run(gathered, 2, place="ptx", arch=70)
+    with pytest.raises(ValueError, match="arch is 70"):
+        verify.races(gathered, 2, arch=70)
