@@ -83,16 +83,16 @@ def notify(
 
 @triton.jit
 def _signal(word, value, SCOPE: tl.constexpr, OPERATION: tl.constexpr):
-    change: tl.constexpr = (
-        f"st.relaxed.{SCOPE}.global.b64 [$1], $2;"
-        if OPERATION == "set"
-        else f"red.relaxed.{SCOPE}.global.add.u64 [$1], $2;"
-    )
     tl.inline_asm_elementwise(
-        f"fence.acq_rel.{SCOPE}; {change} mov.u32 $0, 0;",
-        "=r,l,l",
-        [word, value],
+        f"fence.acq_rel.{SCOPE}; mov.u32 $0, 0;",
+        "=r",
+        [],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+    # an atomic of tl's is one thread's, too
+    if OPERATION == "set":
+        tl.atomic_xchg(word, value, sem="relaxed", scope=SCOPE)
+    else:
+        tl.atomic_add(word, value, sem="relaxed", scope=SCOPE)
