@@ -321,7 +321,9 @@ class Detector(Observer):
         lanes = atomic.pointers is not None and atomic.by_lanes
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
         segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
-        by = None if thread is None else np.array([thread])
+        if thread is not None and isinstance(cells, slice):
+            cells = np.arange(cells.start, cells.stop)
+        by = None if thread is None else np.full(len(cells), thread)
         known = self._known(agent) if by is None else self._known_by(agent, by)
         plain: Conflicts = segment.unordered_store(cells, known)
         if writes:
@@ -340,7 +342,7 @@ class Detector(Observer):
         else:
             segment.note_threads(
                 segment.atomics,
-                np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells,
+                cells,
                 agent.first + by,
                 agent.times[by],
                 known,

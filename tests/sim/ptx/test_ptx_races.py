@@ -1,0 +1,106 @@
+"""Races between threads of whole kernels, by happens-before: a published word and the data before it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace import verify
+from interlace.groups.groups import default_group
+from sim.ptx.ptx_texts import kernel
+
+# thread i stores word i, thread 0 tells of all of them; %rd4 is the flag, behind the 64 words
+FLAG = "ld.param.b64 %rd4, [kernel_param_0]; setp.eq.s32 %p1, %r1, 0;"
+BARRIER = "bar.sync 0;"
+RELEASE = "@%p1 st.release.sys.global.u32 [%rd4+256], 1;"
+PUBLISH = [FLAG, "mad.lo.s32 %r2, %r1, 3, 1; st.global.b32 [%rd1], %r2;", BARRIER, RELEASE]
+ACQUIRE = """
+    @!%p1 bra POLLED;
+    POLL: ld.acquire.sys.global.u32 %r3, [%rd4+256];
+    setp.eq.s32 %p2, %r3, 0;
+    @%p2 bra POLL;
+    POLLED:"""
+READ = "ld.global.b32 %r4, [%rd1]; st.global.b32 [%rd2], %r4;"
+WAIT = [FLAG, ACQUIRE, BARRIER, READ]
+FENCED = "fence.acq_rel.sys; @%p1 st.relaxed.sys.global.u32 [%rd4+256], 1;"
+POLL_RELAXED = ACQUIRE.replace("acquire", "relaxed")
+
+
+def without(steps: list[str], one: str, instead: str = "") -> list[str]:
+    assert one in steps
+    return [instead if step is one else step for step in steps]
+
+
+def exchanged(publish: list[str], wait: list[str], **options: Any) -> Any:
+    """The report of rank 0 publishing in rank 1's memory, and rank 1 reading there."""
+
+    def on_rank() -> None:
+        place = default_group().place
+        buffer = place.allocate(512)
+        theirs, found = buffer.addresses[1], torch.zeros(64, dtype=torch.int32)
+        mine = publish if interlace.get_rank() == 0 else wait
+        verify.launch_ptx(kernel("\n".join(mine), threads=64), 1, theirs, found)
+        if interlace.get_rank() == 1 and found.tolist() != [3 * i + 1 for i in range(64)]:
+            raise AssertionError("wrong words")
+
+    return verify.races(on_rank, 2, arch=80, seeds=options.pop("seeds", 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("publish", "wait"),
+    [
+        (PUBLISH, WAIT),
+        (without(PUBLISH, RELEASE, FENCED), WAIT),
+        (PUBLISH, [FLAG, POLL_RELAXED, "fence.acq_rel.sys;", BARRIER, READ]),
+        # each its own word: no barrier is needed
+        ([FLAG, "@%p1 st.global.b32 [%rd1], 1;", RELEASE], [FLAG, ACQUIRE, "@%p1 " + READ]),
+    ],
+)
+def test_what_orders(publish: list[str], wait: list[str]) -> None:
+    report = exchanged(publish, wait)
+    assert not report.findings, str(report)
+
+
+@pytest.mark.parametrize(
+    ("publish", "wait", "kind"),
+    [
+        (without(PUBLISH, BARRIER), WAIT, "no barrier"),
+        (PUBLISH, without(WAIT, BARRIER), "write-read"),
+        (without(PUBLISH, RELEASE, RELEASE.replace("release", "relaxed")), WAIT, "weak order"),
+        (PUBLISH, without(WAIT, ACQUIRE, POLL_RELAXED), "weak order"),
+        (without(PUBLISH, RELEASE, RELEASE.replace("sys", "gpu")), WAIT, "narrow scope"),
+        (without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")), WAIT, "narrow scope"),
+        # behind the release
+        ([*without(PUBLISH, RELEASE), RELEASE, "st.global.b32 [%rd1], %r2;"], WAIT, "write-read"),
+    ],
+)
+def test_what_does_not(publish: list[str], wait: list[str], kind: str) -> None:
+    kinds = {finding.kind for finding in exchanged(publish, wait).findings}
+    assert kind in kinds, kinds
+
+
+@pytest.mark.parametrize(
+    ("publish", "right"), [(PUBLISH, True), (without(PUBLISH, BARRIER), False)]
+)
+def test_late_stores_show_a_missing_barrier(publish: list[str], right: bool) -> None:
+    report = exchanged(publish, WAIT, seeds=6, store_buffers=True)
+    assert bool(report.errors) != right, str(report)
+
+
+SHARED = """
+    mov.b32 %r5, memory; shl.b32 %r6, %r1, 2; add.s32 %r7, %r5, %r6;
+    st.shared.b32 [%r7], %r1;
+    {barrier}
+    xor.b32 %r8, %r6, {distance}; add.s32 %r7, %r5, %r8; ld.shared.b32 %r3, [%r7];"""
+
+
+@pytest.mark.parametrize(
+    ("barrier", "distance", "kinds"),
+    [(BARRIER, 128, set()), ("", 128, {"write-read"}), ("", 4, {"write-read"}), ("", 0, set())],
+)
+def test_shared_memory(barrier: str, distance: int, kinds: set[str]) -> None:
+    """Of another warp, of the same warp, and of the thread itself."""
+    text = kernel(SHARED.format(barrier=barrier, distance=distance), threads=64)
+    report = verify.races(lambda: verify.launch_ptx(text, 1, shared_bytes=256), 1, seeds=1, arch=80)
+    assert {finding.kind for finding in report.findings} == kinds, str(report)
