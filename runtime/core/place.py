@@ -243,6 +243,10 @@ class Place(ABC):
         """Parts of every rank's ``memory``, by rank, equal in sizes; ``doing``: for errors. Collective."""
         raise self._no_user_memory()
 
+    def multicast(self, owner: object, parts: Sequence[Array]) -> int:
+        """An address of ``parts``, by rank, for ``multimem`` while ``owner`` lives; 0 if there is none."""
+        return 0
+
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:

@@ -40,7 +40,8 @@ NVSHMEM = Peer("nvshmem_kernels.py", "gather", ("torch",), 3)
 TUPLE = Peer("tuple_kernels.py", "two_rounds", ("torch",))
 PROGRESS = Peer("progress_kernels.py", "two_rounds", ("torch",))
 EXPERTS = Peer("expert_kernels.py", "two_rounds", ("torch",), 3)
-PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, TUPLE, PROGRESS, EXPERTS]
+MULTIMEM = Peer("multimem_kernels.py", "two_rounds", ("torch",))
+PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, TUPLE, PROGRESS, EXPERTS, MULTIMEM]
 
 MUTANTS = [
     (
@@ -135,6 +136,18 @@ MUTANTS = [
         ("write-write",),
         "rows of all ranks begin at 0",
         ("flat[:i]", "flat[i - i % TOKENS : i]"),
+    ),
+    (
+        MULTIMEM,
+        ("write-read", "mixed access"),
+        "added up before all inputs are there",
+        ("    meet(counts_ptr, 2 * step + 1, rank, WORLD_SIZE)\n", ""),
+    ),
+    (
+        MULTIMEM,
+        ("no barrier",),
+        "sums of all threads signalled by one",
+        ("    tl.debug_barrier()\n    table", "    table"),
     ),
 ]
 

@@ -16,7 +16,7 @@ a launch is, and waits for peers are polite, bounded, and end when a peer dies.
 
 What differs from torch
 -----------------------
-- Tensors live on the CPU, ``device`` is None or "cpu". There is no multicast.
+- Tensors live on the CPU, ``device`` is None or "cpu". Multicast is in ``sim`` only.
 - ``group`` of :func:`rendezvous` may be None or a group of interlace's, and :func:`rendezvous` compares
   what the ranks bring. Misuse is a ValueError or TypeError on every rank.
 - In ``shm`` a launch comes after the async ops that this rank submitted before it: a CPU has no streams.

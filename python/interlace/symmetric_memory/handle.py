@@ -55,7 +55,8 @@ class SymmetricMemory:
     buffer_size, signal_pad_size : bytes per rank.
     offset : bytes from the base to the start of the tensor's storage. Always 0, as one allocation
         holds one storage; where in the storage a view starts is its ``storage_offset()``.
-    multicast_ptr : 0, there is no multicast on a CPU.
+    multicast_ptr : an address that ``multimem`` instructions take for all ranks' buffers, in ``sim``; 0 in
+        ``shm``.
 
     Raises CollectiveTimeoutError or PeerDiedError in what waits, naming whom it waited for. Semantics:
     ``torch.distributed._symmetric_memory``'s handle of that name.
@@ -76,7 +77,6 @@ class SymmetricMemory:
     """
 
     offset = 0
-    multicast_ptr = 0
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class SymmetricMemory:
         self.buffer_size, self.signal_pad_size = buffer_size, len(pads[0])
         self.buffer_ptrs = [buffer.ctypes.data for buffer in buffers]
         self.signal_pad_ptrs = [pad.ctypes.data for pad in pads]
+        self.multicast_ptr = communicator.place.multicast(self, buffers)
         self._communicator = communicator
         self._buffers, self._pads = buffers, pads
         self._buffer_table, self._pad_table = map(_table, (self.buffer_ptrs, self.signal_pad_ptrs))
@@ -109,7 +110,7 @@ class SymmetricMemory:
 
     @staticmethod
     def has_multicast_support(device_type: Any = None, device_idx: int = 0) -> bool:
-        """False: there is no multicast on a CPU."""
+        """False: what is chosen by it on GPUs is not chosen on a CPU, which has no switch."""
         return False
 
     def __repr__(self) -> str:

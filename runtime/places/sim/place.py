@@ -348,6 +348,9 @@ class SimPlace(Place):
             box.clear()  # memory lives as long as its users; the box stays, as its id names a meeting
         return shared
 
+    def multicast(self, owner: object, parts: Sequence[Array]) -> int:
+        return multicast.address_for(owner, len(parts[0]), [part.ctypes.data for part in parts])
+
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
     ) -> None:

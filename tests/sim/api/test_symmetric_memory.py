@@ -120,7 +120,7 @@ def check_views(found: list[dict[str, Any]], backend: str) -> None:
         peer = (rank + 1) % len(found)
         assert seen["peer's tensor"] == [100 * peer, 100 * peer + 1]
         assert seen["known"] == [True, True, False]
-        assert seen["sizes"] == (96, 9216, 0)
+        assert seen["sizes"] == (96, 9216) and seen["multicast"] == (backend == "SIM")
         assert seen["pad"] == (torch.uint32, 2304)
         assert seen["part of pad"] == (2, 3)
         assert (seen["device"], seen["name"]) == ("cpu", "0")
