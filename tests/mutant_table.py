@@ -52,7 +52,7 @@ def _ending(text: str) -> str:
         return "deadlock"
     if "results differ" in text or re.search(r"AssertionError: wrong (result|data|sum) ", text):
         return "wrong result"
-    return NOT_RUN
+    return next((kind for kind in KINDS if f": {kind}: " in text), NOT_RUN)
 
 
 def rows(results: dict[tuple[str, str], list[str]]) -> list[list[str]]:

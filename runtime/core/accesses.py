@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Thunk = Callable[[], Any]
+Perform = Callable[..., Any]
 
 
 def threads_of(pointers: Any) -> Any:
@@ -52,14 +52,20 @@ class Hooks(Protocol):
     """Hooks of a session, called for each memory operation of a program.
 
     ``perform`` does the operation and returns its handle (None for stores); a hook calls it once and
-    returns what it returned. A poll may perform more than once.
+    returns what it returned. A poll may perform more than once. Given another mask it leaves out more
+    elements, which read as 0; of a compare-and-swap all.
     """
 
-    def load(self, pointers: Any, mask: Any, perform: Thunk, *, volatile: bool = False) -> Any: ...
+    def load(
+        self, pointers: Any, mask: Any, perform: Perform, *, volatile: bool = False
+    ) -> Any: ...
 
-    def store(self, pointers: Any, value: Any, mask: Any, perform: Thunk) -> Any: ...
+    def store(self, pointers: Any, value: Any, mask: Any, perform: Perform) -> Any: ...
 
-    def atomic(self, atomic: Atomic, perform: Thunk) -> Any: ...
+    def atomic(self, atomic: Atomic, perform: Perform) -> Any: ...
+
+    def origin(self, address: int) -> Any:
+        """What a number that becomes a pointer points to, None if unknown; see ``provenance.py``."""
 
     def barrier(self) -> None: ...
 

@@ -102,6 +102,17 @@ class DeadlockError(InterlaceError):
         return type(self), (self.blocked, self.seed, self.finished)
 
 
+class MemoryAccessError(InterlaceError):
+    """A kernel accessed memory that is not its to access; ``kind`` is one of ``interlace.verify.KINDS``."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        self.kind = kind
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.kind)
+
+
 class CollectiveTimeoutError(InterlaceError):
     """A wait passed its bound. Names the operation and whom it waited for."""
 

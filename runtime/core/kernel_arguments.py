@@ -94,6 +94,14 @@ def constants(kernel: Any) -> frozenset[str]:
     return frozenset(name for name, kind in annotations if "constexpr" in str(kind))
 
 
+@functools.lru_cache(maxsize=256)
+def read_only(kernel: Any) -> frozenset[str]:
+    """The pointers that the kernel's annotations declare const: ``tl.const``, ``"const"``, ``"*kfp32"``."""
+    annotations = {name: str(kind) for name, kind in kernel.fn.__annotations__.items()}
+    declared = (name for name, kind in annotations.items() if "const" in kind or kind[:2] == "*k")
+    return frozenset(declared) - constants(kernel)
+
+
 def compiled_with(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """``arguments`` to compile ``kernel`` with, not to run it: ``general`` tuples tell nothing."""
     return {

@@ -39,6 +39,8 @@ SMALLEST_SLOTS = 1 << 10
 SMALLEST_DATA = 1 << 16
 CHANNELS = 2
 MOST_PASSING_TABLES = 64
+RED_ZONE = 1 << 16
+"""Bytes around symmetric memory of ``sim`` that belong to nobody, so that what runs over meets nothing."""
 
 Array = npt.NDArray[np.uint8]
 

@@ -235,6 +235,14 @@ class Place(ABC):
         """Memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
         raise self._no_user_memory()
 
+    def undefine(self, part: Array) -> None:
+        """What is in new memory is undefined: nobody may read it before somebody has written."""
+        return
+
+    def announce(self, tensor: torch.Tensor) -> None:
+        """User code has ``tensor``'s address as a number, for kernels."""
+        return
+
     def owns(self, memory: LocalMemory) -> bool:
         """Whether this rank made ``memory``, in this run."""
         return False

@@ -33,8 +33,9 @@ from interlace.runtime.compat.triton_interpreter import (
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants
-from interlace.runtime.interpreter import shortcut_arithmetic, shortcut_calls
+from interlace.runtime.interpreter import provenance, shortcut_arithmetic, shortcut_calls
 from interlace.runtime.interpreter.attributes import Replacement, replaced
+from interlace.runtime.interpreter.descriptors import checked
 from interlace.runtime.interpreter.exact import exact_arithmetic
 from interlace.runtime.interpreter.inline_ptx.threads import InlineAssembly
 
@@ -52,7 +53,9 @@ def require_interpreter(kernel: Any) -> None:
     )
 
 
-def program_function(kernel: Any, arguments: dict[str, Any]) -> Callable[[], None]:
+def program_function(
+    kernel: Any, arguments: dict[str, Any], origin: provenance.Asked = lambda path, tensor: None
+) -> Callable[[], None]:
     """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
     require_interpreter(kernel)
     names = kernel.arg_names
@@ -63,6 +66,8 @@ def program_function(kernel: Any, arguments: dict[str, Any]) -> Callable[[], Non
         name: value if name in fixed else triton_interpreter._implicit_cvt(value)
         for name, value in arguments.items()
     }
+    for name in arguments.keys() - fixed:
+        provenance.mark(name, arguments[name], converted[name], origin)
     body = kernel.rewrite()
     return lambda: body(**converted)
 
@@ -143,29 +148,46 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
 
     def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         volatile = bool(named["is_volatile"] if named else rest[-1])
-        return hooks.load(
-            pointers, mask, lambda: load(pointers, mask, other, *rest, **named), volatile=volatile
-        )
+
+        def perform(mask: Any = mask) -> Any:
+            return load(pointers, mask, other, *rest, **named)
+
+        return hooks.load(pointers, mask, perform, volatile=volatile)
 
     def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        return hooks.store(
-            pointers, value, mask, lambda: store(pointers, value, mask, *rest, **named)
-        )
+        def perform(mask: Any = mask) -> Any:
+            return store(pointers, value, mask, *rest, **named)
+
+        return hooks.store(pointers, value, mask, perform)
 
     def atomic_cas(pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
         reads_only = bool((compare.data == value.data).all())
         atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
-        return hooks.atomic(atomic, lambda: cas(pointers, compare, value, sem, scope))
+
+        def perform(mask: Any = None) -> Any:
+            if mask is None:
+                return cas(pointers, compare, value, sem, scope)
+            return TensorHandle(np.zeros_like(value.data), value.dtype)
+
+        return hooks.atomic(atomic, perform)
 
     def atomic_rmw(op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         kind = _KINDS[op]
         reads_only = kind == "add" and not value.data.any()
         atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
-        return hooks.atomic(atomic, lambda: rmw(op, pointers, value, mask, sem, scope))
+
+        def perform(mask: Any = mask) -> Any:
+            return rmw(op, pointers, value, mask, sem, scope)
+
+        return hooks.atomic(atomic, perform)
 
     def atomic_load(pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
         atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
-        return hooks.atomic(atomic, lambda: load(pointers, mask, None, *NO_POLICY, True))
+
+        def perform(mask: Any = mask) -> Any:
+            return load(pointers, mask, None, *NO_POLICY, True)
+
+        return hooks.atomic(atomic, perform)
 
     def atomic_store(pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
@@ -186,6 +208,8 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     ]
     return [
         *(each for each in since_39 if hasattr(builder, each[1])),
+        *provenance.overrides(builder, hooks),
+        (builder, _DESCRIPTOR, checked(getattr(builder, _DESCRIPTOR))),
         (builder, "create_masked_load", masked_load),
         (builder, "create_masked_store", masked_store),
         (builder, "create_atomic_cas", atomic_cas),
@@ -195,6 +219,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     ]
 
 
+_DESCRIPTOR = "create_make_tensor_descriptor"
 _SEMS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",
     ir.MEM_SEMANTIC.ACQUIRE: "acquire",
@@ -241,10 +266,19 @@ def active(values: Any, pointers: Any, mask: Any) -> Any:
     values, shape = np.asarray(values), pointers.data.shape
     if values.shape != shape:
         values = np.broadcast_to(values, shape)
-    if mask is None:
+    if mask is None or bare(mask).all():
         return values.ravel()
-    chosen = bare(mask)
-    return values.ravel() if chosen.all() else values[np.broadcast_to(chosen, shape)]
+    return values[chosen(pointers, mask)]
+
+
+def chosen(pointers: Any, mask: Any) -> Any:
+    """Of each pointer whether the mask lets the access be."""
+    return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
+
+
+def as_mask(chosen: Any) -> Any:
+    """The handle of a mask."""
+    return TensorHandle(chosen, tl.int1)
 
 
 def outwards(frame: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.triton_interpreter import TensorHandle
+from interlace.runtime.compat.triton_interpreter import TensorHandle, builder
 from interlace.runtime.interpreter.attributes import Replacement
 
 Method = Callable[..., Any]
@@ -56,10 +56,13 @@ _SHIFTS: dict[str, Any] = {"lshift": np.left_shift, "rshift": np.right_shift}
 _LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-def _made(model: Any, data: Any, dtype: Any, kind: Any) -> Any:
-    """A tensor of ``model``'s shape, without the checks of the constructors."""
+def _made(model: Any, data: Any, dtype: Any, kind: Any, pointer: Any = None) -> Any:
+    """A tensor of ``model``'s shape, without the checks of the constructors.
+
+    ``pointer``: of pointers, the type in the handle, which says where they come from (``provenance.py``).
+    """
     handle = object.__new__(TensorHandle)
-    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    handle.data, handle.dtype, handle.attr = data, pointer or dtype, {}
     made = object.__new__(tl.tensor)
     made.__dict__.update(model.__dict__)
     made.handle, made.dtype, made.type = handle, dtype, kind
@@ -195,7 +198,7 @@ def _addition(stock: Method) -> Method:
         if model is None:
             return stock(self, other)
         data = self.handle.data + _width(self) * number
-        return _made(model, data, self.dtype, _shaped(self.dtype, model))
+        return _made(model, data, self.dtype, _shaped(self.dtype, model), self.handle.dtype)
 
     return method
 
@@ -215,8 +218,8 @@ def _conversion(stock: Method) -> Method:
                 return _made(self, self.handle.data.view(np.int64), target, _shaped(target, self))
         of_pointers = target.__class__ is tl.pointer_type and target.address_space == 1
         if of_pointers and self.dtype.name == "int64" and not options and not named:
-            data = self.handle.data.view(np.uint64)
-            return _made(self, data, target, _shaped(target, self))
+            made = builder.create_int_to_ptr(self.handle, target)
+            return _made(self, made.data, target, _shaped(target, self), made.dtype)
         return stock(self, dtype, *options, **named)
 
     return method

@@ -235,7 +235,7 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         zero = np.zeros(addresses.shape, kind.stored)
 
-        def perform() -> Any:
+        def perform(mask: Any = mask) -> Any:
             found = atomics.load(pointers.data, mask.data, zero, zero.dtype)
             return TensorHandle(found, kind.memory)
 
@@ -254,7 +254,7 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         value = _handle(bits, kind)
 
-        def perform() -> None:
+        def perform(mask: Any = mask) -> None:
             atomics.store(pointers.data, value.data, mask.data)
 
         threads.session.hooks.store(pointers, value, mask, perform)
@@ -278,7 +278,9 @@ def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., 
         threads.idle_steps, threads.polls_plainly = 0, False
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
 
-        def perform() -> Any:
+        def perform(mask: Any = mask) -> Any:
+            if not mask.data.all():
+                return _handle(np.zeros(addresses.shape, kind.raw), kind)
             return TensorHandle(change(pointers.data, ORDERS[sem]).view(kind.stored), kind.memory)
 
         alone = threads.alone

@@ -9,6 +9,8 @@ import itertools
 import weakref
 from collections.abc import Sequence
 
+from interlace.runtime.core.memory import RED_ZONE
+
 _SPACING = 1 << 40  # the largest buffer
 _numbers = itertools.count(1 << 16)
 _bases: dict[int, tuple[int, tuple[int, ...]]] = {}  # by number: bytes, and addresses by rank
@@ -24,9 +26,12 @@ def address_for(owner: object, nbytes: int, bases: Sequence[int]) -> int:
 
 
 def addresses(address: int, nbytes: int) -> list[int]:
-    """Where ``nbytes`` at a multicast address are on every rank, by rank. LookupError if nowhere."""
+    """Where ``nbytes`` at a multicast address are on every rank, by rank. LookupError if nowhere.
+
+    What lies a little beyond a buffer does so on every rank, and is found to by whoever checks there.
+    """
     number, offset = divmod(address, _SPACING)
     size, bases = _bases.get(number, (0, ()))
-    if offset + nbytes > size:
+    if not bases or offset + nbytes > size + RED_ZONE:
         raise LookupError
     return [base + offset for base in bases]

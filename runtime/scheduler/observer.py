@@ -50,6 +50,9 @@ class Observer:
     def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
         """A program whose PTX is run begins, with shared memory of its own at ``base``."""
 
+    def on_undefined(self, memory: torch.Tensor) -> None:
+        """What is in ``memory`` is undefined, and poison until somebody writes."""
+
     def on_visible(self, task: Task, address: int, elements: int) -> None:
         """A store of ``task`` that was held back becomes visible."""
 

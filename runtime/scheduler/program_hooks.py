@@ -7,16 +7,20 @@ sees what the last one saw will see it again until memory changes, so its progra
 
 import ctypes
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace.runtime.core.accesses import Atomic, threads_of
+from interlace.runtime.core.accesses import Atomic, Perform, threads_of
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active, active_addresses
+from interlace.runtime.scheduler.allocations import Allocations, Origin
+from interlace.runtime.scheduler.memory_check import BadAccess, MemoryCheck
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import MemoryNames, polling, user_line
+from interlace.runtime.scheduler.source_lines import polling, user_line
 from interlace.runtime.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.scheduler.strategies import Strategy
 from interlace.runtime.scheduler.task import Task
@@ -44,7 +48,12 @@ class ProgramHooks:
     spawn_programs: Callable[[KernelLaunch, int], Callable[[], bool]]
 
     def __init__(
-        self, strategy: Strategy, observer: Observer | None, seed: int | None, block_polls: bool
+        self,
+        strategy: Strategy,
+        observer: Observer | None,
+        seed: int | None,
+        block_polls: bool,
+        on_bad_access: Callable[[Task, BadAccess], None] | None = None,
     ) -> None:
         """``seed``: of store buffers, None for none."""
         self.strategy = strategy
@@ -52,7 +61,8 @@ class ProgramHooks:
         self.observed = observer is not None
         self.buffers = None if seed is None else StoreBuffers(seed, self.observer)
         self.block_polls = block_polls
-        self.memory = MemoryNames()
+        self.memory = Allocations()
+        self._check = MemoryCheck(self.memory, on_bad_access)
         self.points = self.stalled = 0
         self.long_step = False
         self._current: Task | None = None
@@ -66,9 +76,7 @@ class ProgramHooks:
     def inside(self) -> bool:
         return self._current is not None
 
-    def load(
-        self, pointers: Any, mask: Any, perform: Callable[[], Any], *, volatile: bool = False
-    ) -> Any:
+    def load(self, pointers: Any, mask: Any, perform: Perform, *, volatile: bool = False) -> Any:
         if not self.inside:
             return perform()
         if volatile:
@@ -78,9 +86,10 @@ class ProgramHooks:
         task = self.current
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
-        result = perform()
+        mask = self._check.allowed(task, pointers, mask, "loads", writes=False)
+        result = perform(mask)
         if volatile:
-            result = self._polled(pointers, mask, result, perform)
+            result = self._polled(pointers, mask, result, partial(perform, mask))
         elif pointers.data.size > SMALL_READ:
             task.seen.clear()
         elif task.seen:
@@ -88,23 +97,29 @@ class ProgramHooks:
         self.observer.on_load(task, pointers, mask)
         return result
 
-    def store(self, pointers: Any, value: Any, mask: Any, perform: Callable[[], Any]) -> Any:
+    def store(self, pointers: Any, value: Any, mask: Any, perform: Perform) -> Any:
         if not self.inside:
             return perform()
         self._maybe_give_way()
         task = self.current
+        mask = self._check.allowed(task, pointers, mask, "stores", writes=True)
         if self.buffers is None or task.program is None:
-            perform()
+            perform(mask)
         else:
             self.buffers.store(task, pointers, value, mask)
         self.progress()
         self.observer.on_store(task, pointers, mask)
 
-    def atomic(self, atomic: Atomic, perform: Callable[[], Any]) -> Any:
+    def atomic(self, atomic: Atomic, perform: Perform) -> Any:
         if not self.inside:
             return perform()
         self.give_way()
         task = self.current
+        does, writes = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", not atomic.reads_only
+        mask = self._check.allowed(task, atomic.pointers, atomic.mask, does, writes=writes)
+        if mask is not atomic.mask:
+            atomic = replace(atomic, mask=mask)
+            perform = partial(perform, mask)
         if self.buffers is not None:
             self.buffers.before_load(task, atomic.pointers)
             if atomic.releases:
@@ -122,6 +137,11 @@ class ProgramHooks:
             self.progress()
         self.observer.on_atomic(task, atomic, result)
         return result
+
+    def origin(self, address: int) -> Origin | None:
+        """What a program means by a number; see ``interpreter/provenance.py``."""
+        allocation = self.memory.of_number(address, self.current.rank) if self.inside else None
+        return None if allocation is None else Origin(allocation, address)
 
     def barrier(self) -> None:
         if not self.inside:

@@ -26,10 +26,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from interlace.runtime.core import errors
+import torch
+
+from interlace.runtime.core import errors, kernel_arguments
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter import session
 from interlace.runtime.scheduler import torch_state
+from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.scheduler.source_lines import polling, program_line
@@ -50,7 +53,8 @@ Programs = Callable[[KernelLaunch, Any], tuple[Callable[[], None], int]]
 
 
 def interpreted(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
-    return session.program_function(launch.kernel, launch.arguments), 0
+    origin = functools.partial(hooks.memory.of_argument, launch.kernel, hooks.current.rank)
+    return session.program_function(launch.kernel, launch.arguments, origin), 0
 
 
 class OverdueError(BaseException):
@@ -70,7 +74,8 @@ class Scheduler(ProgramHooks):
 
     ``idle`` is called when every task is blocked, with one of the blocked waits; without it that is a
     :class:`DeadlockError`. ``programs`` makes programs of launches. ``timeout`` bounds the whole run in
-    seconds of wall time.
+    seconds of wall time. ``on_bad_access`` is told what programs access that they must not, and the run
+    goes on; without it that is a :class:`MemoryAccessError` of the program.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Scheduler(ProgramHooks):
         timeout: float | None = None,
         block_polls: bool = True,
         programs: Programs = interpreted,
+        on_bad_access: Callable[[Task, BadAccess], None] | None = None,
     ) -> None:
         if greenlet is None:
             raise errors.PlaceUnavailableError(
@@ -91,7 +97,9 @@ class Scheduler(ProgramHooks):
                 "pip install greenlet"
             )
         of_buffers = seed if store_buffers else None
-        super().__init__(strategy or Random(seed), observer, of_buffers, block_polls)
+        strategy = strategy or Random(seed)
+        super().__init__(strategy, observer, of_buffers, block_polls, on_bad_access)
+        self.memory.complete = idle is None
         self.seed = seed
         self.steps = 0
         self.finished: list[str] = []
@@ -135,6 +143,9 @@ class Scheduler(ProgramHooks):
 
     def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
         """Add every program of ``launch``; the result tells whether all have ended."""
+        for value in kernel_arguments.leaves(launch.arguments).values():
+            if isinstance(value, torch.Tensor):
+                self.memory.of_tensor(value, rank)
         function, threads = self._programs(launch, self)
 
         def body() -> None:

@@ -4,20 +4,18 @@ import linecache
 import os
 import re
 import sys
-from collections import Counter
 from typing import Any
 
 from interlace.runtime.core.errors import BlockedWait, SourceText
 from interlace.runtime.interpreter.session import outwards, source_frames
+from interlace.runtime.scheduler.allocations import Allocations
 from interlace.runtime.scheduler.task import Task
 
 _SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
 _COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
 
 
-def polling(
-    task: Task, seen: int | None, address: int | None, memory: "MemoryNames"
-) -> BlockedWait:
+def polling(task: Task, seen: int | None, address: int | None, memory: Allocations) -> BlockedWait:
     """Describe a program that polls ``address``, from the frames it is suspended in."""
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)
@@ -40,35 +38,6 @@ def polling(
             where = SourceText(f"{where}, inline PTX: {text}", where.frames)
             break
     return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
-
-
-class MemoryNames:
-    """Symmetric memory by address, for messages."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, str]] = []
-        self._counts: Counter[tuple[int, str]] = Counter()
-
-    def add(self, rank: int, base: int, nbytes: int, what: str = "symmetric buffer") -> str:
-        """Name new memory; returns the name, "symmetric buffer 0 of rank 1"."""
-        name = f"{what} {self._counts[rank, what]} of rank {rank}"
-        self._counts[rank, what] += 1
-        self.put(base, nbytes, name)
-        return name
-
-    def put(self, base: int, nbytes: int, name: str) -> None:
-        """Add memory that has a name already."""
-        self._ranges.append((base, base + nbytes, name))
-
-    def find(self, address: int) -> str | None:
-        """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
-        for base, end, name in reversed(self._ranges):
-            if base <= address < end:
-                return f"{name}, byte {address - base}"
-        return None
-
-    def name(self, address: int) -> str:
-        return self.find(address) or f"address {address:#x}"
 
 
 def _expected(frame: Any) -> int | None:

@@ -402,4 +402,34 @@ CASES = [
         "races",
         "three_rounds",
     ),
+    Case(
+        mutant_of(
+            _RECIPE,
+            "recipe in a buffer that is too small",
+            (
+                "symmetric_memory.empty(programs * block,",
+                "symmetric_memory.empty(programs * block - 8,",
+            ),
+        ),
+        "races",
+        "three_rounds",
+    ),
+    Case(
+        mutant_of(
+            _RECIPE,
+            "recipe reads too far",
+            ("total += tl.load(theirs + offsets)", "total += tl.load(theirs + offsets + 8)"),
+        ),
+        "races",
+        "three_rounds",
+    ),
+    Case(
+        mutant_of(
+            _RECIPE,
+            "recipe without its copy",
+            ("    tl.store(own + offsets, tl.load(input_ptr + offsets))\n", ""),
+        ),
+        "races",
+        "three_rounds",
+    ),
 ]

@@ -86,6 +86,7 @@ def empty(
     # one without elements has an address too
     memory = place.new_memory((max(nbytes, 1), get_signal_pad_size()))
     array = memory.parts[0][:]
+    place.undefine(array)
     address = array.ctypes.data
     _allocations[address] = _Allocation(memory, nbytes)
     weakref.finalize(array, _allocations.pop, address, None).atexit = False

@@ -96,6 +96,8 @@ class SymmetricMemory:
         self._communicator = communicator
         self._buffers, self._pads = buffers, pads
         self._buffer_table, self._pad_table = map(_table, (self.buffer_ptrs, self.signal_pad_ptrs))
+        for table in (self._buffer_table, self._pad_table):
+            communicator.place.announce(table)
         self._status: dict[int, torch.Tensor] = {}
 
     @property

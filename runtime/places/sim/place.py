@@ -10,12 +10,14 @@ an output before waiting reads what is there: the same mistake as on a GPU, with
 
 import functools
 import sys
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
@@ -24,6 +26,7 @@ from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import (
+    RED_ZONE,
     Array,
     LocalMemory,
     SymmetricBuffer,
@@ -42,6 +45,7 @@ from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed, interpr
 from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
 
 COPY_PIECES = 3
+UNDEFINED = 0xFF  # in every byte: nan of all float formats, -1 of integers
 
 
 @dataclass
@@ -51,7 +55,7 @@ class _SimGroup:
     exchanges: dict[int, dict[int, bytes]] = field(default_factory=dict)
     allocations: dict[int, dict[int, LocalMemory]] = field(default_factory=dict)
     departures: Counter[int] = field(default_factory=Counter)
-    observed: list[LocalMemory] = field(default_factory=list)
+    observed: list[Array] = field(default_factory=list)
     mail: Mailbox = field(default_factory=Mailbox)
 
 
@@ -324,15 +328,27 @@ class SimPlace(Place):
         return buffer
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
-        memory = LocalMemory([aligned(size) for size in sizes], (self.world, self.global_rank))
-        if self._scheduler.observed:
-            self._group.observed.append(memory)  # an address must not mean two things in one run
-        for index, part in enumerate(memory.parts):
+        parts = []
+        for index, size in enumerate(sizes):
+            whole = aligned(size + 2 * RED_ZONE)
+            if self._scheduler.observed:
+                self._group.observed.append(whole)  # an address must not mean two things in one run
+            owner = np.frombuffer(whole.data, np.uint8)  # ends with the last view of it
+            part = owner[RED_ZONE : RED_ZONE + size]
             what = "signal pad" if index else "symmetric buffer"
-            names = self._scheduler.memory
-            label = names.add(self.global_rank, part.ctypes.data, part.nbytes, what)
-            self._observer.on_allocate(self.global_rank, torch.from_numpy(part), label)
-        return memory
+            known = self._scheduler.memory
+            allocation = known.add(self.global_rank, part.ctypes.data, size, what)
+            weakref.finalize(owner, allocation.free).atexit = False
+            self._observer.on_allocate(self.global_rank, torch.from_numpy(part), allocation.name)
+            parts.append(part)
+        return LocalMemory(parts, (self.world, self.global_rank))
+
+    def undefine(self, part: Array) -> None:
+        part.fill(UNDEFINED)
+        self._observer.on_undefined(torch.from_numpy(part))
+
+    def announce(self, tensor: torch.Tensor) -> None:
+        self._scheduler.memory.of_tensor(tensor, self.global_rank)
 
     def owns(self, memory: LocalMemory) -> bool:
         return bool(memory.origin == (self.world, self.global_rank))

@@ -10,6 +10,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
 from sim.verify import race_kernels as kernels
+from sim.verify.test_memory_faults import MUTANTS
 from sim.verify.user_exchange import exchange, last_program
 
 
@@ -159,7 +160,7 @@ def test_verdicts(kernel: Any) -> None:
 
 def test_every_kind_has_a_kernel() -> None:
     """``no barrier`` is in test_protocol_mutants.py, ``read-write`` above."""
-    seen = set().union(*EXPECTED.values()) | {"no barrier", "read-write"}
+    seen = set().union(*EXPECTED.values()) | {"no barrier", "read-write"} | set(MUTANTS.values())
     assert seen == set(KINDS)
 
 

@@ -158,7 +158,8 @@ def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
     def on_rank() -> None:
         group = interlace.new_group([0])
         if interlace.get_rank() == 0:
-            kernels.wait_plainly[(1,)](group.place.allocate(64).peers, 0)
+            buffer = group.place.allocate(64)
+            kernels.wait_plainly[(1,)](buffer.peers, 0)
 
     report = schedules(on_rank, 2, seeds=[0], workers=1, timeout=1, shrink=False)
     assert report.failure is not None

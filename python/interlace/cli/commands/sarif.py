@@ -70,8 +70,8 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
 
     if isinstance(report, RaceReport):
         for finding in report.findings:
-            other = finding.first.lines, str(finding.first)
-            yield made(f"races/{finding.kind}", str(finding), finding.second.lines, other)
+            others = [(first.lines, str(first))] if (first := finding.first) else []
+            yield made(f"races/{finding.kind}", str(finding), finding.second.lines, *others)
         stories = {story.seed: story for story in report.stories}
         for seed, text in report.errors:
             rule = f"races/{text.partition(':')[0]}"

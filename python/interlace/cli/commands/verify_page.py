@@ -49,7 +49,7 @@ def panels(result: JobResult) -> Iterator[Panel]:
         stories = {story.seed: story for story in report.stories}
         for finding in report.findings:
             view = view_of(f"seed {finding.seed}", stories[finding.seed], finding)
-            lines = (*finding.first.lines, *finding.second.lines)
+            lines = (*(finding.first.lines if finding.first else ()), *finding.second.lines)
             yield Panel(f"{finding.kind}: {title}", str(finding), [view], True, lines)
         for seed, text in report.errors:
             view, kind = view_of(f"seed {seed}", stories[seed]), text.partition(":")[0]
@@ -85,7 +85,7 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
         view.events.append(PageEvent(*begins, kind, step.text, step.lines, mark))
         inside = [each - story.first for each in step.after if each >= story.first]
         view.arrows += [(each, number - story.first, "wait") for each in inside]
-    if red:
+    if len(red) == 2:
         view.arrows.append((red[0] - story.first, red[1] - story.first, "red"))
     for lane, wait in waits:
         text = f"waits for {str(wait).partition(' waits for ')[2]}"
@@ -100,13 +100,18 @@ def _lane(step: Step) -> tuple[int, str]:
     return step.rank, "memory" if step.task == "memory" else step.who.partition(" of launch ")[0]
 
 
-def _accesses(story: Story, finding: Finding) -> tuple[int, int] | tuple[()]:
-    """The two accesses among the steps; neither of those to memory that is not symmetric."""
+def _accesses(story: Story, finding: Finding) -> tuple[int, ...]:
+    """The accesses among the steps; of a race neither of those to memory that is not symmetric."""
     before = None
+    memory = finding.memory.partition(" (")[0]
     for number, step in enumerate(story.steps, story.first):
-        if before is not None and _is(step, finding.second, finding.memory):
+        if finding.first is None:
+            if _is(step, finding.second, memory) and step.text.endswith(f": {finding.kind}"):
+                return (number,)
+            continue
+        if before is not None and _is(step, finding.second, memory):
             return before, number
-        if _is(step, finding.first, finding.memory):
+        if _is(step, finding.first, memory):
             before = number
     return ()
 

@@ -8,8 +8,10 @@ from typing import Any, cast
 from interlace import launcher
 from interlace.runtime.places.sim.compiled import CompiledPrograms, Rewrite, as_compiled
 from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Programs, Scheduler, interpreted
+from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.lint_check.check import specialisation
@@ -156,6 +158,7 @@ def _observed(
         store_buffers=store_buffers,
         timeout=timeout,
         programs=programs,
+        on_bad_access=detector.on_bad_access,
     )
     try:
         with poisoned_memory(), TorchAccesses(scheduler, detector):
@@ -182,9 +185,13 @@ class Several:
 class RaceTeller(Storyteller):
     """Notes what torch operators of user code and streams do to symmetric memory, too."""
 
+    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
+        text = f"{bad.does} at {bad.memory}, byte {bad.offset}: {bad.kind}"
+        self._note(task, text, program_lines())
+
     def know(self, tensor: Any, rank: int) -> None: ...
 
-    def new(self, task: Task, tensor: Any, op: str) -> None: ...
+    def new(self, task: Task, tensor: Any, op: str, *, writes: bool = True) -> None: ...
 
     def touch(self, task: Task, tensor: Any, op: str, *, stores: bool) -> None:
         place = self._memory.find(tensor.data_ptr())
@@ -198,7 +205,11 @@ def _explained(findings: list[Finding], relaxed: list[Detector]) -> list[Finding
     explained = []
     for finding in findings:
         for (kind, hint, _), detector in zip(CAUSES, relaxed, strict=True):
-            if finding.kind != "narrow scope" and finding.key not in detector.found:
+            if (
+                finding.kind != "narrow scope"
+                and finding.key not in detector.found
+                and finding.first
+            ):
                 finding = replace(finding, kind=kind, hint=hint)
                 break
         explained.append(finding)

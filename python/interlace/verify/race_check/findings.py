@@ -4,6 +4,7 @@ A finding names two accesses, each by rank, program, source line and place in me
 replays the schedule in which it was seen.
 """
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +20,11 @@ KINDS = {
     "weak order": "the signal is not released by the one side, or not acquired by the other",
     "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
     "mixed access": "plain and atomic accesses of the same bytes that nothing orders",
+    "out of bounds": "an access outside of the allocation that its pointer came from",
+    "uninitialised": "a load of what nobody has written since the memory was allocated",
+    "use after free": "an access of memory that nothing refers to any more",
+    "read-only": "a store to an input that is declared const, or whose elements share memory",
+    "misaligned": "an address that is no multiple of what the access needs",
 }
 
 
@@ -45,11 +51,12 @@ class Finding:
 
     ``memory`` names the allocation, ``offset`` is the first byte in it and ``count`` how many elements
     of the second access were affected. ``kind`` is one of :data:`KINDS`; ``race`` the kind that it
-    would have without its cause. ``hint`` says what is missing.
+    would have without its cause. ``hint`` says what is missing. Of an access that is wrong by itself
+    ``first`` is None, and ``index`` says how the program came to that byte.
     """
 
     kind: str
-    first: Access
+    first: Access | None
     second: Access
     memory: str
     offset: int
@@ -57,22 +64,27 @@ class Finding:
     seed: int
     race: str = ""
     hint: str = ""
+    index: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
+        if self.first is None:
+            memory = re.sub(r" (of|on) rank \d+", "", self.memory)
+            return (self.kind, self.second.what, self.second.lines, memory)
         functions = tuple(line.rpartition(" ")[2] for line in self.second.lines)
         return (self.race or self.kind, self.first.what, self.first.lines, functions)
 
     def __str__(self) -> str:
         race = f" ({self.race} race)" if self.race and self.race != self.kind else ""
         elements = "1 element" if self.count == 1 else f"{self.count} elements"
-        lines = [
-            f"{self.kind}{race}: {KINDS[self.kind]}",
-            f"  first   {self.first}",
-            f"  second  {self.second}",
-            f"  on      {self.memory}, byte {self.offset}, {elements}",
-        ]
+        lines = [f"{self.kind}{race}: {KINDS[self.kind]}"]
+        if self.first is not None:
+            lines.append(f"  first   {self.first}")
+        lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
+        lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
+        if self.index:
+            lines.append(f"  index   {self.index}")
         if self.hint:
             lines.append(f"  hint    {self.hint}")
         lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")

@@ -23,6 +23,7 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 ``Rules`` off: the race is gone if its reason is that rule.
 """
 
+import ctypes
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -34,6 +35,7 @@ from interlace.runtime.core.accesses import Atomic, threads_of
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.source_lines import place_of, program_lines, user_frame
 from interlace.runtime.scheduler.task import Task
@@ -48,17 +50,18 @@ from interlace.verify.race_check.agents import (
 )
 from interlace.verify.race_check.findings import Access, Finding
 from interlace.verify.race_check.shadow import (
+    WRITES,
     Conflict,
     Index,
     KnownTimes,
     ShadowMemory,
     ShadowSegment,
+    byte_ranges,
 )
 
 Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
 WORD = 8
-WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
 
 class Detector(Observer):
@@ -186,11 +189,23 @@ class Detector(Observer):
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._memory.add(base, nbytes, f"a {dtype} tensor of {shape} on rank {rank}")
 
-    def new(self, task: Task, tensor: torch.Tensor, op: str) -> None:
-        """``op`` has allocated ``tensor`` and written it; unless it is symmetric memory seen anew."""
+    def on_undefined(self, memory: torch.Tensor) -> None:
+        self._undefine(memory)
+
+    def _undefine(self, tensor: torch.Tensor) -> None:
+        segment = self._memory.at(tensor.data_ptr()) if tensor.numel() else None
+        if segment is not None:
+            segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
+
+    def new(self, task: Task, tensor: torch.Tensor, op: str, *, writes: bool = True) -> None:
+        """``op`` has allocated ``tensor``, and written it; unless it is symmetric memory seen anew."""
         if not self._memory.is_symmetric(tensor.data_ptr()):
             self.know(tensor, task.rank, fresh=True)
-            self.touch(task, tensor, op, stores=True)
+            if writes:
+                self.touch(task, tensor, op, stores=True)
+            else:
+                self.events += 1
+                self._undefine(tensor)
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._plain(task, pointers, mask, stores=False)
@@ -212,15 +227,21 @@ class Detector(Observer):
         component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         site = self._site(agent, "stores" if stores else "loads", program_lines())
-        for place in self._memory.find(addresses, size):
-            self._access(agent, component, place, site, size, stores=stores)
+        for segment, cells in self._memory.find(addresses, size):
+            self._access(agent, component, (segment, cells), site, size, stores=stores)
+            if not stores and (unwritten := segment.unwritten(cells)):
+                offset, count = unwritten[0] - segment.base, len(unwritten) * segment.cell
+                where = segment.label, offset, max(1, count // size), self.seed
+                access, index = list(self._sites)[site], str(offset // size)
+                finding = Finding("uninitialised", None, access, *where, index=index)
+                self.found.setdefault(finding.key, finding)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of user code has read or written ``tensor``."""
         agent, size = self._agent(task), tensor.element_size()
         verb = "writes" if stores else "reads"
         site = self._site(agent, f"{verb} ({op})", task_lines(task))
-        for low, nbytes in _byte_ranges(tensor):
+        for low, nbytes in byte_ranges(tensor):
             segment = self._memory.at(low)
             if segment is not None and low + nbytes <= segment.end:
                 place = segment, segment.range(low, low + nbytes)
@@ -437,6 +458,15 @@ class Detector(Observer):
             agent.fences.setdefault(thread, {})[level] = own
         self._after_release(agent, threads)
 
+    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
+        """An access that is wrong by itself, and is left out."""
+        agent = self._agent(task)
+        access = Access(agent.rank, agent.who, bad.does, program_lines())
+        memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
+        where = memory, bad.offset, bad.count, self.seed
+        finding = Finding(bad.kind, None, access, *where, index=bad.index)
+        self.found.setdefault(finding.key, finding)
+
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""
         return self._sites.setdefault(Access(agent.rank, agent.who, what, lines), len(self._sites))
@@ -470,22 +500,3 @@ def task_lines(task: Task) -> tuple[SourceText, ...]:
         return (task.owner.running,)
     frame = user_frame(sys._getframe(2))
     return () if frame is None else (place_of(frame),)
-
-
-def _byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Contiguous pieces of a tensor's memory as (address, bytes)."""
-    if not tensor.numel():
-        return []
-    size = tensor.element_size()
-    if tensor.is_contiguous():
-        return [(tensor.data_ptr(), tensor.numel() * size)]
-    every = zip(tensor.stride(), tensor.shape, strict=True)
-    dims = sorted((stride, extent) for stride, extent in every if extent > 1 and stride)[::-1]
-    run = size
-    while dims and dims[-1][0] * size == run:
-        run *= dims.pop()[1]
-    offsets = np.zeros(1, np.int64)
-    for stride, extent in dims:
-        offsets = (offsets[:, None] + np.arange(extent) * stride * size).ravel()
-    base = tensor.data_ptr()
-    return [(base + offset, run) for offset in offsets.tolist()]

@@ -6,16 +6,19 @@ holds the last store, and per clock component the last load and the last atomic.
 of the component; ``happens_before.py`` says what they mean.
 """
 
+import ctypes
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from interlace.verify.race_check.agents import Agent
 
 PAGE = 1 << 16
 LARGEST_CELL = 8
+WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
 SEVERAL = 8  # in the extra of a mark: threads of a program have done it, and this is one of them
 Index = Any  # a slice, or an int array, of cells
@@ -79,6 +82,9 @@ class ShadowSegment:
 
     def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
         self.base, self.end, self.label, self.symmetric = base, base + nbytes, label, symmetric
+        self.poison = (
+            b""  # what bytes repeat that nobody has written, if what is there is undefined
+        )
         self.messages: dict[tuple[int, int], Any] = {}
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
@@ -145,6 +151,23 @@ class ShadowSegment:
             if len(where):
                 _, component, site, extra = found[where[0]].tolist()
                 yield Conflict(component, site, self._number(index, where[0]), len(where), extra)
+
+    def unwritten(self, index: Index) -> list[int]:
+        """Addresses of cells that nobody is known to have written, and that hold poison."""
+        if not self.poison:
+            return []
+        never = self.written["time"][index] == 0
+        for marks in self.atomics.values():
+            never &= (marks["extra"][index] & WRITES) == 0
+        first = [self._number(index, position) for position in np.flatnonzero(never)]
+        addresses = [self.base + cell * self.cell for cell in first]
+        return [
+            each for each in addresses if ctypes.string_at(each, self.cell) == self._poisoned(each)
+        ]
+
+    def _poisoned(self, address: int) -> bytes:
+        begin = (address - self.base) % len(self.poison)
+        return (self.poison * (1 + LARGEST_CELL))[begin : begin + self.cell]
 
     def _number(self, index: Index, position: Any) -> int:
         if isinstance(index, slice):
@@ -292,3 +315,22 @@ class ShadowMemory:
             inside = (addresses >= np.uint64(segment.base)) & (addresses < np.uint64(segment.end))
             yield segment, segment.cells(addresses[inside], size)
             addresses = addresses[~inside]
+
+
+def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Contiguous pieces of a tensor's memory as (address, bytes)."""
+    if not tensor.numel():
+        return []
+    size = tensor.element_size()
+    if tensor.is_contiguous():
+        return [(tensor.data_ptr(), tensor.numel() * size)]
+    every = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted((stride, extent) for stride, extent in every if extent > 1 and stride)[::-1]
+    run = size
+    while dims and dims[-1][0] * size == run:
+        run *= dims.pop()[1]
+    offsets = np.zeros(1, np.int64)
+    for stride, extent in dims:
+        offsets = (offsets[:, None] + np.arange(extent) * stride * size).ravel()
+    base = tensor.data_ptr()
+    return [(base + offset, run) for offset in offsets.tolist()]

@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.runtime.scheduler.scheduler import Scheduler
 
+# operators whose result is poison in a check, see ``sampling.poisoned_memory``
+_UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
 
 class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
@@ -47,7 +50,7 @@ class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             detector.touch(task, tensor, name, stores=writes)
         for tensor in _tensors(result):
             if tensor.untyped_storage().data_ptr() not in storages:
-                detector.new(task, tensor, name)
+                detector.new(task, tensor, name, writes=name not in _UNDEFINED)
 
 
 @cache

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import BlockedWait, DeadlockError, SourceText
 from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.scheduler.allocations import Allocations
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import MemoryNames, program_lines
+from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
 
 LONGEST = 200
@@ -73,7 +74,7 @@ class Storyteller(Observer):
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
         self._count = 0
-        self._memory = MemoryNames()
+        self._memory = Allocations()
         self._stuck: int | None = None
         self._written: dict[int, tuple[Task, int]] = {}  # who wrote a signal last, in which step
         self._seen: set[tuple[Task, int]] = set()

@@ -1,0 +1,78 @@
+"""Where pointers come from: an attribute, ``origin``, of the type in a pointer's handle.
+
+Whatever computes with pointers, shifts, broadcasts or reshapes them, keeps the handle's type, and so the
+origin. It begins where a tensor becomes an argument, and where one number becomes a pointer: there the
+hooks are asked what memory the number means. A block of numbers, such as the addresses of all ranks, has no
+origin; nor has what was chosen between pointers of different origins. Their accesses are looked up one by
+one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+from interlace.runtime.core.accesses import Hooks
+from interlace.runtime.interpreter.attributes import Replacement
+
+Asked = Callable[[str, Any], Any]
+"""(path of an argument, tensor) -> its origin."""
+
+
+def origin_of(handle: Any) -> Any:
+    """The origin of a pointer, None if it has none."""
+    return getattr(handle.dtype, "origin", None)
+
+
+def with_origin(kind: Any, origin: Any) -> Any:
+    """The pointer type ``kind`` with this origin, or with none."""
+    made = object.__new__(tl.pointer_type)
+    made.__dict__.update(kind.__dict__)
+    made.origin = origin
+    return made
+
+
+def mark(path: str, given: Any, made: Any, ask: Asked) -> None:
+    """Give pointers in ``made``, which stands for the argument ``given``, their origins."""
+    if isinstance(given, tuple):
+        for index, (each, part) in enumerate(zip(given, made, strict=True)):
+            name = getattr(given, "_fields", range(len(given)))[index]
+            mark(f"{path}.{name}", each, part, ask)
+    elif hasattr(given, "block_shape"):  # a descriptor
+        mark(path, given.base, made.handle.base, ask)
+    elif hasattr(given, "data_ptr"):
+        handle = getattr(made, "handle", made)
+        handle.dtype = with_origin(handle.dtype, ask(path, given))
+
+
+def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
+    """Methods of the builder by which pointers come about, or several become one."""
+    stock_bitcast = builder.create_bitcast
+
+    def create_bitcast(source: Any, kind: Any) -> Any:
+        made = stock_bitcast(source, kind)
+        if made.dtype.is_ptr():
+            if source.dtype.is_ptr():
+                origin = origin_of(source)
+            else:
+                origin = hooks.origin(int(made.data.item())) if made.data.size == 1 else None
+            made.dtype = with_origin(made.dtype, origin)
+        return made
+
+    def merged(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
+        def merge(*handles: Any) -> Any:
+            made = stock(*handles)
+            if made.dtype.is_ptr():
+                one, other = map(origin_of, handles[first : first + 2])
+                made.dtype = with_origin(made.dtype, one if one is other else None)
+            return made
+
+        return merge
+
+    return [
+        (builder, "create_bitcast", create_bitcast),
+        (builder, "create_int_to_ptr", create_bitcast),
+        (builder, "create_select", merged(builder.create_select, 1)),
+        (builder, "create_cat", merged(builder.create_cat, 0)),
+        (builder, "create_join", merged(builder.create_join, 0)),
+    ]

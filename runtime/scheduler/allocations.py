@@ -1,0 +1,182 @@
+"""Allocations by address: what memory there is for interpreted programs, and what it is called.
+
+Symmetric memory is known from its beginning on, tensors from the first launch that they are arguments of.
+Any other tensor, such as one whose address stands in a table, is looked for among the objects that are
+alive when a program first comes by its address as a number.
+"""
+
+import gc
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.runtime.core import kernel_arguments
+from interlace.runtime.core.memory import RED_ZONE
+
+
+@dataclass(eq=False)
+class MemoryRange:
+    """Memory from ``base`` to before ``end``; ``freed`` says that nothing refers to it any more.
+
+    ``owners``: of a tensor's memory, some of those that keep it.
+    """
+
+    base: int
+    end: int
+    name: str
+    freed: bool = False
+    owners: list[weakref.ref[torch.Tensor]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.base
+
+    def free(self) -> None:
+        self.freed = True
+
+    def is_gone(self) -> bool:
+        if self.owners is not None:
+            self.freed = not any(owner() is not None for owner in self.owners)
+        return self.freed
+
+    def has(self, low: int, high: int) -> bool:
+        return self.base <= low and high <= self.end
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a pointer comes from: its allocation, and the address at which it began.
+
+    ``argument`` names the kernel's argument; it is empty of a number that became a pointer. ``read_only``:
+    why nothing may be stored there, if so.
+    """
+
+    allocation: MemoryRange
+    start: int
+    argument: str = ""
+    read_only: str = ""
+
+
+@dataclass
+class Allocations:
+    """All that is known. ``complete``: what is not among them, nor a tensor, is nobody's memory."""
+
+    complete: bool = True
+    _bases: list[int] = field(default_factory=list)
+    _by_base: dict[int, MemoryRange] = field(default_factory=dict)
+    _counts: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def add(self, rank: int, base: int, nbytes: int, what: str = "symmetric buffer") -> MemoryRange:
+        """New memory, by the name "symmetric buffer 0 of rank 1"."""
+        name = f"{what} {self._counts[rank, what]} of rank {rank}"
+        self._counts[rank, what] += 1
+        return self.put(base, nbytes, name)
+
+    def put(self, base: int, nbytes: int, name: str) -> MemoryRange:
+        """New memory that has a name already; what was known of these addresses is gone."""
+        made = MemoryRange(base, base + nbytes, name)
+        if nbytes > 0:
+            first = max(0, bisect_right(self._bases, base) - 1)
+            for other in self._bases[first : bisect_left(self._bases, made.end)]:
+                if self._by_base[other].end > base:
+                    self._bases.remove(other)
+                    self._by_base.pop(other).free()
+            insort(self._bases, base)
+            self._by_base[base] = made
+        return made
+
+    def at(self, address: int) -> MemoryRange | None:
+        """The allocation that has this address."""
+        position = bisect_right(self._bases, address) - 1
+        found = self._by_base[self._bases[position]] if position >= 0 else None
+        return found if found is not None and address < found.end else None
+
+    def find(self, address: int) -> str | None:
+        """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
+        found = self.at(address)
+        return None if found is None else f"{found.name}, byte {address - found.base}"
+
+    def name(self, address: int) -> str:
+        return self.find(address) or f"address {address:#x}"
+
+    def near(self, address: int) -> MemoryRange | None:
+        """The allocation that ``address`` most likely has run out of, or that it begins too early for."""
+        position = bisect_right(self._bases, address)
+        around = [self._by_base[base] for base in self._bases[max(0, position - 1) : position + 1]]
+        found = min(around, key=lambda each: _distance(each, address), default=None)
+        return found if found is not None and _distance(found, address) <= RED_ZONE else None
+
+    def of_tensor(self, tensor: torch.Tensor, rank: int) -> MemoryRange:
+        """The memory of ``tensor``, a view of which may go as far as the storage does."""
+        storage = tensor.untyped_storage()
+        base, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        found = self.at(base)
+        known = found is not None and (found.owners is not None or not found.freed)
+        if found is None or not known or not found.has(base, end):
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found = self.put(base, end - base, f"a {dtype} tensor of {shape} on rank {rank}")
+            found.owners = []
+        if found.owners is not None and not any(owner() is tensor for owner in found.owners):
+            found.owners = [owner for owner in found.owners if owner() is not None]
+            found.owners.append(weakref.ref(tensor))
+        return found
+
+    def of_argument(self, kernel: Any, rank: int, path: str, tensor: Any) -> Origin | None:
+        """Where the pointer of a launch's argument comes from."""
+        tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        read_only = ""
+        if path in kernel_arguments.read_only(kernel):
+            read_only = "the kernel declares it const"
+        elif torch._debug_has_internal_overlap(tensor) == 1:
+            read_only = "the tensor is expanded, several of its elements share memory"
+        return Origin(self.of_tensor(tensor, rank), tensor.data_ptr(), path, read_only)
+
+    def of_number(self, address: int, rank: int) -> MemoryRange | None:
+        """The allocation that a program means by ``address``; one that is freed if that was there."""
+        found = self.at(address)
+        if (found is None or found.is_gone()) and self.complete:
+            for tensor in _tensors_with(address):
+                found = self.of_tensor(tensor, rank)
+        return found
+
+    def known(self, addresses: Any, size: int) -> Any:
+        """Of each of ``addresses``, whether the element of ``size`` bytes is in memory that is there."""
+        if not self._bases:
+            return np.zeros(addresses.shape, bool)
+        every = [self._by_base[base] for base in self._bases]
+        bases = np.array(self._bases, np.uint64)
+        ends = np.array([0 if each.is_gone() else each.end for each in every], np.uint64)
+        places = np.searchsorted(bases, addresses, "right").astype(np.int64) - 1
+        return (places >= 0) & (addresses + np.uint64(size) <= ends[places])
+
+
+def _distance(allocation: MemoryRange, address: int) -> int:
+    return max(allocation.base - address, address - allocation.end, 0)
+
+
+def _tensors_with(address: int) -> list[torch.Tensor]:
+    """The tensors of everything that is alive whose storage has this address."""
+    found, kinds, new = [], {torch.Tensor}, [torch.Tensor]
+    while new:
+        new = [kind for each in new for kind in each.__subclasses__() if kind not in kinds]
+        kinds.update(new)
+    for each in gc.get_objects():
+        if type(each) in kinds:
+            try:
+                storage = each.untyped_storage()
+                if (
+                    each.device.type == "cpu"
+                    and 0 <= address - storage.data_ptr() < storage.nbytes()
+                ):
+                    found.append(each)
+            except (RuntimeError, NotImplementedError):  # it has no memory
+                continue
+    return found

@@ -1,0 +1,157 @@
+"""Every access of an interpreted program, held against the allocation that its pointer came from.
+
+Asked before an access is done: what is not allowed is left out of it, so that a store out of bounds
+reaches no memory and a load reads its ``other``, or 0. Whoever runs the schedule is told, or the program
+gets a :class:`MemoryAccessError`. The usual case, a block that lies in one allocation as a whole, takes a
+minimum, a maximum and a few comparisons; masks are looked at only where that does not suffice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.core.errors import MemoryAccessError
+from interlace.runtime.interpreter.provenance import origin_of
+from interlace.runtime.interpreter.session import as_mask, chosen
+from interlace.runtime.scheduler.allocations import Allocations, MemoryRange, Origin
+from interlace.runtime.scheduler.source_lines import program_lines
+from interlace.runtime.scheduler.task import Task
+
+MOST = 1000  # bad accesses of a run that goes on; a program that polls out of bounds polls for ever
+
+
+@dataclass(frozen=True)
+class BadAccess:
+    """What is wrong with an access, from the first of its ``count`` bad elements on.
+
+    ``kind``: one of ``interlace.verify.KINDS``. ``memory`` and ``nbytes``: the allocation, if there is one;
+    ``offset`` the bad byte in it. ``index``: how the program came there.
+    """
+
+    kind: str
+    does: str
+    memory: str
+    nbytes: int
+    offset: int
+    count: int
+    index: str
+
+    def __str__(self) -> str:
+        elements = "1 element" if self.count == 1 else f"{self.count} elements"
+        return (
+            f"{self.kind}: {self.does} {elements} at byte {self.offset} of {self.memory} "
+            f"({self.nbytes} bytes), index {self.index}"
+        )
+
+
+class MemoryCheck:
+    def __init__(
+        self, memory: Allocations, on_bad: Callable[[Task, BadAccess], None] | None
+    ) -> None:
+        self._memory, self._on_bad = memory, on_bad
+        self._count = 0
+
+    def allowed(self, task: Task, pointers: Any, mask: Any, does: str, *, writes: bool) -> Any:
+        """The mask of what may be done: ``mask`` itself, unless something is wrong."""
+        data, origin = pointers.data, origin_of(pointers)
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        if data.size == 1:
+            low = high = int(data.item())
+        else:
+            low, high = int(data.min()), int(data.max())
+        allocation = self._memory.at(low) if origin is None else origin.allocation
+        if allocation is None or not allocation.has(low, high + size) or low % size:
+            return self._looked_at(task, pointers, mask, does, size, writes=writes)
+        if (writes and origin and origin.read_only) or not (
+            (origin and origin.argument) or not allocation.is_gone()
+        ):
+            return self._looked_at(task, pointers, mask, does, size, writes=writes)
+        return mask
+
+    def _looked_at(
+        self, task: Task, pointers: Any, mask: Any, does: str, size: int, *, writes: bool
+    ) -> Any:
+        """Element by element. The kinds in the order in which they are told."""
+        data, origin = pointers.data, origin_of(pointers)
+        wanted = chosen(pointers, mask)
+        if not wanted.any():
+            return mask
+        there = self._there(data, wanted, origin, size, task.rank)
+        wrong = (
+            ("out of bounds", ~there),
+            ("read-only", np.full(data.shape, bool(writes and origin and origin.read_only))),
+            ("misaligned", data % np.uint64(size) != 0),
+        )
+        bad = np.zeros(data.shape, bool)
+        for kind, where in wrong:
+            found = where & wanted & ~bad
+            if found.any():
+                self._tell(task, self._described(kind, does, pointers, found, size, task.rank))
+                bad |= found
+        return as_mask(wanted & ~bad) if bad.any() else mask
+
+    def _there(self, data: Any, wanted: Any, origin: Origin | None, size: int, rank: int) -> Any:
+        """Whether each element is in memory that the pointer may reach."""
+        if origin is not None:
+            allocation = origin.allocation
+            if not origin.argument and allocation.is_gone():
+                self._memory.of_number(allocation.base, rank)  # other tensors may keep it
+                if allocation.is_gone():
+                    return np.zeros(data.shape, bool)
+            ends = data + np.uint64(size)
+            return (data >= allocation.base) & (ends <= allocation.end) & (ends > data)
+        known = self._memory.known(data, size)
+        if not self._memory.complete:
+            return np.ones(data.shape, bool)
+        while (missing := data[wanted & ~known]).size:
+            before = self._memory.at(int(missing[0]))
+            if self._memory.of_number(int(missing[0]), rank) in (None, before):
+                break
+            known = self._memory.known(data, size)
+        return known
+
+    def _described(
+        self, kind: str, does: str, pointers: Any, found: Any, size: int, rank: int
+    ) -> BadAccess:
+        position = int(np.flatnonzero(found)[0])
+        address, count = int(pointers.data.ravel()[position]), int(found.sum())
+        origin = origin_of(pointers)
+        allocation: MemoryRange | None
+        if origin is None:
+            allocation = self._memory.at(address) or self._memory.near(address)
+        else:
+            allocation = origin.allocation
+        lane = np.unravel_index(position, pointers.data.shape)
+        shape = "x".join(map(str, pointers.data.shape))
+        where = (
+            ""
+            if pointers.data.size == 1
+            else f", element {tuple(map(int, lane))} of a block of {shape}"
+        )
+        if allocation is None:
+            named = f"0, address {address:#x}" + (", null" if address < 4096 else "")
+            return BadAccess(kind, does, "no allocation", 0, 0, count, named)
+        if kind == "out of bounds" and allocation.is_gone() and not (origin and origin.argument):
+            kind = "use after free"
+        start, name = allocation.base, ""
+        if origin is not None:
+            start, name = origin.start, f" of {origin.argument}" if origin.argument else ""
+        if kind == "read-only":
+            where += f": {origin.read_only}"
+        first = address
+        if kind == "out of bounds" and allocation.base <= address < allocation.end:
+            first = allocation.end  # the element begins inside
+        index, rest = divmod(address - start, size)
+        text = f"{index}" + (f" and {rest} bytes" if rest else "") + name + where
+        offset = first - allocation.base
+        return BadAccess(kind, does, allocation.name, allocation.nbytes, offset, count, text)
+
+    def _tell(self, task: Task, bad: BadAccess) -> None:
+        self._count += 1
+        if self._on_bad is not None:
+            self._on_bad(task, bad)
+        if self._on_bad is None or self._count > MOST:
+            lines = ", called from ".join(program_lines())
+            raise MemoryAccessError(f"rank {task.rank}, {task.who}, {lines}: {bad}", bad.kind)

@@ -1,0 +1,106 @@
+"""Kernels for test_memory_faults.py: right for one argument, and with one fault for another."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy(x_ptr, y_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    offsets = FIRST + tl.arange(0, N)
+    tl.store(y_ptr + tl.arange(0, N), tl.load(x_ptr + offsets))
+
+
+@triton.jit
+def copy_masked(x_ptr, y_ptr, count, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    x = tl.load(x_ptr + offsets, mask=offsets < count, other=-1.0)
+    tl.store(y_ptr + offsets, x, mask=offsets < count)
+
+
+@triton.jit
+def fill(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    tl.store(x_ptr + FIRST + tl.arange(0, N), tl.full((N,), 7.0, tl.float32))
+
+
+@triton.jit
+def fill_const(x_ptr: tl.const, FIRST: tl.constexpr, N: tl.constexpr):
+    fill(x_ptr, FIRST, N)
+
+
+@triton.jit
+def fill_address(address, BY: tl.constexpr, N: tl.constexpr):
+    """``address``: a number, of memory of float32."""
+    tl.store((address + BY).to(tl.pointer_type(tl.float32)) + tl.arange(0, N), 7.0)
+
+
+@triton.jit
+def fill_chosen(x_ptr, y_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    """Into two tensors at once."""
+    offsets = tl.arange(0, N)
+    tl.store(tl.where(offsets % 2 == 0, x_ptr + FIRST + offsets, y_ptr + offsets), 7.0)
+
+
+@triton.jit
+def add(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    tl.atomic_add(x_ptr + FIRST + tl.arange(0, N), 1.0)
+
+
+@triton.jit
+def swap(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    tl.atomic_cas((x_ptr + FIRST + N - 1).to(tl.pointer_type(tl.int32)), 0, 1)
+
+
+@triton.jit
+def fill_by_descriptor(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    """A descriptor of more rows than there are is in bounds by itself."""
+    whole = tl.make_tensor_descriptor(x_ptr, [1 + FIRST, N], [N, 1], [1, N])
+    whole.store([FIRST, 0], tl.full((1, N), 7.0, tl.float32))
+
+
+@triton.jit
+def fill_by_ptx(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "st.global.f32 [$1], 0f40E00000; mov.u32 $0, 0;",
+        "=r,l",
+        [(x_ptr + FIRST + N - 1).to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fill_peer(buffers, rank, FIRST: tl.constexpr, N: tl.constexpr):
+    table = buffers.to(tl.pointer_type(tl.int64))
+    theirs = tl.load(table + 1 - rank).to(tl.pointer_type(tl.float32))
+    fill(theirs, FIRST, N)
+
+
+@triton.jit
+def copy_from_peer(buffers, out_ptr, rank, N: tl.constexpr):
+    table = buffers.to(tl.pointer_type(tl.int64))
+    copy(tl.load(table + 1 - rank).to(tl.pointer_type(tl.float32)), out_ptr, 0, N)
+
+
+@triton.jit
+def poll(flag_ptr, INDEX: tl.constexpr):
+    while tl.load(flag_ptr + INDEX, volatile=True) == 0:
+        pass
+
+
+@triton.jit
+def describe(x_ptr, stride, N: tl.constexpr):
+    rows = tl.make_tensor_descriptor(x_ptr, [2, N], [stride, 1], [2, N])
+    rows.store([0, 0], tl.full((2, N), 7.0, tl.float32))
+
+
+@triton.jit
+def fill_by_switch(address, BY: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "multimem.st.weak.global.u32 [$1], 7; mov.u32 $0, 0;",
+        "=r,l",
+        [address + BY],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,221 @@
+"""Accesses that are wrong by themselves: each kind with a kernel that is right and one that is not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace import symmetric_memory
+from interlace.groups.groups import default_group
+from interlace.verify import Finding, RaceReport, races, schedules
+from sim.verify import memory_kernels as kernels
+
+N = 16
+
+
+def on_tensor(kernel: Any, first: int) -> None:
+    kernel[(1,)](torch.zeros(N), first, N)
+
+
+def of_a_view(first: int) -> None:
+    """A view may go as far as the storage does."""
+    kernels.fill[(1,)](torch.zeros(2 * N)[:N], first, N)
+
+
+def loads(first: int) -> None:
+    kernels.copy[(1,)](torch.ones(N), torch.zeros(N), first, N)
+
+
+def into_another_tensor(first: int) -> None:
+    """What lies behind is memory, too, but not the pointer's."""
+    both = torch.zeros(2 * N).split(N)
+    parts = [torch.frombuffer(part.numpy(), dtype=torch.float32) for part in both]
+    kernels.fill[(1,)](parts[0], first, N)
+    assert not both[1].any()
+
+
+def by_address(by: int) -> None:
+    x = torch.zeros(N)
+    kernels.fill_address[(1,)](torch.tensor([x.data_ptr()]).item(), by, N)
+
+
+def chosen(first: int) -> None:
+    kernels.fill_chosen[(1,)](torch.zeros(N), torch.zeros(N), first, N)
+
+
+def of_a_peer(first: int) -> None:
+    handle = symmetric_memory.rendezvous(symmetric_memory.empty(N))
+    kernels.fill_peer[(1,)](handle.buffer_ptrs_dev, handle.rank, first, N)
+    interlace.barrier()
+
+
+def by_switch(by: int) -> None:
+    buffer = default_group().place.allocate(4 * N)
+    if interlace.get_rank() == 0:
+        kernels.fill_by_switch[(1,)](buffer.multicast, by)
+    interlace.barrier()
+
+
+def of_nothing(count: int) -> None:
+    """Masks leave everything of an empty tensor out."""
+    kernels.copy_masked[(1,)](torch.empty(0), torch.zeros(N), count, N)
+
+
+def unwritten(count: int) -> None:
+    x = torch.empty(N)
+    x[:count] = 1
+    kernels.copy[(1,)](x, torch.zeros(N), 0, N)
+
+
+def unwritten_by_the_peer(count: int) -> None:
+    tensor = symmetric_memory.empty(N)
+    handle = symmetric_memory.rendezvous(tensor)
+    tensor[:count] = 1.0
+    interlace.barrier()
+    kernels.copy_from_peer[(1,)](handle.buffer_ptrs_dev, torch.zeros(N), handle.rank, N)
+    interlace.barrier()
+
+
+def expanded(extent: int) -> None:
+    kernels.fill[(1,)](torch.zeros(1).expand(extent), 0, 1)
+
+
+def const(kernel: Any) -> None:
+    kernel[(1,)](torch.zeros(N), 0, N)
+
+
+def freed_buffer(kept: bool) -> None:
+    tensor = symmetric_memory.empty(N)
+    handle = symmetric_memory.rendezvous(tensor)
+    addresses, rank = torch.tensor(handle.buffer_ptrs), handle.rank
+    interlace.barrier()
+    if not kept:
+        del tensor, handle
+        interlace.barrier()
+    kernels.fill_peer[(1,)](addresses, rank, 0, N)
+    interlace.barrier()
+
+
+def freed_tensor(kept: bool) -> None:
+    x = torch.zeros(N)
+    address = x.data_ptr()
+    kernels.fill_address[(1,)](address, 0, N)
+    if not kept:
+        del x
+    kernels.fill_address[(1,)](address, 0, N)
+
+
+# What runs on every rank, an argument with which it is right, and one with which it has a fault.
+CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
+    "store": (partial(on_tensor, kernels.fill), 0, 8, "out of bounds"),
+    "store before the beginning": (partial(on_tensor, kernels.fill), 0, -1, "out of bounds"),
+    "load": (loads, 0, 8, "out of bounds"),
+    "view": (of_a_view, N, N + 1, "out of bounds"),
+    "neighbour": (into_another_tensor, 0, N, "out of bounds"),
+    "atomic": (partial(on_tensor, kernels.add), 0, 1, "out of bounds"),
+    "compare and swap": (partial(on_tensor, kernels.swap), 0, 1, "out of bounds"),
+    "descriptor": (partial(on_tensor, kernels.fill_by_descriptor), 0, 1, "out of bounds"),
+    "inline PTX": (partial(on_tensor, kernels.fill_by_ptx), 0, 1, "out of bounds"),
+    "address": (by_address, 0, 4, "out of bounds"),
+    "chosen pointers": (chosen, 0, 1 << 20, "out of bounds"),
+    "peer": (of_a_peer, 0, 8, "out of bounds"),
+    "far beyond a peer's buffer": (of_a_peer, 0, 1 << 20, "out of bounds"),
+    "multicast": (by_switch, 4 * N - 4, 4 * N, "out of bounds"),
+    "masked": (of_nothing, 0, 1, "out of bounds"),
+    "unwritten": (unwritten, N, 4, "uninitialised"),
+    "unwritten by the peer": (unwritten_by_the_peer, N, 4, "uninitialised"),
+    "expanded": (expanded, 1, 2, "read-only"),
+    "declared const": (const, kernels.fill, kernels.fill_const, "read-only"),
+    "misaligned": (by_address, 0, 2, "misaligned"),
+    "freed buffer": (freed_buffer, True, False, "use after free"),
+    "freed tensor": (freed_tensor, True, False, "use after free"),
+}
+MUTANTS = {name: kind for name, (*_, kind) in CASES.items()}
+
+
+def found(report: RaceReport) -> Finding:
+    (finding,) = report.findings
+    assert not report.errors, report.errors
+    return finding
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_found_and_its_absence_is_not(name: str) -> None:
+    on_rank, right, wrong, kind = CASES[name]
+    report = races(on_rank, 2, right, seeds=1)
+    assert report.clean, str(report)
+    report = races(on_rank, 2, wrong, seeds=2)
+    kinds = {finding.kind for finding in report.findings}
+    assert kind in kinds and kinds <= {kind, "out of bounds", "write-write"}, str(report)
+
+
+def test_a_finding_says_who_where_and_how() -> None:
+    finding = found(races(of_a_peer, 2, 8, seeds=1))
+    rank = finding.second.rank
+    assert finding.first is None and finding.second.what == "stores"
+    assert finding.second.who == "fill_peer program 0"
+    assert [line.partition(" in ")[2] for line in finding.second.lines] == ["fill", "fill_peer"]
+    assert finding.memory == f"symmetric buffer 0 of rank {1 - rank} (64 bytes)"
+    assert (finding.offset, finding.count) == (64, 8)
+    assert finding.index == "16, element (8,) of a block of 16"
+    assert "\n  access  rank" in str(finding) and "seeds=[0]" in str(finding)
+
+
+def test_a_line_is_told_once_for_all_elements_programs_and_ranks() -> None:
+    def on_rank() -> None:
+        kernels.add[(4,)](torch.zeros(N), 1, N)
+
+    assert found(races(on_rank, 3, seeds=2)).count == 1
+
+
+def test_what_is_out_of_bounds_reads_as_other_and_is_not_stored() -> None:
+    seen = []
+
+    def on_rank() -> None:
+        x, y = torch.ones(4), torch.zeros(N)
+        kernels.copy_masked[(1,)](x, y, N, N)
+        seen.append(y.tolist())
+
+    report = races(on_rank, 1, seeds=1)
+    assert found(report).count == 12
+    assert seen[0] == [1.0] * 4 + [-1.0] * 12
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_outside_of_races_it_is_an_error_of_the_rank(late: bool) -> None:
+    text = r"fill program 0, memory_kernels.py:\d+ in fill: out of bounds: stores 8 elements at byte 64"
+    with pytest.raises(interlace.MemoryAccessError, match=text) as caught:
+        interlace.run(on_tensor, 2, kernels.fill, 8)
+    assert caught.value.__cause__.kind == "out of bounds"  # type: ignore[union-attr]
+    report = schedules(
+        on_tensor, 2, kernels.fill, 8, n=2, workers=1, shrink=False, store_buffers=late
+    )
+    assert report.failing == (0, 1) and "out of bounds" in str(report)
+
+
+def test_who_polls_out_of_bounds_is_ended() -> None:
+    report = races(lambda: kernels.poll[(1,)](torch.ones(N), N), 1, seeds=1, timeout=60)
+    assert {finding.kind for finding in report.findings} == {"out of bounds"} and report.errors
+
+
+def test_what_user_code_writes_unseen_is_written() -> None:
+    def on_rank() -> None:
+        x = torch.empty(N)
+        x.numpy()[:] = 1
+        kernels.copy[(1,)](x, torch.zeros(N), 0, N)
+
+    assert races(on_rank, 1, seeds=1).clean
+
+
+@pytest.mark.parametrize(
+    ("first", "stride", "text"),
+    [(1, N, "its base.* is not a multiple of 16 bytes"), (0, N + 1, "stride 0 .* 68 bytes")],
+)
+def test_a_descriptor_that_tma_cannot_read_is_named(first: int, stride: int, text: str) -> None:
+    memory = torch.zeros(4 * N)
+    interlace.run(lambda: kernels.describe[(1,)](memory, N, N), 1)
+    with pytest.raises(ValueError, match=text):
+        interlace.run(lambda: kernels.describe[(1,)](memory[first:], stride, N), 1)
