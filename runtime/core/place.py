@@ -106,6 +106,7 @@ class Place(ABC):
     ----------
     name : "sim", "shm", "hosts", "cuda" or "nvshmem".
     rank, world_size : this rank within the group.
+    address : at which the other ranks' processes reach this one's.
     device : where tensors of this rank live.
     simulated : True where all ranks are tasks of one scheduler, in one process and in its own time.
     interpreted : True where Triton kernels run in the interpreter, or as PTX on this CPU: small tiles.
@@ -126,6 +127,7 @@ class Place(ABC):
     interpreted: bool
     direct_access: bool
     compiled_for: int | None = None
+    address = "127.0.0.1"
     simulated = False
     linger = 0.0
     virtual = False

@@ -37,7 +37,6 @@ from interlace.runtime.interpreter import provenance, shortcut_arithmetic, short
 from interlace.runtime.interpreter.attributes import Replacement, replaced
 from interlace.runtime.interpreter.descriptors import checked
 from interlace.runtime.interpreter.exact import exact_arithmetic
-from interlace.runtime.interpreter.inline_ptx.threads import InlineAssembly
 
 
 def require_interpreter(kernel: Any) -> None:
@@ -206,6 +205,8 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         (builder, function.__name__.replace("atomic", "create_atomic"), function)
         for function in (atomic_load, atomic_store, atomic_poll)
     ]
+    from interlace.runtime.interpreter.inline_ptx.threads import InlineAssembly  # few need it
+
     return [
         *(each for each in since_39 if hasattr(builder, each[1])),
         *provenance.overrides(builder, hooks),

@@ -18,7 +18,6 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.cuda.available import gpu_problem, own_gpu
 from interlace.runtime.places.hosts import host_map
-from interlace.runtime.places.hosts.place import HostsPlace
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
@@ -69,6 +68,8 @@ def connect_place(
         meeting = StoreMeeting(store, lambda found: watch(dict(enumerate(cards))))
         place = ShmPlace(HostGroup(meeting, rank, world_size, timeout=timeout, prefix=prefix))
     else:
+        from interlace.runtime.places.hosts.place import HostsPlace
+
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
     try:
         rendezvous.forget(store, rank, key, nonce)  # joining has waited for everybody
@@ -85,9 +86,8 @@ def new_store(place: Place) -> Store:
 
     if place.world_size == 1:
         return HashStore()
-    address = place.address if isinstance(place, HostsPlace) else "127.0.0.1"
-    own = None if place.rank else TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    said = plain.dumps((address, 0 if own is None else own.port))
+    own = None if place.rank else TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
+    said = plain.dumps((place.address, 0 if own is None else own.port))
     address, port = plain.loads(place.exchange(said, "making a store")[0])
     return own or TCPStore(address, port, is_master=False)
 
