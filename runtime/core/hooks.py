@@ -114,6 +114,7 @@ class OpHooks:
         self._registered: OrderedDict[int, Hook] = shared._registered if shared else OrderedDict()
         self._over = self._within = False
         _all.add(self)
+        self.profile(starts=_profiled)
         if log.isEnabledFor(logging.DEBUG) and not shared:
             self.register(Hook(None, _log, None))
         elif self._registered or _profiled:
@@ -139,6 +140,14 @@ class OpHooks:
         if (communicator := self._communicator) and not self._within:
             communicator.plans = self
             vars(communicator).update(run=self.run, transfer=self.transfer)
+
+    def profile(self, *, starts: bool) -> None:
+        """Ops that run later, in other threads too, name themselves in a profile, or no longer do."""
+        if communicator := self._communicator:
+            if starts:
+                vars(communicator).update(span=_span)
+            else:
+                vars(communicator).pop("span", None)
 
     def _leave(self) -> None:
         self._communicator.plans = self._plans
@@ -205,8 +214,6 @@ class OpHooks:
 
     def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
         self._leave()  # hooks see no ops within ops
-        if _profiled:
-            vars(self._communicator).update(span=_span)
         self._within = True
         hooks = list(self._registered.values())
         begun: list[Hook] = []  # of which each gets its after
@@ -232,7 +239,6 @@ class OpHooks:
             return result
         finally:
             self._within = False
-            vars(self._communicator).pop("span", None)
             if self._registered or _profiled:
                 self.watch()
 
@@ -364,8 +370,10 @@ def _profile(starts: bool) -> None:
     """A profile of torch's has started, or ended: let all groups' ops name themselves in it."""
     global _profiled
     _profiled = starts
-    for hooks in list(_all) if starts else ():
-        hooks.watch()
+    for hooks in list(_all):
+        hooks.profile(starts=starts)
+        if starts:
+            hooks.watch()
 
 
 torch_modes.when_profiled(_profile)

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
 
 import interlace
 from interlace import functional
 from multi.ops.test_hooks import every_kind_of_op
 from tiers import few
+
+FOR_A_PROFILE = "run", "transfer", "span"  # what stands in a group's way while one is taken
 
 
 @pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
@@ -54,9 +57,23 @@ def profiled() -> tuple[list[str], list[str]]:
         interlace.all_reduce(torch.ones(2), group=inner)
     for each in group, inner:
         interlace.barrier(each)
-    left = [name for each in (group, inner) for name in ("run", "transfer") if name in vars(each)]
+    left = [name for each in (group, inner) for name in FOR_A_PROFILE if name in vars(each)]
     names = [event.name for event in profile.events() if event.name.startswith("interlace:")]
     return [name for name in names if not name.startswith("interlace:new_group")], left
+
+
+def test_ops_in_a_thread_of_their_own_are_in_a_profile_of_all_threads() -> None:
+    assert interlace.run(profiled_later, 2, place="shm") == [True, True]
+
+
+def profiled_later() -> bool:
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    shard, weight = torch.ones(2, 8), torch.ones(8, 4)
+    with torch.profiler.profile(experimental_config=everywhere) as profile:
+        interlace.all_gather_matmul(shard, weight, algorithm="pipelined", async_op=True).wait()
+        functional.all_gather_matmul(shard, weight, algorithm="unfused").sum()
+    names = {event.name for event in profile.events()}
+    return {f"interlace:all_gather_matmul:{each}" for each in ("pipelined", "unfused")} <= names
 
 
 def test_nvtx_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
