@@ -6,9 +6,13 @@ order), so that threads wait where their ways meet, unless it is in a loop that 
 then it is the others' turn. A barrier holds a group until all threads of the program are there, and an
 instruction of a whole warp until the warp is.
 
+Now and then, from one barrier to the next, warps go apart: drawn by the seed, block by block. Nothing but a
+barrier makes them one again, so what only happens to work while warps run together does not.
+
 Between the accesses that the hooks see nothing is a step of its own to other programs.
 """
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +27,7 @@ from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.waits import BLOCK_BARRIER
 
 POISON = 0xA5  # what shared memory holds before the program writes it
+APART = 1 / 8  # of the intervals between barriers, those in which warps go apart
 _ENDS = ("ret", "exit")
 
 
@@ -30,7 +35,8 @@ _ENDS = ("ret", "exit")
 class _ThreadGroup:
     """Threads at the same instruction. ``waits``: for the others of their barrier or warp.
 
-    ``rounds``: how often it has gone round in loops that look at what others write.
+    ``rounds``: how often it has gone round in loops that look at what others write. ``team``: groups of
+    different teams do not become one.
     """
 
     mask: Any
@@ -38,6 +44,7 @@ class _ThreadGroup:
     count: int
     rounds: int = 0
     waits: bool = False
+    team: int = 0
 
 
 class PtxMachine:
@@ -68,8 +75,10 @@ class PtxMachine:
         self.threads = Threads(self.program, registers, numbers, count, told_apart=True)
         self.step = kernel.steps[0]
         self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
+        self._random = random.Random(f"{hooks.seed} {hooks.current.name}")
 
     def run(self) -> None:
+        self._perhaps_part()
         self.program.hooks.begin(self.program.base, len(self.program.shared))
         with np.errstate(all="ignore"):
             while self._groups:
@@ -93,13 +102,29 @@ class PtxMachine:
                 f"PTX: threads of a program of {self.kernel.name} wait for each other, at "
                 f"{'; '.join(steps)}"
             )
-        order = self.kernel.order
-        return min(ready, key=lambda group: (group.rounds, order[group.at]))
+        order, teams = self.kernel.order, sorted({group.team for group in ready})
+        team = teams[0] if len(teams) == 1 else self._random.choice(teams)
+        own = [group for group in ready if group.team == team]
+        return min(own, key=lambda group: (group.rounds, order[group.at]))
+
+    def _perhaps_part(self) -> None:
+        """Of a program that is one group, now and then make one of each warp."""
+        if len(self._groups) > 1 or self._random.random() >= APART:
+            return
+        (whole,) = self._groups
+        warps = np.arange(len(whole.mask)) // WARP
+        masks = [whole.mask & (warps == warp) for warp in range(int(warps[-1]) + 1)]
+        counted = [(mask, int(np.count_nonzero(mask))) for mask in masks]
+        self._groups = [
+            _ThreadGroup(mask, whole.at, count, team=team)
+            for team, (mask, count) in enumerate(counted)
+            if count
+        ]
 
     def _merge(self) -> None:
-        by_place: dict[int, _ThreadGroup] = {}
+        by_place: dict[tuple[int, int], _ThreadGroup] = {}
         for group in self._groups:
-            met = by_place.setdefault(group.at, group)
+            met = by_place.setdefault((group.team, group.at), group)
             if met is not group:
                 met.mask = met.mask | group.mask
                 met.count += group.count
@@ -156,7 +181,8 @@ class PtxMachine:
                 return
 
     def _split(self, group: _ThreadGroup, step: Instruction, taken: Any, count: int) -> None:
-        self._groups.append(_ThreadGroup(taken, step.target, count, group.rounds))
+        apart = _ThreadGroup(taken, step.target, count, group.rounds, team=group.team)
+        self._groups.append(apart)
         group.mask = group.mask & ~taken
         group.count -= count
         group.at += 1
@@ -171,15 +197,14 @@ class PtxMachine:
         if not all(each.waits and self._at_barrier(each) for each in self._groups):
             return False
         self.program.hooks.barrier()
+        alone = len(self._groups) == 1
         for each in self._groups:
             each.waits = False
-            each.rounds = 0
-            if each is not group:
-                each.at += 1
-        if len(self._groups) == 1:
-            return True
-        group.at += 1
-        return False
+            each.rounds = each.team = 0
+            each.at += 1
+        self._merge()
+        self._perhaps_part()
+        return alone and self._groups == [group]
 
     def _at_barrier(self, group: _ThreadGroup) -> bool:
         return self.kernel.steps[group.at].mnemonic in ("bar", "barrier")

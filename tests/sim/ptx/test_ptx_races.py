@@ -104,3 +104,17 @@ def test_shared_memory(barrier: str, distance: int, kinds: set[str]) -> None:
     text = kernel(SHARED.format(barrier=barrier, distance=distance), threads=64)
     report = verify.races(lambda: verify.launch_ptx(text, 1, shared_bytes=256), 1, seeds=1, arch=80)
     assert {finding.kind for finding in report.findings} == kinds, str(report)
+
+
+@pytest.mark.parametrize(("barrier", "right"), [(BARRIER, True), ("", False)])
+def test_warps_go_apart(barrier: str, right: bool) -> None:
+    """Without a barrier some seed shows what another warp has not yet stored."""
+    text = SHARED.format(barrier=barrier, distance=128) + "st.global.b32 [%rd1], %r3;"
+
+    def on_rank() -> bool:
+        found = torch.zeros(64, dtype=torch.int32)
+        verify.launch_ptx(kernel(text, threads=64), 1, found, shared_bytes=256)
+        return found.tolist() == [i ^ 32 for i in range(64)]
+
+    runs = [interlace.run(on_rank, 1, place="ptx", seed=seed)[0] for seed in range(24)]
+    assert all(runs) == right
