@@ -14,8 +14,7 @@ from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.tuning import configuration
 
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
-PTX_ARCHES = (80,)
-"""What PTX can be run of; see docs/ptx.md."""
+PTX_ARCH = 80
 JOB_PLACES = ("hosts", "nvshmem")
 MAX_WORLD_SIZE = 64
 NOT_RUN_BY_A_CALL = (
@@ -73,17 +72,16 @@ def run(
         raise TypeError(f"seed must be an int, got {seed!r}")
     if not isinstance(processes, bool) or (processes and place != "cuda"):
         raise ValueError(f'processes must be a bool, and is for place="cuda", got {processes!r}')
-    if place == "ptx":
-        arch = check_arch(arch or PTX_ARCHES[0])
-    elif arch is not None:
+    if arch is not None and place != "ptx":
         raise ValueError(f'arch is for place="ptx", got {arch!r} with place={place!r}')
 
     def start(fn: Callable[..., Any]) -> list[Any]:
         on_rank = rank_function(fn, args, kwargs)
         if place in ("sim", "ptx"):
+            compiled_for = PTX_ARCH if arch is None and place == "ptx" else arch
             from interlace.runtime.places.sim.place import run_sim
 
-            return run_sim(on_rank, world_size, seed=seed, timeout=seconds, arch=arch)
+            return run_sim(on_rank, world_size, seed=seed, timeout=seconds, arch=compiled_for)
         if place == "cuda" and not processes:
             from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
 
@@ -124,14 +122,6 @@ def check_run(
         if not isinstance(value, bool):
             raise TypeError(f"{flag} must be a bool, got {value!r}")
     return positive_seconds("timeout", timeout)
-
-
-def check_arch(arch: int | None) -> int | None:
-    """ValueError for a GPU whose PTX cannot be run."""
-    if arch is not None and arch not in PTX_ARCHES:
-        listed = ", ".join(map(str, PTX_ARCHES))
-        raise ValueError(f"arch is {arch!r}; PTX is run of {listed}")
-    return arch
 
 
 def rank_function(

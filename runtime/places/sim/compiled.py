@@ -27,7 +27,9 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.machine.machine import PtxMachine
 from interlace.runtime.ptx.machine.module import PtxKernel, read
 from interlace.runtime.ptx.types import Array, ScalarType
+from interlace.runtime.scheduler.scheduler import Programs, interpreted
 
+ARCHES = (80,)  # whose PTX can be run
 Rewrite = Callable[[str, str], str]
 """(name of a kernel, its PTX) -> the PTX to run."""
 
@@ -91,6 +93,15 @@ class CompiledPrograms:
         values.append(torch.zeros(nbytes, dtype=torch.uint8))
         dynamic = facts["shared_memory"]["dynamic"]
         return program(kernel, dynamic, values, hooks), kernel.threads
+
+
+def programs(arch: int | None, rewrite: Rewrite = as_compiled) -> Programs:
+    """Programs for ``arch``; interpreted ones for None. Raises ValueError for one that cannot be run."""
+    if arch is None:
+        return interpreted
+    if arch not in ARCHES:
+        raise ValueError(f"arch is {arch!r}; PTX is run of {', '.join(map(str, ARCHES))}")
+    return CompiledPrograms(arch, rewrite)
 
 
 def compiled(request: Compilation) -> tuple[str, dict[str, Any]]:

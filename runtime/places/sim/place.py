@@ -37,11 +37,11 @@ from interlace.runtime.core.memory import (
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.engines.nodes import on_streams
-from interlace.runtime.places.sim.compiled import CompiledPrograms, PtxSource
+from interlace.runtime.places.sim.compiled import PtxSource, programs
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
 from interlace.runtime.ptx import multicast
 from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed, interpreted
+from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
 from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
 
 COPY_PIECES = 3
@@ -423,8 +423,8 @@ def run_sim(
     With ``arch``, 80 for sm_80, kernels are compiled for that, and their PTX is run.
     """
     if scheduler is None:
-        programs = interpreted if arch is None else CompiledPrograms(arch)
-        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current(), programs=programs)
+        made, observer = programs(arch), trace.current()
+        scheduler = Scheduler(seed, timeout=timeout, observer=observer, programs=made)
     world = SimWorld(scheduler)
     results: list[Any] = [None] * world_size
     members = tuple(range(world_size))

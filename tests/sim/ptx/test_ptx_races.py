@@ -118,3 +118,18 @@ def test_warps_go_apart(barrier: str, right: bool) -> None:
 
     runs = [interlace.run(on_rank, 1, place="ptx", seed=seed)[0] for seed in range(24)]
     assert all(runs) == right
+
+
+def test_schedules_of_ptx_find_wrong_values() -> None:
+    """Without a detector: the result depends on the order."""
+    text = SHARED.format(barrier="", distance=128) + "st.global.b32 [%rd1], %r3;"
+
+    def on_rank() -> list[int]:
+        found = torch.zeros(64, dtype=torch.int32)
+        verify.launch_ptx(kernel(text, threads=64), 1, found, shared_bytes=256)
+        return found.tolist()
+
+    report = verify.schedules(on_rank, 1, n=24, arch=80, workers=1, shrink=False)
+    assert report.failure is not None and report.failure.kind == "different results"
+    with pytest.raises(ValueError, match="arch is 70; PTX is run of 80"):
+        verify.schedules(on_rank, 1, n=1, arch=70)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 from interlace import launcher
-from interlace.runtime.places.sim.compiled import CompiledPrograms, Rewrite, as_compiled
+from interlace.runtime.places.sim.compiled import Rewrite, as_compiled, programs
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.scheduler import Programs, Scheduler, interpreted
+from interlace.runtime.scheduler.scheduler import Programs, Scheduler
 from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.runtime.scheduler.task import Task
@@ -82,8 +82,7 @@ def races(
     True
     """
     chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
-    launcher.check_arch(arch)
-    programs = interpreted if arch is None else CompiledPrograms(arch, rewrite)
+    made = programs(arch, rewrite)
     on_rank = launcher.rank_function(fn, args, kwargs)
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
@@ -92,7 +91,7 @@ def races(
     events = 0
     for seed in chosen:
         detector = Detector(seed)
-        raised = _observed(on_rank, world_size, seed, detector, programs, store_buffers, timeout)
+        raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
         error = "" if raised is None else f"{type(raised).__name__}: {raised}"
         differs = bool(error) and _form(error) not in {_form(text) for _, text in errors}
         if differs:
@@ -103,7 +102,7 @@ def races(
         if new or differs:
             relaxed, teller = [Detector(seed, rules) for _, _, rules in CAUSES], RaceTeller()
             several = Several([*relaxed, teller])
-            _observed(on_rank, world_size, seed, several, programs, store_buffers, timeout)
+            _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
             stories.append(teller.story(seed, raised))
             for finding in _explained(new, relaxed):
                 found[finding.key] = finding
@@ -146,7 +145,7 @@ def _observed(
     world_size: int,
     seed: int,
     detector: "Detector | Several",
-    programs: Programs,
+    made: Programs,
     store_buffers: bool,
     timeout: float,
 ) -> Exception | None:
@@ -157,7 +156,7 @@ def _observed(
         observer=cast(Observer, detector),
         store_buffers=store_buffers,
         timeout=timeout,
-        programs=programs,
+        programs=made,
         on_bad_access=detector.on_bad_access,
     )
     try:

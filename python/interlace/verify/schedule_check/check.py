@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from interlace import launcher
+from interlace.runtime.places.sim.compiled import programs
 from interlace.runtime.places.sim.place import run_sim
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.scheduler.scheduler import Programs, Scheduler
 from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
@@ -102,6 +103,7 @@ def schedules(
     n: int = 1000,
     seeds: int | Iterable[int] | None = None,
     store_buffers: bool = False,
+    arch: int | None = None,
     check: Callable[[list[Any]], Any] | None = None,
     deterministic: bool = True,
     workers: int | None = None,
@@ -117,6 +119,7 @@ def schedules(
     n : how many schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every
         third, 0, 3, ..., is the schedule that ``interlace.run(fn, world_size, seed=...)`` has.
     store_buffers : let stores become visible late and out of order until they are released.
+    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80).
     check : called with what the ranks returned; raises if that is wrong.
     deterministic : a result that differs from the first schedule's is a failure. Turn off for functions
         whose result is meant to depend on the order.
@@ -153,7 +156,7 @@ def schedules(
         raise TypeError(f"check must be callable, got {type(check).__name__}")
     chosen = seed_list(n if seeds is None else seeds)
     on_rank = launcher.rank_function(fn, args, kwargs)
-    trial = Trial(on_rank, world_size, store_buffers, check, timeout)
+    trial = Trial(on_rank, world_size, store_buffers, check, timeout, programs(arch))
     begin = time.monotonic()
     first_outcome = trial.run(chosen[0], tell=True)
     failing = [chosen[0]] if first_outcome.wrong is not None else []
@@ -196,6 +199,7 @@ class Trial:
     store_buffers: bool
     check: Callable[[list[Any]], Any] | None
     timeout: float
+    programs: Programs
     expected: str | None = None
 
     def run(
@@ -210,6 +214,7 @@ class Trial:
             store_buffers=self.store_buffers,
             observer=teller if tell else None,
             timeout=self.timeout,
+            programs=self.programs,
         )
         error, digest = None, ""
         try:
@@ -281,6 +286,7 @@ def replay(
     *args: Any,
     store_buffers: bool = False,
     seed: int = 0,
+    arch: int | None = None,
     timeout: float = RUN_SECONDS,
     **kwargs: Any,
 ) -> list[Any]:
@@ -299,7 +305,11 @@ def replay(
     timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
     on_rank = launcher.rank_function(fn, args, kwargs)
     scheduler = Scheduler(
-        seed, strategy=Replay(segments), store_buffers=store_buffers, timeout=timeout
+        seed,
+        strategy=Replay(segments),
+        store_buffers=store_buffers,
+        timeout=timeout,
+        programs=programs(arch),
     )
     with poisoned_memory():
         return run_sim(on_rank, world_size, scheduler=scheduler)
