@@ -56,9 +56,7 @@ class Hooks(Protocol):
     elements, which read as 0; of a compare-and-swap all.
     """
 
-    def load(
-        self, pointers: Any, mask: Any, perform: Perform, *, volatile: bool = False
-    ) -> Any: ...
+    def load(self, pointers: Any, mask: Any, perform: Perform) -> Any: ...
 
     def store(self, pointers: Any, value: Any, mask: Any, perform: Perform) -> Any: ...
 

@@ -51,7 +51,7 @@ def joined(by_path: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tuple(name: str, fields: dict[str, Any]) -> Any:
-    if "0" in fields:
+    if all(map(str.isdecimal, fields)):
         return tuple(fields.values())
     return collections.namedtuple(name, list(fields))(*fields.values())
 

@@ -146,12 +146,13 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
     def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        volatile = bool(named["is_volatile"] if named else rest[-1])
-
         def perform(mask: Any = mask) -> Any:
             return load(pointers, mask, other, *rest, **named)
 
-        return hooks.load(pointers, mask, perform, volatile=volatile)
+        if named["is_volatile"] if named else rest[-1]:
+            # PTX: "treated as a relaxed operation with system scope"
+            return hooks.atomic(Atomic(pointers, mask, "load", "relaxed", "sys", True), perform)
+        return hooks.load(pointers, mask, perform)
 
     def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         def perform(mask: Any = mask) -> Any:

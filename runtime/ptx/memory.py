@@ -1,6 +1,6 @@
 """PTX that loads and stores: ``ld`` and ``st``, ``atom`` and ``red``.
 
-Plain accesses (weak and volatile) are told to the hooks as loads and stores, which a store buffer may
+Plain accesses are told to the hooks as loads and stores, which a store buffer may
 delay and a race detector checks. Those with an ordering are told as one atomic each, and performed with
 ``std::atomic`` by the C++ half of Triton's interpreter, so they are atomic across processes too. What that
 half lacks is a loop of compare-and-swap.
@@ -115,6 +115,8 @@ def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str
     scope = instruction.choose(*SCOPES)
     if (scope is not None) != (sem in ORDERS):
         raise instruction.error("a scope belongs to .relaxed, .acquire, .release, which need one")
+    if sem == "volatile":
+        return "relaxed", "sys"  # as PTX has it
     return sem, SCOPES[scope or "cta"]
 
 
@@ -228,10 +230,9 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
             return access(threads, addresses, unchanged, reads_only=True)
 
         return get
-    volatile = sem == "volatile"
 
     def load(threads: Threads, addresses: Array) -> Array:
-        threads.idle_steps, threads.polls_plainly = 0, not volatile
+        threads.idle_steps, threads.polls_plainly = 0, True
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         zero = np.zeros(addresses.shape, kind.stored)
 
@@ -239,8 +240,8 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
             found = atomics.load(pointers.data, mask.data, zero, zero.dtype)
             return TensorHandle(found, kind.memory)
 
-        found = threads.session.hooks.load(pointers, mask, perform, volatile=volatile)
-        return found.data.view(kind.raw)
+        found: Array = threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
+        return found
 
     return load
 

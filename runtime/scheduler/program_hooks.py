@@ -28,6 +28,7 @@ from interlace.runtime.scheduler.task import Task
 STALLED_POLLS = 20_000
 SMALL_READ = 64  # elements; what a program may look at between two polls of a loop
 TIRED = 1000  # points
+SPINNING = 500  # plain loads without a change of memory: from then on they are taken for polls
 LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
 
 
@@ -76,22 +77,20 @@ class ProgramHooks:
     def inside(self) -> bool:
         return self._current is not None
 
-    def load(self, pointers: Any, mask: Any, perform: Perform, *, volatile: bool = False) -> Any:
+    def load(self, pointers: Any, mask: Any, perform: Perform) -> Any:
         if not self.inside:
             return perform()
-        if volatile:
-            self.give_way()
-        else:
-            self._maybe_give_way()
+        self._maybe_give_way()
         task = self.current
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
         mask = self._check.allowed(task, pointers, mask, "loads", writes=False)
         result = perform(mask)
-        if volatile:
-            result = self._polled(pointers, mask, result, partial(perform, mask))
-        elif pointers.data.size > SMALL_READ:
+        task.loads += 1
+        if pointers.data.size > SMALL_READ:
             task.seen.clear()
+        elif task.loads > SPINNING:
+            result = self._polled(pointers, mask, result, partial(perform, mask))
         elif task.seen:
             task.seen.append(_read(pointers, mask, result))
         self.observer.on_load(task, pointers, mask)

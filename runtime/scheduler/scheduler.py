@@ -384,6 +384,7 @@ class Scheduler(ProgramHooks):
         self.stalled = self._woken = 0
         if self._current is not None:
             self._current.seen.clear()
+            self._current.loads = 0
 
 
 def run_interpreted(

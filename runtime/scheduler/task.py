@@ -28,8 +28,9 @@ class Task:
 
     ``name`` is the same in every schedule; ``number`` counts the rank's tasks of the same ``who``.
     ``owner`` is the stream that the task works for. ``polls``: it is suspended in a poll, and may give up
-    polling if it goes on; ``seen``: what it has polled and read since it last changed memory, ``idled`` at
-    how many points it could have been interrupted meanwhile. ``torch_state``: see ``torch_state.py``.
+    polling if it goes on; ``seen``: what it has polled and read since it changed memory, ``loads``: its
+    plain loads since then; ``idled`` at how many points it could have been interrupted meanwhile.
+    ``torch_state``: see ``torch_state.py``.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Task:
     polls: bool = False
     seen: list[Any] = field(default_factory=list)
     idled: int = 0
+    loads: int = 0
     on_finish: Callable[[], None] | None = None
     torch_state: Any = None
 

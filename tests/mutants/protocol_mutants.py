@@ -68,7 +68,7 @@ CASES = [
         _AGK,
     ),
     Case(
-        _signal("flag read plainly", (_POLL, "seen = tl.load(slot_ptr, volatile=True)")),
+        _signal("flag read volatile", (_POLL, "seen = tl.load(slot_ptr, volatile=True)")),
         "lint",
         _AG,
         _AGK,

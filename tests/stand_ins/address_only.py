@@ -88,9 +88,7 @@ class Checker:
             self.bad.append(f"{what} at {hex(int(addresses[~inside][0]))}")
         return False
 
-    def load(
-        self, pointers: Any, mask: Any, perform: Callable[[], Any], *, volatile: bool = False
-    ) -> Any:
+    def load(self, pointers: Any, mask: Any, perform: Callable[[], Any]) -> Any:
         if self._check("load", pointers, mask):
             return perform()
         kind = pointers.get_element_ty()

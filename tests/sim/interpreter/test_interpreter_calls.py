@@ -25,16 +25,18 @@ class Watching:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def load(self, pointers: Any, mask: Any, perform: Any, *, volatile: bool = False) -> Any:
-        self.seen.append(
-            (pointers.data.tolist(), str(pointers.dtype), mask.data.tolist(), volatile)
-        )
+    def load(self, pointers: Any, mask: Any, perform: Any) -> Any:
+        self.seen.append((pointers.data.tolist(), str(pointers.dtype), mask.data.tolist()))
         return perform()
 
     def store(self, pointers: Any, value: Any, mask: Any, perform: Any) -> Any:
         what = (value.data.tobytes(), str(value.dtype), value.data.shape)
         self.seen.append((pointers.data.tolist(), str(pointers.dtype), what, mask.data.tolist()))
         perform()
+
+    def atomic(self, atomic: Any, perform: Any) -> Any:
+        self.seen.append((atomic.pointers.data.tolist(), atomic.kind, atomic.mask.data.tolist()))
+        return perform()
 
     def __getattr__(self, name: str) -> Any:
         return mock.Mock()

@@ -43,8 +43,34 @@ def mixed_flag(peers_ptr, rank):
         if rank == 0:
             tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
         if rank == 1:
+            while tl.load(flag(peers_ptr, 1, 0)) == 0:
+                pass
+
+
+@triton.jit
+def volatile(peers_ptr, rank, FENCE: tl.constexpr):
+    """A volatile load is a relaxed one: the flag is no race, and data behind it wants a fence."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+            tl.debug_barrier()
+            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
+        if rank == 1:
             while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
                 pass
+            if FENCE:
+                fence("sys")
+            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
+
+
+@triton.jit
+def volatile_flag(peers_ptr, rank):
+    volatile(peers_ptr, rank, False)
+
+
+@triton.jit
+def fenced_volatile_flag(peers_ptr, rank):
+    volatile(peers_ptr, rank, True)
 
 
 @triton.jit

@@ -130,8 +130,10 @@ def launch(kernel: Any, *arguments: Any) -> Callable[[], None]:
 
 EXPECTED = {
     kernels.all_write_one_place: {"write-write"},
-    kernels.plain_flag: {"write-read"},
+    kernels.plain_flag: {"mixed access", "write-read"},
     kernels.mixed_flag: {"mixed access"},
+    kernels.volatile_flag: {"weak order"},
+    kernels.fenced_volatile_flag: set(),
     kernels.fenced_relaxed_flag: set(),
     kernels.relaxed_flag_without_fence: {"weak order"},
     kernels.fence_of_gpu_scope: {"narrow scope"},
@@ -186,6 +188,17 @@ def test_an_exception_is_part_of_the_report() -> None:
     assert not report.clean and [seed for seed, _ in report.errors] == [3]  # once
     assert "rank 1: ZeroDivisionError: here" in str(report)
     assert report.to_dict()["errors"][0]["seed"] == 3
+
+
+def test_what_cannot_be_run_is_not_checked() -> None:
+    def refused() -> None:
+        raise NotImplementedError(f"no such instruction on rank {interlace.get_rank()}")
+
+    report = races(refused, 2, seeds=5)
+    assert not report.clean and not report.errors and not report.findings
+    assert [seed for seed, _ in report.refusals] == [0]  # once
+    assert "1 not checked" in str(report) and "no such instruction" in str(report)
+    assert report.to_dict()["refusals"][0]["seed"] == 0
 
 
 @pytest.mark.parametrize(

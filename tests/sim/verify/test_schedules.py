@@ -154,16 +154,35 @@ def test_who_spins_lets_others_go_on(seed: int) -> None:
         assert schedules(fn, 2, seeds=[seed], workers=1).clean
 
 
-def test_a_spin_that_nothing_can_end_is_a_timeout() -> None:
+def test_a_spin_that_nothing_can_end_is_a_deadlock() -> None:
+    """By plain loads, too: the report says which word never changes, and in which line it is loaded."""
+
     def on_rank() -> None:
         group = interlace.new_group([0])
         if interlace.get_rank() == 0:
             buffer = group.place.allocate(64)
             kernels.wait_plainly[(1,)](buffer.peers, 0)
 
-    report = schedules(on_rank, 2, seeds=[0], workers=1, timeout=1, shrink=False)
-    assert report.failure is not None
-    assert "not finished within 1 s" in report.failure.text
+    for seed in range(3):
+        report = schedules(on_rank, 2, seeds=[seed], workers=1, shrink=False)
+        assert report.failure is not None and report.failure.kind == "DeadlockError"
+        text = report.failure.text
+        assert "waits for symmetric buffer 0 of rank 0, byte 0, seen 0" in text
+        assert "race_kernels.py:" in text and "in wait_plainly" in text
+
+
+def test_what_cannot_be_run_is_not_checked_and_does_not_fail() -> None:
+    """Nor is it shrunk, or run again for each seed."""
+
+    def refused() -> None:
+        raise NotImplementedError("no such instruction")
+
+    tried = []
+    report = schedules(refused, 2, n=20, workers=1, on_progress=tried.append)
+    assert not report.clean and not report.failing and report.failure is None
+    assert tried == [1] and report.schedules == 0 and report.refused == (0,)
+    assert "none fails" in str(report) and "seed 0 is not checked" in str(report)
+    assert "no such instruction" in str(report)
 
 
 @pytest.mark.parametrize("seed", range(6))

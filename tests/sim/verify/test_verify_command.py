@@ -180,6 +180,42 @@ def test_every_form_of_a_kernel_is_linted_and_json_stays_json(
     assert sorted(bool(result["findings"]) for result in lints) == [False, True]
 
 
+WITH_A_FUNCTION = """
+import interlace, torch, triton, triton.language as tl
+
+@triton.jit
+def one_more(x):
+    return x + 1
+
+@triton.jit
+def apply(out_ptr, FUNCTION: tl.constexpr):
+    tl.store(out_ptr, FUNCTION(2))
+
+def f():
+    apply[(1,)](torch.zeros(1), one_more)
+"""
+
+
+def test_what_one_check_cannot_do_leaves_the_results_of_the_others(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "with_a_function.py").write_text(WITH_A_FUNCTION)
+    assert main.run(["verify", f"{tmp_path}/with_a_function.py::f", *LITTLE, "--json"]) == 1
+    facts = json.loads(capfd.readouterr().out)
+    refusals = {result["check"]: result["refusals"] for result in facts["results"]}
+    assert not facts["clean"] and not any(result["findings"] for result in facts["results"])
+    assert not refusals["races"] and "FUNCTION of apply is" in refusals["lint"][0]
+
+    def broken() -> Any:
+        raise KeyError("no such thing")
+
+    (result,) = suite.run_jobs([suite.Job("op", "races", "", broken)])
+    assert result.refusals == ("the check ended with KeyError: 'no such thing'",)
+    out = io.StringIO()
+    render(Console(file=out, width=160), [result])
+    assert "not checked: the check ended" in out.getvalue() and "1 not checked." in out.getvalue()
+
+
 def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:
     script = "import argparse\nargparse.ArgumentParser().parse_args()\ndef f(): pass\n"
     (tmp_path / "script.py").write_text(script)

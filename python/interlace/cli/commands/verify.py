@@ -86,7 +86,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
         facts = {
             "target": options.target,
             "ranks": list(plan.ranks),
-            "clean": not any(result.findings for result in results),
+            "clean": not any(result.findings or result.refusals for result in results),
             "results": [result.to_dict() for result in results],
         }
         console.out(json.dumps(facts, indent=2))
@@ -98,7 +98,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
     if options.sarif is not None:
         sarif.write(options.sarif, results)
         print(f"SARIF: {options.sarif}", file=sys.stderr)
-    return 1 if any(result.findings for result in results) else 0
+    return 1 if any(result.findings or result.refusals for result in results) else 0
 
 
 def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
@@ -150,15 +150,17 @@ def render(console: Any, results: list[JobResult]) -> None:
         )
     told: set[str] = set()
     for result in results:
-        for text in result.findings:
+        for text in (*result.findings, *(f"not checked: {each}" for each in result.refusals)):
             if text not in told:
                 told.add(text)
                 title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
                 console.print(f"\n[bold red]{escape(title)}[/]")
                 console.print(escape(text), soft_wrap=True)
     count = sum(len(result.findings) for result in results)
-    if count:
-        console.print(f"\n[red]{count} findings.[/]")
+    unchecked = sum(bool(result.refusals) for result in results)
+    said = [f"{count} findings."] * bool(count) + [f"{unchecked} not checked."] * bool(unchecked)
+    if said:
+        console.print(f"\n[red]{' '.join(said)}[/]")
     else:
         console.print(
             "[green]No findings.[/] The table says how much was looked at.", highlight=False
@@ -190,6 +192,8 @@ def _table(results: list[JobResult]) -> Any:
                 cells.append(Text("-", "dim"))
             elif bad:
                 cells.append(Text(f"{bad} found", "red"))
+            elif any(result.refusals for result in done):
+                cells.append(Text("not checked", "red"))
             else:
                 cells.append(Text(f"{amount:,}", "green"))
         seconds = sum(result.seconds for result in mine)

@@ -200,17 +200,22 @@ def _checked(request: LintRequest) -> Compilation:
 
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
-    """Lint what ``launch`` runs, for ``arch``. TypeError for an argument that lint has no type for."""
+    """Lint what ``launch`` runs, for ``arch``. TypeError, ValueError if it cannot be."""
     types, constexprs, divisible = specialised(launch.kernel, launch.arguments)
     how = launch.num_warps, launch.num_stages, tuple(ignore)
-    return LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
+    request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
+    _checked(request)
+    return request
 
 
 def specialisation(launch: KernelLaunch) -> str:
     """Equal for launches that Triton compiles to the same code."""
     try:
         request = lint_request(launch, ANY_ARCH)
-    except TypeError as error:  # an argument without a type for lint, which says so later
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # an argument without a type for lint, which says so later
         return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
     parts = (request.signature, request.constexprs, request.divisible)
     compiled = (*parts, request.num_warps, request.num_stages)

@@ -20,7 +20,7 @@ from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector, task_lines
 from interlace.verify.race_check.torch_accesses import TorchAccesses
 from interlace.verify.schedule_check.interleaving import Story, Storyteller
-from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
+from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
 
 SEEDS = 10
 
@@ -73,7 +73,7 @@ def races(
 
     Returns a :class:`RaceReport`; ``print`` it. Findings are the same in every run with the same seeds.
     An exception of ``fn`` does not end the check; it is among the report's ``errors``, once for all that
-    differ in numbers only.
+    differ in numbers only, or, if the simulator cannot run what a kernel does, among its ``refusals``.
 
     >>> import interlace.verify, torch
     >>> def step():
@@ -87,15 +87,17 @@ def races(
     found: dict[Any, Finding] = {}
     launches: dict[Any, Any] = {}
     errors: list[tuple[int, str]] = []
+    refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
     events = 0
     for seed in chosen:
         detector = Detector(seed)
         raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
         error = "" if raised is None else f"{type(raised).__name__}: {raised}"
-        differs = bool(error) and _form(error) not in {_form(text) for _, text in errors}
+        of_its_kind = errors if refused(raised) is None else refusals
+        differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
         if differs:
-            errors.append((seed, error))
+            of_its_kind.append((seed, error))
         events += detector.events
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
@@ -115,6 +117,7 @@ def races(
         tuple(errors),
         tuple(launches.values()),
         tuple(stories),
+        tuple(refusals),
     )
 
 

@@ -95,8 +95,8 @@ class Finding:
 class RaceReport:
     """The result of :func:`interlace.verify.races`. ``events`` counts accesses that were looked at.
 
-    ``errors`` are exceptions of runs, by seed, as text. ``stories`` tell the schedules in which
-    something was found.
+    ``errors`` are exceptions of runs, by seed, as text, and so are ``refusals``: what the simulator cannot
+    run, so that a schedule is not checked. ``stories`` tell the schedules in which something was found.
     """
 
     world_size: int
@@ -106,11 +106,12 @@ class RaceReport:
     errors: tuple[tuple[int, str], ...] = ()
     launches: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     stories: tuple[Story, ...] = field(default=(), repr=False, compare=False)
+    refusals: tuple[tuple[int, str], ...] = ()
 
     @property
     def clean(self) -> bool:
-        """No finding, and no run ended with an error."""
-        return not self.findings and not self.errors
+        """No finding, and no run ended with an error or could not be checked."""
+        return not self.findings and not self.errors and not self.refusals
 
     def __str__(self) -> str:
         count = len(self.seeds)
@@ -121,9 +122,12 @@ class RaceReport:
         parts = [f"{len(self.findings)} finding{'' if len(self.findings) == 1 else 's'}"]
         if self.errors:
             parts.append(f"{len(self.errors)} failed")
+        if self.refusals:
+            parts.append(f"{len(self.refusals)} not checked")
         lines = [head + ", ".join(parts)]
         lines += [str(finding) for finding in self.findings]
         lines += [f"seed {seed}: {text}" for seed, text in self.errors]
+        lines += [f"seed {seed} is not checked: {text}" for seed, text in self.refusals]
         return "\n\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,4 +138,5 @@ class RaceReport:
             "events": self.events,
             "findings": [asdict(finding) for finding in self.findings],
             "errors": [{"seed": seed, "error": text} for seed, text in self.errors],
+            "refusals": [{"seed": seed, "error": text} for seed, text in self.refusals],
         }

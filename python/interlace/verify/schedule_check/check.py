@@ -21,7 +21,7 @@ from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
 from interlace.verify.schedule_check.interleaving import Story, Storyteller
-from interlace.verify.schedule_check.sampling import poisoned_memory, seed_list
+from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
 
 SHRINK_RUNS = 300
 SHRINK_SECONDS = 30.0
@@ -67,7 +67,8 @@ class Failure:
 class ScheduleReport:
     """The result of :func:`schedules`. ``failing`` are the seeds that failed, of ``schedules``.
 
-    ``story`` tells the first schedule, right or wrong.
+    ``story`` tells the first schedule, right or wrong. ``refusal`` is what the simulator cannot run; the
+    seeds that are ``refused`` for it are neither among those that failed nor checked.
     """
 
     world_size: int
@@ -77,11 +78,13 @@ class ScheduleReport:
     failing: tuple[int, ...]
     story: Story = field(repr=False, compare=False)
     failure: Failure | None = None
+    refused: tuple[int, ...] = ()
+    refusal: str = ""
 
     @property
     def clean(self) -> bool:
-        """Whether no schedule failed."""
-        return not self.failing
+        """Whether no schedule failed, and all could be checked."""
+        return not self.failing and not self.refused
 
     @property
     def rate(self) -> float:
@@ -91,9 +94,10 @@ class ScheduleReport:
     def __str__(self) -> str:
         memory = ", stores late" if self.store_buffers else ""
         head = f"{self.world_size} ranks, {self.schedules} schedules{memory}, {self.rate:.0f} per second: "
-        if self.clean:
-            return head + "none fails"
-        return f"{head}{len(self.failing)} fail\n\n{self.failure}"
+        head += f"{len(self.failing)} fail" if self.failing else "none fails"
+        if self.refused:
+            head += f"\n\nseed {self.refused[0]} is not checked, nor is any like it: {self.refusal}"
+        return f"{head}\n\n{self.failure}" if self.failing else head
 
 
 def schedules(
@@ -159,35 +163,47 @@ def schedules(
     trial = Trial(on_rank, world_size, store_buffers, check, timeout, programs(arch))
     begin = time.monotonic()
     first_outcome = trial.run(chosen[0], tell=True)
-    failing = [chosen[0]] if first_outcome.wrong is not None else []
-    if deterministic and not failing:
+    if deterministic and first_outcome.error is None:
         trial = replace(trial, expected=first_outcome.digest)
     on_progress(1)
-    kinds = parallel.map_seeds(
-        lambda seed: trial.run(seed).wrong,
-        chosen[1:],
+    later = parallel.map_seeds(
+        lambda seed: trial.run(seed).verdict,
+        # what one schedule cannot run, hardly any can
+        [] if first_outcome.refusal else chosen[1:],
         workers=workers,
         on_progress=lambda done: on_progress(done + 1),
     )
-    failing = sorted(failing + [seed for seed, kind in kinds if kind is not None])
+    kinds = [(chosen[0], first_outcome.verdict), *later]
+    refusals = {seed: refusal for seed, (_, refusal) in kinds if refusal is not None}
+    failing = sorted(seed for seed, (wrong, _) in kinds if wrong is not None)
     seconds = time.monotonic() - begin
     failure = None
     if failing:
         first = next(seed for seed in chosen if seed in failing)
         failure = shrunk(trial, first, search=shrink)
-    counts = world_size, len(chosen), store_buffers, seconds
-    return ScheduleReport(*counts, tuple(failing), first_outcome.story, failure)
+    counts = world_size, len(kinds) - len(refusals), store_buffers, seconds
+    refused = tuple(sorted(refusals))
+    refusal = refusals[refused[0]] if refused else ""
+    return ScheduleReport(*counts, tuple(failing), first_outcome.story, failure, refused, refusal)
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One run: the exception that ended it, or a digest of the results; what is ``wrong``, if it is."""
+    """One run: the exception that ended it, or a digest of the results; what is ``wrong``, if it is.
+
+    ``refusal``: what the simulator cannot run, which is nothing wrong.
+    """
 
     wrong: str | None
+    refusal: str | None
     error: BaseException | None
     digest: str
     segments: tuple[ScheduleSegment, ...]
     story: Story
+
+    @property
+    def verdict(self) -> tuple[str | None, str | None]:
+        return self.wrong, self.refusal
 
 
 @dataclass(frozen=True)
@@ -216,7 +232,7 @@ class Trial:
             timeout=self.timeout,
             programs=self.programs,
         )
-        error, digest = None, ""
+        error, digest, refusal = None, "", None
         try:
             with poisoned_memory():
                 results = run_sim(self.on_rank, self.world_size, scheduler=scheduler)
@@ -225,8 +241,10 @@ class Trial:
                 self.check(results)
             wrong = "different results" if self.expected not in (None, digest) else None
         except Exception as caught:
-            error, wrong = caught, type(caught).__name__
-        return TrialResult(wrong, error, digest, scheduler.recorded(), teller.story(seed, error))
+            error, refusal = caught, refused(caught)
+            wrong = type(caught).__name__ if refusal is None else None
+        story = teller.story(seed, error)
+        return TrialResult(wrong, refusal, error, digest, scheduler.recorded(), story)
 
 
 def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:

@@ -20,6 +20,11 @@ def seed_list(seeds: int | Iterable[int]) -> list[int]:
     return chosen
 
 
+def refused(error: BaseException | None) -> str | None:
+    """What the simulator cannot run, if that ended a schedule, which is then not checked."""
+    return str(error) if isinstance(error, NotImplementedError) else None
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Tensors that are not initialized hold nan, or the largest number, instead of what was there.

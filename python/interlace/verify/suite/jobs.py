@@ -56,7 +56,8 @@ FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 30, (90,)
 class JobResult:
     """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
 
-    ``report`` is that of the check, where there is one.
+    ``report`` is that of the check, where there is one; ``refusals`` are texts, too, of what could not be
+    checked.
     """
 
     subject: str
@@ -66,6 +67,7 @@ class JobResult:
     findings: tuple[str, ...]
     seconds: float
     report: RaceReport | ScheduleReport | LintReport | None = field(default=None, repr=False)
+    refusals: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: all but the report."""
@@ -74,7 +76,9 @@ class JobResult:
         return facts
 
 
-JobOutcome = tuple[str, Sequence[str], RaceReport | ScheduleReport | LintReport | None]
+JobOutcome = tuple[
+    str, Sequence[str], RaceReport | ScheduleReport | LintReport | None, Sequence[str]
+]
 
 
 class Job(NamedTuple):
@@ -91,8 +95,12 @@ class Job(NamedTuple):
 
     def result(self) -> JobResult:
         begin = time.monotonic()
-        count, findings, report = self.run()
-        done = count, tuple(findings), time.monotonic() - begin, report
+        try:
+            count, findings, report, refusals = self.run()
+        except Exception as error:  # the other jobs' results are not lost for it
+            text = f"the check ended with {type(error).__name__}: {error}"
+            count, findings, report, refusals = "0 runs", (), None, (text,)
+        done = count, tuple(findings), time.monotonic() - begin, report, tuple(refusals)
         return JobResult(self.subject, self.check, self.variant, *done)
 
 
@@ -137,19 +145,21 @@ def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> JobOutcome:
     report = races(fn, world_size, seeds=seeds)
     texts = [str(finding) for finding in report.findings]
     texts += [f"seed {seed}: {text}" for seed, text in report.errors]
-    return f"{report.events} accesses", texts, replace(report, launches=())
+    refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
+    return f"{report.events} accesses", texts, replace(report, launches=()), refusals
 
 
 def _schedules(fn: Callable[[], Any], world_size: int, count: int, late: bool) -> JobOutcome:
     report = schedules(fn, world_size, n=count, store_buffers=late, workers=1)
-    return f"{report.schedules} schedules", [] if report.clean else [str(report)], report
+    texts = [str(report)] if report.failing else []
+    return f"{report.schedules} schedules", texts, report, [report.refusal] * bool(report.refused)
 
 
 def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
     found = explored(name, ranks, rounds)
     reduced = ", reduced" if found.reduced else ""
     texts = [str(each) for each in (*found.deadlocks, *found.violations)]
-    return f"{found.states} states{reduced}", texts, None
+    return f"{found.states} states{reduced}", texts, None, []
 
 
 def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[JobResult]:
@@ -206,9 +216,9 @@ def lint_launches(
     for launch in seen.values():
         try:
             requests += [lint_request(launch, arch, plan.ignore) for arch in plan.arches]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             text = f"{launch.name} cannot be linted: {error}"
-            results.append(_linted(subject, launch.name, (text,)))
+            results.append(replace(_linted(subject, launch.name, ()), refusals=(text,)))
     for report in lint_many(requests, on_report=lambda report: on_done()):
         texts = () if report.clean else (str(report),)
         variant = f"{report.kernel} sm_{report.arch}"
