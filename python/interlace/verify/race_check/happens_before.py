@@ -350,15 +350,13 @@ class Detector(Observer):
         if writes:
             plain = [*plain, *segment.unordered(segment.loads, cells, known)]
         self._report("mixed access", plain, site, segment, size)
-        for conflict in segment.unordered(segment.atomics, cells, known):
-            one_writes = writes or conflict.extra & WRITES
-            other = self._owners[conflict.component]
-            if one_writes and not self._reach(agent, scope, other, conflict.extra & 3):
-                self._report("narrow scope", [conflict], site, segment, size)
         extra = scope | (WRITES if writes else 0)
+        for conflict in segment.unordered(segment.atomics, cells, known):
+            other, either = self._owners[conflict.component], extra | conflict.extra
+            if either & WRITES and not self._reach(agent, scope, other, conflict.extra & 3):
+                self._report("narrow scope", [conflict], site, segment, size)
         if by is None:
-            component = agent.lanes if lanes else agent.thread
-            time = int(known.clock[component])
+            time = int(known.clock[component := agent.lanes if lanes else agent.thread])
             segment.note(segment.atomics, cells, component, time, site, extra)
         else:
             segment.note_threads(
