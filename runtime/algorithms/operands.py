@@ -177,7 +177,7 @@ def product(
     """The matmul's arguments, without the epilogue's. ``published``: peers wait for its tiles."""
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
-    may = aligned and communicator.place.has_descriptors
+    may = aligned and communicator.place.descriptors
     descriptors = descriptor_path(configuration, input, weight) if may else ""
     specialized = configuration.warp_specialize and bool(descriptors)
     activated = bool(linear.activation) and not published  # of what peers wait for, the sum is

@@ -53,6 +53,7 @@ class AbsentGroup:
             recorder=None,
             interpreted=False,
             compiled=True,
+            descriptors=True,
             direct_access=False,
             program_limit=1 << 16,
             launching=contextlib.nullcontext,

@@ -110,7 +110,8 @@ class Place(ABC):
     device : where tensors of this rank live.
     simulated : True where all ranks are tasks of one scheduler, in one process and in its own time.
     interpreted : True where Triton kernels run in the interpreter, or as PTX on this CPU: small tiles.
-    compiled_for : the GPU whose PTX is run on this CPU, 80 for sm_80; else None.
+    compiled : whether kernels are code of a GPU, with what only that can do: inline PTX, fences of proxies.
+    descriptors : whether kernels may load and store by descriptors: where they are compiled, from 9.0 on.
     linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
     virtual : True where ranks share one process and its GPU.
     direct_access : True where torch operators may read and write a peer's memory at full speed.
@@ -126,7 +127,8 @@ class Place(ABC):
     device: torch.device
     interpreted: bool
     direct_access: bool
-    compiled_for: int | None = None
+    compiled: bool = True
+    descriptors = True
     address = "127.0.0.1"
     simulated = False
     linger = 0.0
@@ -138,16 +140,6 @@ class Place(ABC):
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
     nodes: Nodes | None = None
-
-    @property
-    def has_descriptors(self) -> bool:
-        """Whether kernels may load and store by descriptors: where they are compiled, from 9.0 on."""
-        return self.compiled_for is None or self.compiled_for >= 90
-
-    @property
-    def compiled(self) -> bool:
-        """Whether kernels are code of a GPU, with what only that can do: inline PTX, fences of proxies."""
-        return not self.interpreted or self.compiled_for is not None
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:

@@ -43,6 +43,7 @@ class CpuPlace(Place):
 
     device = torch.device("cpu")
     interpreted = True
+    compiled = False
     worker: OrderedWorker
     group: HostGroup
 

@@ -90,7 +90,10 @@ class CompiledPrograms:
         given = leaves(arguments)
         values = [given[path] for path, kind in types.items() if kind != "constexpr"]
         nbytes = facts["scratch"]["bytes_per_program"] * math.prod(launch.extents)
-        values.append(torch.zeros(nbytes, dtype=torch.uint8))
+        scratch = torch.zeros(nbytes, dtype=torch.uint8)
+        if nbytes:
+            hooks.memory.of_tensor(scratch, hooks.current.rank)
+        values.append(scratch)
         dynamic = facts["shared_memory"]["dynamic"]
         return program(kernel, dynamic, values, hooks), kernel.threads
 
@@ -98,6 +101,8 @@ class CompiledPrograms:
 def programs(arch: int | None, rewrite: Rewrite = as_compiled) -> Programs:
     """Programs for ``arch``; interpreted ones for None. Raises ValueError for one that cannot be run."""
     if arch is None:
+        if rewrite is not as_compiled:
+            raise ValueError("rewrite changes PTX, which needs arch")
         return interpreted
     if arch not in ARCHES:
         raise ValueError(f"arch is {arch!r}; PTX is run of {', '.join(map(str, ARCHES))}")

@@ -37,11 +37,10 @@ from interlace.runtime.core.memory import (
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.engines.nodes import on_streams
-from interlace.runtime.places.sim.compiled import PtxSource, programs
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
 from interlace.runtime.ptx import multicast
 from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
+from interlace.runtime.scheduler.scheduler import Programs, Scheduler, TaskFailed, interpreted
 from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
 
 COPY_PIECES = 3
@@ -243,7 +242,9 @@ class SimPlace(Place):
         self.rank = rank
         self.world_size = len(members)
         self.global_rank = members[rank]
-        self.compiled_for = world.scheduler.compiled_for
+        compiled_for = world.scheduler.compiled_for
+        self.compiled = compiled_for is not None
+        self.descriptors = compiled_for is None or compiled_for >= 90
         self._members = members
         self._key = key
         self._group = world.groups[key]
@@ -374,9 +375,9 @@ class SimPlace(Place):
             raise InterlaceError(f"{launch.op}: this memory is of a simulated run that has ended")
         launch.kernel[launch.extents](**launch.arguments)
 
-    def launch_ptx(self, source: PtxSource, grid: tuple[int, ...], values: Sequence[Any]) -> None:
-        """Run ``source`` on the current stream, as user code launches a kernel."""
-        if self.compiled_for is None:
+    def launch_ptx(self, source: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
+        """Run ``source``, a ``PtxSource``, on the current stream, as user code launches a kernel."""
+        if not self.compiled:
             raise InterlaceError(f'place="ptx" runs PTX; this rank is in place="{self.name}"')
         arguments = {str(index): value for index, value in enumerate(values)}
         self._scheduler.launch(source, grid, arguments, {})
@@ -423,8 +424,12 @@ def run_sim(
     With ``arch``, 80 for sm_80, kernels are compiled for that, and their PTX is run.
     """
     if scheduler is None:
-        made, observer = programs(arch), trace.current()
-        scheduler = Scheduler(seed, timeout=timeout, observer=observer, programs=made)
+        made: Programs = interpreted
+        if arch is not None:
+            from interlace.runtime.places.sim.compiled import programs  # few need it
+
+            made = programs(arch)
+        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current(), programs=made)
     world = SimWorld(scheduler)
     results: list[Any] = [None] * world_size
     members = tuple(range(world_size))

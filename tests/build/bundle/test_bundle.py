@@ -143,7 +143,7 @@ class FakeCommunicator:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.place = mock.Mock(interpreted=False, direct_access=False, nodes=None)
+        self.place = mock.Mock(compiled=True, interpreted=False, direct_access=False, nodes=None)
         self.place.program_limit = LIMIT
         self.compute = self.copying = mock.Mock()
         self.launches: list[KernelLaunch] = []

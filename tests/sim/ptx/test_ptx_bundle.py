@@ -7,7 +7,6 @@ import pathlib
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -65,7 +64,7 @@ def test_a_bundle_runs_by_its_manifest(
         buffer.view(rank, 8 * limit, (1,), torch.int64).fill_(place.poll_limit())
         interlace.barrier()
         tables = {
-            name: np.array(bundle.evaluate(table, values), np.int64)
+            name: torch.tensor(bundle.evaluate(table, values), dtype=torch.int64)
             for name, table in bundle.manifest["tables"].items()
         }
         generator = torch.Generator().manual_seed(rank)
@@ -74,11 +73,13 @@ def test_a_bundle_runs_by_its_manifest(
             for s in ((ROWS, INNER), (INNER, COLUMNS))
         )
         output = torch.empty(world_size * ROWS, COLUMNS, dtype=torch.bfloat16)
-        peers = np.array(buffer.addresses, np.int64)
+        peers = torch.tensor(buffer.addresses, dtype=torch.int64)
+        for tensor in (shard, weight, output, peers, *tables.values()):
+            place.announce(tensor)  # the loader passes addresses, which say nothing of sizes
         for _ in range(2):
             output.fill_(7)
             arguments = {
-                "peers_ptr": peers.ctypes.data,
+                "peers_ptr": peers.data_ptr(),
                 "slot_offset": space["slot_offset"],
                 "data_offset": space["data_offset"],
                 "input_ptr": shard.data_ptr(),
@@ -86,7 +87,7 @@ def test_a_bundle_runs_by_its_manifest(
                 "weight_ptr": weight.data_ptr(),
                 "weight_stride_k": COLUMNS,
                 "output_ptr": output.data_ptr(),
-                **{name: table.ctypes.data for name, table in tables.items()},
+                **{name: table.data_ptr() for name, table in tables.items()},
             }
             bundle.run(values, arguments)
         return output, interlace.all_gather_matmul(shard, weight, algorithm="unfused")

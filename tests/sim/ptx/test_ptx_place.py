@@ -110,3 +110,5 @@ def test_arguments_are_checked() -> None:
         interlace.run(gathered, 2, place="ptx", arch=70)
     with pytest.raises(ValueError, match="arch is 70"):
         verify.races(gathered, 2, arch=70)
+    with pytest.raises(ValueError, match="rewrite changes PTX, which needs arch"):
+        verify.races(gathered, 2, rewrite=lambda name, ptx: ptx)
