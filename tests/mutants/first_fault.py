@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from interlace import launcher
+from interlace.runtime.scheduler.scheduler import interpreted
 from interlace.verify.race_check.check import _observed
 from interlace.verify.race_check.happens_before import Detector
 
@@ -29,7 +30,7 @@ def first_fault(fn: Callable[[], Any], world_size: int, seeds: Iterable[int]) ->
     on_rank = launcher.rank_function(fn, (), {})
     for seed in seeds:
         detector = Stopping(seed)
-        error = _observed(on_rank, world_size, seed, detector, False, timeout=300.0)
+        error = _observed(on_rank, world_size, seed, detector, interpreted, False, 300.0)
         for finding in detector.found.values():
             return str(finding)
         if error is not None:
