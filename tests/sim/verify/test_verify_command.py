@@ -131,7 +131,7 @@ def test_targets_that_are_none(
     ("arguments", "message"),
     [
         (["--ranks", "two"], "must be like 2,3,4,8, got 'two'"),
-        (["--ranks", "0"], "must be within 1..64, got 0"),
+        (["--ranks", "0"], "--ranks: must be a positive whole number, got '0'"),
         (["--seeds", "0"], "must be a positive whole number, got '0'"),
         (["--arch", "70"], "known are 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
     ],
