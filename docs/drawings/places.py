@@ -19,7 +19,7 @@ def rows() -> list[list[str]]:
 
 
 def places() -> str:
-    drawing = Drawing(960, 470, "Three floors of one source, and the places in which it runs")
+    drawing = Drawing(960, 500, "Three floors of one source, and the places in which it runs")
     floors = (
         ("python/interlace", "what you import", (
             "fused ops, collectives", "nn, tensor", "torch backend", "torch.compile", "verify, bench, tune",
@@ -50,16 +50,17 @@ def places() -> str:
         drawing.arrow(middle, 210, middle, 234)
         name, _, rest = place.partition(",")
         today = works == "yes"
-        drawing.rect(left, 234, width, 226, "box" if today else "box later", 6)
+        drawing.rect(left, 234, width, 256, "box" if today else "box later", 6)
         drawing.text(left + 10, 256, name, "bold")
         if rest:
-            drawing.text(left + 10, 273, rest.strip(), "small faint")
-        top = 296
+            for line, top in zip(wrapped(rest.strip(), 17), (273, 288), strict=False):
+                drawing.text(left + 10, top, line, "small faint")
+        top = 311
         for head, text in (("ranks are", ranks), ("kernels run", kernels)):
             drawing.text(left + 10, top, head, "small faint")
-            for line in wrapped(text, 20):
+            for line in wrapped(text, 17):
                 top += 15
                 drawing.text(left + 10, top, line, "small")
             top += 22
-        drawing.text(left + 10, 450, "runs" if today else "not yet on a GPU", "small bold")
+        drawing.text(left + 10, 480, "runs" if today else "not yet on a GPU", "small bold")
     return drawing.markup()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import interlace
 from interlace import reference
 from interlace.collectives import chosen_algorithm
-from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.errors import MemoryAccessError, PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.sim.place import SimPlace
@@ -252,7 +252,8 @@ def test_a_store_and_a_reduction_reach_all() -> None:
 
 WRONG = [
     ("multimem.st.relaxed.sys.global.u32 [$1], 1; mov.u32 $0, 0;", ValueError, "no multicast address"),
-    ("multimem.st.relaxed.sys.global.u32 [m+16], 1; mov.u32 $0, 0;", ValueError, "no multicast address"),
+    ("multimem.st.relaxed.sys.global.u32 [m+131072], 1; mov.u32 $0, 0;", ValueError, "no multicast"),
+    ("multimem.st.relaxed.sys.global.u32 [m+16], 1; mov.u32 $0, 0;", MemoryAccessError, "out of bounds"),
     ("multimem.st.relaxed.global.u32 [m], 1; mov.u32 $0, 0;", InlineAssemblyError, "a scope belongs to"),
     ("multimem.ld_reduce.relaxed.sys.global.min.u32 $0, [m];", InlineAssemblyError, "known are add"),
     ("multimem.cp.async.bulk $0, [m];", InlineAssemblyError, "multimem.ld_reduce"),
