@@ -30,8 +30,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     "shm" (microseconds, interpreted). Of collectives without a kernel, and of compiled kernels, there is
     nothing to see: take a profile.
 
-    Raises OSError if the file cannot be written, before the block runs if that is known then. Of a block
-    that fails it is logged.
+    Raises ValueError for an empty path, and OSError if the file cannot be written, before the block runs
+    if that is known then. Of a block that fails it is logged.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "steps.json")
@@ -42,6 +42,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     >>> os.path.getsize(path) > 1000
     True
     """
+    if not os.fspath(path):
+        raise ValueError("path must name a file, got ''")
     file = pathlib.Path(path).absolute()  # the block may change the folder
     with open(file, "ab"):  # leaves what is there
         pass

@@ -315,7 +315,8 @@ ERRORS = {
     "weight is no option of all_reduce": ["--op=all_reduce", "--out", "{out}", "--weight", "nk"],
     "average is no option of all_gather": ["--op=all_gather", "--out", "{out}", "--average"],
     "--set is 'block_m'": ["--op=all_reduce", "--out", "{out}", "--set", "block_m"],
-    "tiles is not in the configuration": ["--op=all_reduce", "--out", "{out}", "--set", "tiles=1"],
+    "--set tiles=1: 'tiles' is no field": ["--op=all_reduce", "--out", "{out}", "--set", "tiles=1"],
+    "--set block_m=3: block_m is 3;": ["--op=all_reduce", "--out", "{out}", "--set", "block_m=3"],
     "path is 'tma': sm_80": ["--op=matmul_all_reduce", "--out={out}", "--arch=80", "--path=tma"],
 }
 

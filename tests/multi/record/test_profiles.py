@@ -144,6 +144,8 @@ def test_a_run_that_failed_is_traced_as_far_as_it_came(tmp_path: Path) -> None:
 
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ran: list[int] = []
+    with pytest.raises(ValueError, match="path must name a file, got ''"), interlace.trace(""):
+        raise AssertionError("the block has run")
     with pytest.raises(OSError), interlace.trace(tmp_path / "nowhere/t.json"):
         ran.append(1)
     assert not ran

@@ -61,13 +61,15 @@ def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "argument --ranks: must be a positive whole number, got 'abc'" in said(capsys)
 
 
-def test_rules_to_ignore_are_rules_and_of_own_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_to_ignore_and_shims_are_of_own_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.run(["verify", "own.py::kernel", "--ignore", "nope"])
     assert "argument --ignore: invalid choice: 'nope' (choose from" in said(capsys)
     rule = next(iter(RULES))
     assert main.run(["verify", "--ignore", rule]) == 2
     assert f"--ignore {rule} is for kernels of FILE.py, not all" in said(capsys)
+    assert main.run(["verify", "all_gather", "--shims", "iris"]) == 2
+    assert "--shims iris is for kernels of FILE.py, not all_gather" in said(capsys)
 
 
 def test_a_plot_of_an_unknown_format_ends_the_demo_before_it_begins(

@@ -5,6 +5,7 @@ import multiprocessing.connection
 import os
 import random
 import signal
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ def test_a_failure_is_found_shrunk_told_and_replayed() -> None:
     for _ in range(2):
         with pytest.raises(AssertionError, match="wrong sum"):
             replay(exchange, 2, failure.segments, 2, seed=failure.seed)
+
+
+def test_an_exception_without_a_message_is_named() -> None:
+    failure = schedules(sys.exit, 1, n=1).failure
+    assert failure is not None and failure.text == "rank 0: SystemExit without a message"
 
 
 def test_shrinking_removes_switches() -> None:

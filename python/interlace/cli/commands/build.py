@@ -21,7 +21,7 @@ from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.runtime.compiler.catalogue_nodes import linked
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration, check_values
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
 LOADER = "load.py"
@@ -224,6 +224,11 @@ def _override(text: str) -> tuple[str, int]:
     name, _, value = text.partition("=")
     if not value.isdecimal():
         raise ValueError(f"--set is {text!r}; it must be like block_m=64")
+    number = int(value)
     if isinstance(getattr(Configuration, name, None), bool) and value in ("0", "1"):
-        return name, value == "1"
-    return name, int(value)
+        number = value == "1"
+    try:
+        check_values({name: number})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--set {text}: {error}") from None
+    return name, number

@@ -77,6 +77,8 @@ def _records(console: Any, target: str) -> Iterator[tuple[str, RankRecord]]:
     if target.isdigit() and not path.exists():
         yield from (("", record) for record in _of_processes(int(target)))
         return
+    if not path.exists():
+        raise ValueError(f"{target}: is no process's number, and there is no such file or folder")
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if JOB_AND_RANK.fullmatch(file.name))

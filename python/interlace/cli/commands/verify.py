@@ -69,11 +69,10 @@ def verify(console: Any, options: VerifyOptions) -> int:
     own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
     if not own and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
-        raise ValueError(f"{options.target}: is none of {known}, and not path/to/file.py::function")
-    if own and options.ignore:
-        raise ValueError(
-            f"--ignore {options.ignore[0]} is for kernels of FILE.py, not {options.target}"
-        )
+        raise ValueError(f"{options.target}: names no file.py::function, and is none of {known}")
+    for name in ("ignore", "shims"):
+        if own and (given := getattr(options, name)):
+            raise ValueError(f"--{name} {given[0]} is for kernels of FILE.py, not {options.target}")
     for name in ("html", "sarif"):
         if path := getattr(options, name):
             refuse_unwritable(f"--{name}", path)

@@ -284,7 +284,7 @@ def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:
     if told.error is not None:
         text = str(told.error).strip()
         if not text or text.endswith(":"):
-            text = f"{text} {kind} without a message".strip()
+            text = f"{text.removesuffix(':') or kind} without a message"
     switches = max(0, len(found.segments) - 1)
     return Failure(seed, kind, text, best, switches, told.story, found.story)
 
