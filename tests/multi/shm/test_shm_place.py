@@ -373,10 +373,12 @@ def test_a_script_that_is_no_file_is_told_to_become_one() -> None:
 
 
 STARTING = """
+import signal
 import threading
 import interlace
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     interlace.run(interlace.get_rank, 2, place="shm")
 else:
     print("importing", flush=True)
