@@ -34,6 +34,7 @@ def wrong() -> set[int]:
     return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
 
 
+@pytest.mark.thorough
 def test_mypy_finds_what_is_wrong_and_nothing_else(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy")
     assert len(wrong()) > 15
