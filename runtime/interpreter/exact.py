@@ -99,7 +99,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
             if form is None:
                 return stock_fp_to_fp(src, dst_type, rounding_mode)
             with np.errstate(all="ignore"):
-                bits = formats.encode(_number(src), form, toward_zero=True)
+                bits = formats.encode(_number(src), form, np.trunc)
             return make(bits.view(triton_interpreter._get_np_dtype(target)), target)
         return cast_impl(src, dst_type)
 

@@ -7,6 +7,7 @@ bits, once. All of it is numpy: torch is what the tests compare with.
 Out of range follows the GPU's `cvt` instructions: bf16 overflows to infinity, fp8 saturates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class Format:
 
     @property
     def storage(self) -> Any:
-        return np.uint16 if self.bits == 16 else np.uint8
+        return np.uint8 if self.bits <= 8 else np.uint16 if self.bits <= 16 else np.uint32
 
 
 # By the name of the triton dtype. nan is the pattern that the cvt instructions produce.
@@ -40,34 +41,56 @@ STORED_AS_BITS = {
 HALF = Format(16, 10, -14, largest=0x7BFF, overflow=0x7C00, nan=0x7FFF)
 
 
-def encode(values: Array, form: Format, *, toward_zero: bool = False) -> Array:
-    """The bit patterns of ``values`` in ``form``, rounded once, to nearest even or toward zero."""
+# By the name in PTX. Four and six bits have neither infinity nor nan; tf32 is what is left of fp32
+# without its last 13 bits.
+NARROW = {
+    "e4m3": STORED_AS_BITS["fp8e4nv"],
+    "e5m2": STORED_AS_BITS["fp8e5"],
+    "e2m1": Format(4, 1, 0, largest=0x7, overflow=0x7, nan=0x7),
+    "e2m3": Format(6, 3, 0, largest=0x1F, overflow=0x1F, nan=0x1F),
+    "e3m2": Format(6, 2, -2, largest=0x1F, overflow=0x1F, nan=0x1F),
+    "tf32": Format(19, 10, -126, largest=0x3FBFF, overflow=0x3FC00, nan=0x3FFFF),
+}
+
+
+def encode(values: Array, form: Format, rounding: Callable[[Array], Array] = np.rint) -> Array:
+    """The bit patterns of ``values`` in ``form``, rounded once.
+
+    ``rounding`` of numbers, with their sign, in units of the last place. Toward zero nothing overflows.
+    """
     x = np.asarray(values, dtype=np.float64)
     magnitude = np.where(np.isfinite(x), np.abs(x), 0.0)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, form.smallest_exponent)
     # In units of the last place; the division is by a power of two, hence exact.
-    units = np.ldexp(magnitude, form.mantissa - exponent)
-    units = (np.floor(units) if toward_zero else np.rint(units)).astype(np.int64)
+    units = np.copysign(np.ldexp(magnitude, form.mantissa - exponent), x)
+    units = np.abs(rounding(units)).astype(np.int64)
     # A carry out of the mantissa lands in the exponent field, which is the right answer.
     code = ((exponent - form.smallest_exponent).astype(np.int64) << form.mantissa) + units
     code = np.where(magnitude == 0.0, 0, code)
-    code = np.where(code > form.largest, form.largest if toward_zero else form.overflow, code)
+    too_large = form.largest if rounding is np.trunc else form.overflow
+    code = np.where(code > form.largest, too_large, code)
     code = np.where(np.isinf(x), form.overflow, code)
     code |= np.signbit(x).astype(np.int64) << (form.bits - 1)
     return np.where(np.isnan(x), form.nan, code).astype(form.storage)
 
 
-def _fp8_values(shift: int, scale: float, nans: tuple[int, ...]) -> Array:
-    """fp32 value of each of the 256 patterns: as bits of an fp16 with another bias of the exponent."""
-    code = np.arange(256, dtype=np.uint16)
-    halves = ((code & 0x80) << 8 | (code & 0x7F) << shift).view(np.float16)
-    with np.errstate(invalid="ignore"):  # signalling nans are quieted
-        values = halves.astype(np.float32) * np.float32(scale)
-    values[list(nans)] = np.nan
-    return values
+def values_of(form: Format, infinity: int | None = None) -> Array:
+    """fp32 value of each pattern of up to 8 bits, those beyond the largest but ``infinity`` being nan."""
+    code = np.arange(1 << form.bits)
+    magnitude = code & (len(code) // 2 - 1)
+    exponent = np.maximum(magnitude >> form.mantissa, 1) - 1
+    units = magnitude - (exponent << form.mantissa)  # with the bit that is not stored
+    values = np.ldexp(units, exponent + form.smallest_exponent - form.mantissa)
+    values = np.where(magnitude > form.largest, np.nan, values)
+    if infinity is not None:
+        values = np.where(magnitude == infinity, np.inf, values)
+    return np.where(code == magnitude, values, -values).astype(np.float32)
 
 
-FP8_VALUES = {"fp8e4nv": _fp8_values(7, 256.0, (0x7F, 0xFF)), "fp8e5": _fp8_values(8, 1.0, ())}
+FP8_VALUES = {
+    "fp8e4nv": values_of(STORED_AS_BITS["fp8e4nv"]),
+    "fp8e5": values_of(STORED_AS_BITS["fp8e5"], 0x7C),
+}
 
 
 def widen(data: Array, dtype: Any) -> Array:

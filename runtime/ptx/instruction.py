@@ -65,6 +65,7 @@ class Instruction:
 
     It runs unless predicate register ``guard`` (-1: none) differs from ``wanted``. ``target``: the index of
     the instruction that a branch goes to. ``symbols`` and ``parameters``: of a whole kernel, else None.
+    ``members``: a mask of the lanes that run it together, if it names them.
     """
 
     opcode: str
@@ -77,6 +78,7 @@ class Instruction:
     target: int = -1
     symbols: Mapping[str, int] | None = None
     parameters: Mapping[str, ScalarType] | None = None
+    members: Reader | None = None
     action: Action = lambda threads: None
 
     def __post_init__(self) -> None:

@@ -50,6 +50,10 @@ class Threads:
             return np.full(count, values)
         return values if self.mask is None else values[self.mask]
 
+    def everyone(self) -> Any:
+        """The mask of those that run."""
+        return np.ones(len(self.numbers), np.bool_) if self.mask is None else self.mask
+
     def who(self) -> Any:
         """The numbers of those that run, if hooks are told."""
         return self.active(self.numbers) if self.told_apart else None

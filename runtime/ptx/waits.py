@@ -42,6 +42,7 @@ def build_barrier(instruction: Instruction) -> Action:
         raise instruction.unknown(f"'{instruction.opcode}'", ["bar.sync", "bar.warp.sync"])
     instruction.finish(*((1,) if warp else (1, 2)))
     reads = [instruction.reader(operand, TYPES["u32"]) for operand in instruction.operands]
+    instruction.members = reads[0] if warp else None
 
     def barrier(threads: Threads) -> int:
         if len(reads) == 2 and (threads.active(reads[1](threads)) != threads.block).any():

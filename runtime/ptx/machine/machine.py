@@ -23,6 +23,7 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Instruction
 from interlace.runtime.ptx.machine.module import PtxKernel
 from interlace.runtime.ptx.machine.shared import PtxProgram
+from interlace.runtime.ptx.machine.warps import complete
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.waits import BLOCK_BARRIER
 
@@ -68,7 +69,6 @@ class PtxMachine:
             hooks,
             parameters=dict(parameters),
             shared=whole[skipped : skipped + nbytes],
-            committed=np.zeros(count, np.int64),
         )
         registers = [np.zeros(count, kind) for kind in kernel.kinds]
         numbers = np.arange(count, dtype=np.uint32)
@@ -168,7 +168,11 @@ class PtxMachine:
                     self._groups.remove(group)
                 return
             else:
-                if at in kernel.warp_wide and not self._whole_warps(taken):
+                if (
+                    at in kernel.warp_wide
+                    and count < kernel.threads
+                    and not complete(step, threads, taken)
+                ):
                     group.waits = True
                     return
                 if count < group.count:
@@ -186,10 +190,6 @@ class PtxMachine:
         group.mask = group.mask & ~taken
         group.count -= count
         group.at += 1
-
-    def _whole_warps(self, mask: Any) -> bool:
-        there = mask.reshape(-1, WARP).sum(axis=1)
-        return bool(((there == 0) | (there == WARP)).all())
 
     def _meet(self, group: _ThreadGroup) -> bool:
         """At a barrier: whether ``group`` goes on, because all threads that have not ended are there."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction
+from interlace.runtime.ptx.machine.matrices import MATRICES
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.warps import WARPS
+from interlace.runtime.ptx.machine.wgmma import WGMMA
 from interlace.runtime.ptx.memory import MEMORY
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
@@ -20,8 +22,9 @@ from interlace.runtime.ptx.parser import Parser
 from interlace.runtime.ptx.types import TYPES, ScalarType
 from interlace.runtime.ptx.waits import WAITS
 
-BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **MEMORY, **MULTIMEM, **WAITS, **WARPS}
-BUILDERS |= SHARED  # which knows what the others refuse
+BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **MEMORY, **MULTIMEM, **WAITS}
+TOGETHER = {**WARPS, **MATRICES, **WGMMA}
+BUILDERS |= TOGETHER | SHARED  # which knows what the others refuse
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*$")
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\s*\[\s*(\d*)\s*\]\s*;")
@@ -104,7 +107,7 @@ def read(ptx: str) -> PtxKernel:
 
 def _is_of_warps(step: Instruction) -> bool:
     barrier = step.mnemonic in ("bar", "barrier") and ".warp" in step.opcode
-    return barrier or step.mnemonic in WARPS
+    return barrier or (step.mnemonic in TOGETHER and step.mnemonic != "activemask")
 
 
 def _places(ptx: str) -> dict[int, tuple[str, int]]:

@@ -1,9 +1,8 @@
 """PTX on state spaces that only a whole kernel has: parameters and shared memory; copies into the latter.
 
 Shared memory of a program is memory of this process. Observers see its addresses like any others, so a
-missing barrier shows. An asynchronous copy is done as late as it may be, when its thread waits for it: who
-looks before, or does not wait, sees what was there before. Observers see its store twice, when it starts
-and when it ends: from the one to the other nobody else may use that memory.
+missing barrier shows. They see the store of an asynchronous copy twice, when it starts and when it ends:
+from the one to the other nobody else may use that memory.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +11,12 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.machine.groups import (
+    AsyncGroups,
+    build_commit,
+    build_wait,
+    groups_of,
+)
 from interlace.runtime.ptx.memory import (
     MEMORY,
     address_of,
@@ -32,12 +37,11 @@ _TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
 
 @dataclass(eq=False)
 class PtxProgram(PtxSession):
-    """What the threads of one program share. ``committed``: groups of copies, by thread."""
+    """What the threads of one program share. ``groups``: asynchronous work by kind."""
 
     parameters: dict[str, Array] = field(default_factory=dict)
     shared: Any = None
-    committed: Any = None
-    copies: list["AsyncCopy"] = field(default_factory=list)
+    groups: dict[str, AsyncGroups] = field(default_factory=dict)
 
     @property
     def base(self) -> int:
@@ -79,8 +83,10 @@ def shared_bits(
     return threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)]
 
 
-def put_shared(threads: Threads, addresses: Array, bits: Array, kind: ScalarType) -> None:
-    offsets = _touched(threads, addresses, kind, stores=True)
+def put_shared(
+    threads: Threads, addresses: Array, bits: Array, kind: ScalarType, lanes: Array | None = None
+) -> None:
+    offsets = _touched(threads, addresses, kind, stores=True, lanes=lanes)
     threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)] = bits
 
 
@@ -125,33 +131,6 @@ def _parameter(instruction: Instruction) -> Action:
 _WORD = TYPES["b32"]
 
 
-@dataclass(eq=False)
-class AsyncCopy:
-    """One ``cp.async``, with an element for each thread of the program.
-
-    ``pending``: threads whose part is not done. ``group``: the number of their commit group, -1 before.
-    ``reads``: threads that copy; the others fill with zeros.
-    """
-
-    pending: Array
-    targets: Array
-    sources: Array
-    reads: Array
-    words: Array
-    group: Array
-
-    def perform(self, threads: Threads, which: Array) -> None:
-        before, self.pending = threads.mask, self.pending & ~which
-        for threads.mask in (which & self.reads, which & ~self.reads):
-            if threads.mask.any():
-                targets = self.targets[threads.mask][:, None] + self.words
-                bits = np.zeros(targets.shape, np.uint32)
-                if self.reads[threads.mask].all():
-                    bits = _load(threads, self.sources[threads.mask][:, None] + self.words)
-                put_shared(threads, targets, bits, _WORD)
-        threads.mask = before
-
-
 _load = load_of(_WORD, None, "cta")
 
 
@@ -160,18 +139,16 @@ def build_copy(instruction: Instruction) -> Action:
     if not instruction.flag("async") or instruction.choose("bulk"):
         raise instruction.unknown(f"instruction '{instruction.opcode}'", ["cp.async"])
     if instruction.flag("commit_group"):
-        instruction.finish(0)
-        return _commit
+        return build_commit(instruction, "cp.async")
     if instruction.flag("wait_group"):
-        instruction.finish(1)
-        left = instruction.literal(instruction.operands[0], _WORD) or 0
-        return lambda threads: _wait(threads, left)
+        return build_wait(instruction, "cp.async")
     if instruction.flag("wait_all"):
         instruction.finish(0)
 
         def wait_all(threads: Threads) -> None:
-            _commit(threads)
-            _wait(threads, 0)
+            groups = groups_of(threads, "cp.async")
+            groups.commit(threads)
+            groups.wait(threads, 0)
 
         return wait_all
     return _start(instruction)
@@ -193,8 +170,7 @@ def _start(instruction: Instruction) -> Action:
     words = np.arange(0, size, 4, dtype=np.uint64)
 
     def start(threads: Threads) -> None:
-        count, mask = len(threads.numbers), threads.mask
-        everyone = np.ones(count, np.bool_) if mask is None else mask
+        count, mask, everyone = len(threads.numbers), threads.mask, threads.everyone()
         lengths = np.broadcast_to(length(threads), count)
         reads = everyone & (lengths == size)
         if (lengths[everyone & ~reads] != 0).any():
@@ -205,27 +181,17 @@ def _start(instruction: Instruction) -> Action:
         threads.mask = reads  # without a byte to read, an address need not be one
         sources[reads] = where(threads)
         threads.mask = mask
-        copy = AsyncCopy(everyone.copy(), targets, sources, reads, words, np.full(count, -1))
-        threads.session.copies.append(copy)
+
+        def perform(threads: Threads) -> None:
+            which = threads.everyone()
+            for threads.mask in (which & reads, which & ~reads):
+                if threads.mask.any():
+                    into = targets[threads.mask][:, None] + words
+                    bits = np.zeros(into.shape, np.uint32)
+                    if reads[threads.mask].all():
+                        bits = _load(threads, sources[threads.mask][:, None] + words)
+                    put_shared(threads, into, bits, _WORD)
+
+        groups_of(threads, "cp.async").start(threads, perform)
 
     return start
-
-
-def _commit(threads: Threads) -> None:
-    program: Any = threads.session
-    mask = slice(None) if threads.mask is None else threads.mask
-    for copy in program.copies:
-        group = copy.group[mask]
-        copy.group[mask] = np.where(group < 0, program.committed[mask], group)
-    program.committed[mask] += 1
-
-
-def _wait(threads: Threads, left: int) -> None:
-    """Until all but the last ``left`` groups of these threads are done."""
-    program: Any = threads.session
-    for copy in program.copies:
-        due = copy.pending & (copy.group >= 0) & (copy.group < program.committed - left)
-        if threads.mask is not None:
-            due &= threads.mask
-        copy.perform(threads, due)
-    program.copies = [copy for copy in program.copies if copy.pending.any()]

@@ -1,8 +1,8 @@
-"""How tiles of matrices lie in shared memory: TMA and ``wgmma`` swap their 16-byte pieces alike.
+"""The swizzle of tiles in shared memory: TMA and ``wgmma`` swap their 16-byte pieces alike.
 
-Rows of 128 bytes follow each other; of eight rows every one has its pieces at other places, so that a column
-of pieces meets every bank once. It depends on the address alone: bits 4 to 6 are xor bits 7 to 9, all three
-of them in the 128-byte mode, the lower two or one in those of 64 and 32 bytes.
+Rows of 128 bytes follow each other; of eight rows every one has its pieces at other places, so that a
+column of pieces meets every bank once. It depends on the address alone: bits 4 to 6 are xor bits 7 to 9,
+all three of them in the 128-byte mode, the lower two or one in those of 64 and 32 bytes.
 """
 
 from interlace.runtime.ptx.types import Array

@@ -1,8 +1,7 @@
-"""PTX that warps execute as one: ``shfl``, ``redux``, ``ldmatrix`` and ``mma``.
+"""PTX that lanes of a warp execute as one: ``shfl``, ``vote``, ``match``, ``redux``, ``elect``.
 
-All threads of a warp have to be there; ``machine.py`` sees to that, for the names in :data:`WARPS`.
-Registers are seen as (warps, 32). Which thread holds what of a matrix is said in the PTX ISA, "Matrix
-Fragments"; g and t stand for its groupID and threadID_in_group: lane = 4 g + t.
+Who takes part says the last operand, a mask of lanes; ``machine.py`` sees to it that all of them are there.
+Lanes with different masks are groups for themselves. Registers are seen as (warps, 32).
 """
 
 from collections.abc import Callable
@@ -11,18 +10,72 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
-from interlace.runtime.ptx.machine.shared import shared_bits, take_shared
-from interlace.runtime.ptx.memory import address_of
-from interlace.runtime.ptx.special import WARP, Threads
-from interlace.runtime.ptx.types import PREDICATE, TYPES, Array
+from interlace.runtime.ptx.special import WARP, Threads, constant
+from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
 
 WARPS, builds = builders()
+_WORD = TYPES["b32"]
+_LANE = np.arange(WARP)
+_ONE = np.uint64(1) << _LANE.astype(np.uint64)
+EVERYBODY = constant(np.uint32(0xFFFFFFFF))
 
-_MODES: dict[str, Callable[[Array, Array, Array], Array]] = {
-    "idx": lambda lane, by, segment: (lane & segment) | (by & ~segment),
-    "up": lambda lane, by, segment: lane - by,
-    "down": lambda lane, by, segment: lane + by,
-    "bfly": lambda lane, by, segment: lane ^ by,
+
+def of_warps(threads: Threads, values: Any) -> Array:
+    """A register, or a scalar for all, as (warps, 32)."""
+    return np.broadcast_to(values, threads.numbers.shape).reshape(-1, WARP)
+
+
+def _there(threads: Threads) -> Array:
+    return threads.everyone().reshape(-1, WARP)
+
+
+def _ballot(lanes: Array) -> Array:
+    """The mask (warps,) of ``lanes``."""
+    return (lanes * _ONE).sum(axis=1, dtype=np.uint64).astype(np.uint32)
+
+
+def complete(step: Instruction, threads: Threads, there: Array) -> bool:
+    """Whether of all warps those are ``there`` whom the others name, all lanes if ``step`` names none."""
+    lanes = there.reshape(-1, WARP)
+    named = of_warps(threads, (step.members or EVERYBODY)(threads))
+    wanted = np.bitwise_or.reduce(np.where(lanes, named, np.uint32(0)), axis=1)
+    return not (wanted & ~_ballot(lanes)).any()
+
+
+def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Action:
+    """``action`` of those who name the same members, the last operand."""
+    members = instruction.members = instruction.reader(instruction.operands[-1], _WORD)
+
+    def run(threads: Threads) -> None:
+        named = members(threads)
+        whole = threads.mask
+        if not np.ndim(named) or len(groups := np.unique(threads.active(named))) == 1:
+            return action(threads)
+        for group in groups:
+            threads.mask = (named == group) if whole is None else whole & (named == group)
+            action(threads)
+        threads.mask = whole
+        return None
+
+    return run
+
+
+def _targets(
+    instruction: Instruction, kind: ScalarType
+) -> tuple[Callable[..., None], Callable[..., None] | None]:
+    """What puts the result, and the predicate behind a '|', if there is one; of whole warps."""
+    names = [each.strip() for each in instruction.operands[0].split("|")]
+    writes: list[Any] = [
+        instruction.writer(name, of) for name, of in zip(names, (kind, PREDICATE), strict=False)
+    ]
+    return writes[0], (writes[1] if len(writes) > 1 else None)
+
+
+_MODES: dict[str, Callable[[Array, Array], Array]] = {
+    "idx": lambda by, segment: (_LANE & segment) | (by & ~segment),
+    "up": lambda by, segment: _LANE - by,
+    "down": lambda by, segment: _LANE + by,
+    "bfly": lambda by, segment: _LANE ^ by,
 }
 
 
@@ -35,30 +88,94 @@ def build_shuffle(instruction: Instruction) -> Action:
     if mode is None:
         raise instruction.unknown(f"the mode of '{instruction.opcode}'", _MODES)
     move = _MODES[mode]
-    target, *given, _ = instruction.operands
-    names = [each.strip() for each in target.split("|")]
-    write = instruction.active_writer(names[0], kind)
-    tell = instruction.writer(names[1], PREDICATE) if len(names) > 1 else None
-    reads = [instruction.reader(each, TYPES["b32"]) for each in given]
+    write, tell = _targets(instruction, kind)
+    reads = [instruction.reader(each, kind) for each in instruction.operands[1:4]]
 
     def shuffle(threads: Threads) -> None:
-        value, by, limits = (
-            threads.active(read(threads)).reshape(-1, WARP).astype(np.int64) for read in reads
-        )
-        lane = np.arange(WARP)
+        value, by, limits = (of_warps(threads, read(threads)).astype(np.int64) for read in reads)
         segment, clamp = limits >> 8 & 31, limits & 31
-        last = (lane & segment) | (clamp & ~segment & 31)
-        source = move(lane, by & 31, segment)
-        there = source >= last if mode == "up" else source <= last
-        source = np.where(there, source, lane)
-        moved = np.take_along_axis(value, source, axis=1)
+        last = (_LANE & segment) | (clamp & ~segment & 31)
+        source = move(by & 31, segment)
+        inside = source >= last if mode == "up" else source <= last
+        moved = np.take_along_axis(value, np.where(inside, source, _LANE), axis=1)
         write(threads, moved.astype(np.uint32).ravel())
         if tell is not None:
-            whole = np.zeros(len(threads.numbers), np.bool_)
-            whole[slice(None) if threads.mask is None else threads.mask] = there.ravel()
-            tell(threads, whole)
+            tell(threads, inside.ravel())
 
-    return shuffle
+    return _grouped(instruction, shuffle)
+
+
+_VOTES = ("ballot", "all", "any", "uni")
+
+
+@builds("vote")
+def build_vote(instruction: Instruction) -> Action:
+    instruction.flag("sync")
+    form = instruction.choose(*_VOTES)
+    ballot = form == "ballot"
+    kind = instruction.take_type(("b32",) if ballot else ("pred",))
+    instruction.finish(3)
+    if form is None:
+        raise instruction.unknown(f"the mode of '{instruction.opcode}'", _VOTES)
+    write = instruction.writer(instruction.operands[0], kind)
+    read = instruction.reader(instruction.operands[1], PREDICATE)
+
+    def vote(threads: Threads) -> None:
+        those = _there(threads)
+        yes = of_warps(threads, read(threads)) & those
+        some, every = yes.any(axis=1), (yes == those).all(axis=1)
+        found = {"all": every, "any": some, "uni": every | ~some}
+        write(threads, np.repeat(_ballot(yes) if ballot else found[form], WARP))
+
+    return _grouped(instruction, vote)
+
+
+@builds("match")
+def build_match(instruction: Instruction) -> Action:
+    """The lanes that have the same value; with ``.all``, all of them or none."""
+    instruction.flag("sync")
+    everybody = instruction.choose("any", "all") == "all"
+    kind = instruction.take_type(("b32", "b64"))
+    instruction.finish(3)
+    write, tell = _targets(instruction, _WORD)
+    read = instruction.reader(instruction.operands[1], kind)
+
+    def match(threads: Threads) -> None:
+        value, those = of_warps(threads, read(threads)), _there(threads)
+        same = (value[:, :, None] == value[:, None, :]) & those[:, None, :]
+        found = (same * _ONE).sum(axis=2, dtype=np.uint64).astype(np.uint32)
+        if everybody:
+            agree = found == _ballot(those)[:, None]
+            found = np.where(agree, found, np.uint32(0))
+            if tell is not None:
+                tell(threads, agree.ravel())
+        write(threads, found.ravel())
+
+    return _grouped(instruction, match)
+
+
+@builds("activemask")
+def build_active_mask(instruction: Instruction) -> Action:
+    instruction.take_type(("b32",))
+    instruction.finish(1)
+    write = instruction.writer(instruction.operands[0], _WORD)
+    return lambda threads: write(threads, np.repeat(_ballot(_there(threads)), WARP))
+
+
+@builds("elect")
+def build_election(instruction: Instruction) -> Action:
+    """The lowest lane of those that take part."""
+    instruction.flag("sync")
+    instruction.finish(2)
+    write, tell = _targets(instruction, _WORD)
+
+    def elect(threads: Threads) -> None:
+        leader = _there(threads).argmax(axis=1)
+        write(threads, np.repeat(leader.astype(np.uint32), WARP))
+        if tell is not None:
+            tell(threads, (leader[:, None] == _LANE).ravel())
+
+    return _grouped(instruction, elect)
 
 
 _REDUCTIONS: dict[str, Any] = {
@@ -75,111 +192,24 @@ _REDUCTIONS: dict[str, Any] = {
 def build_reduction(instruction: Instruction) -> Action:
     instruction.flag("sync")
     name = instruction.choose(*_REDUCTIONS)
-    kind = instruction.take_type(("u32", "s32", "b32"))
+    magnitude, spreads = instruction.flag("abs"), instruction.flag("NaN")
+    kind = instruction.take_type(("u32", "s32", "b32", "f32"))
     instruction.finish(3)
-    if name is None:
+    if name is None or (kind.is_float and name not in ("min", "max")):
         raise instruction.unknown(f"the operation of '{instruction.opcode}'", _REDUCTIONS)
-    write = instruction.active_writer(instruction.operands[0], kind)
+    write = instruction.writer(instruction.operands[0], kind)
     read = instruction.numbers(instruction.operands[1], kind)
-    reduce = _REDUCTIONS[name].reduce
+    reduce = {"min": np.fmin, "max": np.fmax}[name] if kind.is_float else _REDUCTIONS[name]
+    if spreads:
+        reduce = _REDUCTIONS[name]
 
     def reduction(threads: Threads) -> None:
-        values = threads.active(read(threads)).reshape(-1, WARP)
-        totals = reduce(values, axis=1, dtype=values.dtype)
-        write(threads, kind.encode(np.repeat(totals, WARP)))
+        values, those = of_warps(threads, read(threads)), _there(threads)
+        if magnitude:
+            values = np.abs(values)
+        totals = np.zeros(len(values), values.dtype)
+        for warp in np.flatnonzero(those.any(axis=1)):
+            totals[warp] = reduce.reduce(values[warp][those[warp]], dtype=values.dtype)
+        write(threads, np.repeat(kind.encode(totals), WARP))
 
-    return reduction
-
-
-@builds("ldmatrix")
-def build_matrix_load(instruction: Instruction) -> Action:
-    """8 rows of 16 bytes for each matrix, whose addresses are in 8 lanes; (g, t) gets two numbers."""
-    for name in ("sync", "aligned"):
-        instruction.flag(name)
-    shape, number = instruction.choose("m8n8"), instruction.choose("x1", "x2", "x4")
-    transposed = instruction.flag("trans")
-    take_shared(instruction)
-    instruction.take_type(("b16",))
-    instruction.finish(2)
-    if shape is None or number is None:
-        raise instruction.unknown(f"'{instruction.opcode}'", ["ldmatrix.m8n8.x1", ".x2", ".x4"])
-    count, kind = int(number[1:]), TYPES["b32"]
-    parts = instruction.parts(instruction.operands[0])
-    if len(parts) != count:
-        raise instruction.error(f"'.{number}' goes with as many registers")
-    writes = [instruction.active_writer(part, kind) for part in parts]
-    at = address_of(instruction, instruction.operands[1], kind, 4, shared=True)
-    words = np.arange(4, dtype=np.uint64) * np.uint64(4)
-
-    def load(threads: Threads) -> None:
-        rows, lanes = (
-            each.reshape(-1, WARP)[:, : 8 * count].ravel()
-            for each in (at(threads), threads.active(threads.numbers))
-        )
-        found = shared_bits(threads, rows[:, None] + words, kind, lanes)
-        halves = found.reshape(-1, count, 8, 4).view(np.uint16)  # warps, matrices, rows, columns
-        if transposed:
-            halves = halves.swapaxes(2, 3)
-        registers = np.ascontiguousarray(halves).view(np.uint32)  # (warps, matrices, g, t)
-        for index, write in enumerate(writes):
-            write(threads, registers[:, index].reshape(-1))
-
-    return load
-
-
-_FRAGMENTS = {  # by type of the factors: k of one instruction, numbers in a register
-    "f16": ((8, 16), 2),
-    "bf16": ((8, 16), 2),
-    "tf32": ((4, 8), 1),
-}
-
-
-@builds("mma")
-def build_matrix_product(instruction: Instruction) -> Action:
-    """D = A B + C of 16 x k, k x 8 and 16 x 8, in fp32."""
-    for name in ("sync", "aligned", "row", "col"):
-        instruction.flag(name)
-    shapes = {f"m16n8k{k}": k for k in (4, 8, 16)}
-    shape = instruction.choose(*shapes)
-    kinds = [each for each in instruction.qualifiers if each in (*_FRAGMENTS, "f32")]
-    instruction.qualifiers = [each for each in instruction.qualifiers if each not in kinds]
-    instruction.finish(4)
-    factor = kinds[1] if len(kinds) == 4 else ""
-    sizes, packed = _FRAGMENTS.get(factor, ((), 1))
-    if kinds != ["f32", factor, factor, "f32"] or shapes.get(shape or "") not in sizes:
-        known = [f"mma.m16n8k{k}.f32.{f}.{f}.f32" for f, (ks, _) in _FRAGMENTS.items() for k in ks]
-        raise instruction.unknown(f"'{instruction.opcode}'", known)
-    halves = shapes[shape or ""] // (4 * packed)  # of k
-    d, a, b, c = (instruction.parts(operand) for operand in instruction.operands)
-    if [len(d), len(a), len(b), len(c)] != [4, 2 * halves, halves, 4]:
-        raise instruction.error(f"'{instruction.opcode}' has other numbers of registers")
-    writes = [instruction.active_writer(each, TYPES["f32"]) for each in d]
-    reads_a, reads_b, reads_c = (
-        [instruction.reader(each, TYPES["b32"]) for each in part] for part in (a, b, c)
-    )
-
-    def gathered(threads: Threads, reads: Any) -> Array:
-        """(warps, g, t, registers)"""
-        found = np.stack([threads.active(read(threads)) for read in reads], axis=-1)
-        return found.reshape(-1, 8, 4, len(reads))
-
-    def numbers(registers: Array) -> Array:
-        """(..., registers, numbers in each) as fp32."""
-        if packed == 1:  # the tensor cores look at the upper 19 bits
-            return (registers & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
-        halves16 = registers.view(np.uint16).reshape(*registers.shape, 2)
-        return TYPES[factor].decode(halves16)
-
-    def product(threads: Threads) -> None:
-        left = numbers(gathered(threads, reads_a)).reshape(-1, 8, 4, halves, 2, packed)
-        left = left.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, halves * 4 * packed)
-        right = numbers(gathered(threads, reads_b))
-        right = right.transpose(0, 3, 2, 4, 1).reshape(-1, halves * 4 * packed, 8)
-        total = gathered(threads, reads_c).view(np.float32).reshape(-1, 8, 4, 2, 2)
-        total = total.transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)
-        result = (left @ right + total).reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)
-        registers = np.ascontiguousarray(result).view(np.uint32).reshape(-1, 4)
-        for index, write in enumerate(writes):
-            write(threads, np.ascontiguousarray(registers[:, index]))
-
-    return product
+    return _grouped(instruction, reduction)

@@ -21,7 +21,7 @@ _KERNEL = """
 {{
     .reg .pred %p<8>;
     .reg .b16 %rs<16>;
-    .reg .b32 %r<64>;
+    .reg .b32 %r<256>;
     .reg .b64 %rd<16>;
     ld.param.b64 %rd1, [kernel_param_0];
     ld.param.b64 %rd2, [kernel_param_1];
@@ -40,14 +40,22 @@ def kernel(body: str, *, threads: int = 32, words: int = 1) -> str:
     return _KERNEL.format(body=body, threads=threads, width=4 * words)
 
 
-def computed(body: str, given: Any, *, threads: int = 32, words: int = 1, **options: Any) -> Any:
+def computed(
+    body: str,
+    given: Any,
+    *,
+    threads: int = 32,
+    words: int = 1,
+    shared_bytes: int = 4096,
+    **options: Any,
+) -> Any:
     """The words (threads, words) that ``body`` makes of ``given``, an array of as many."""
     texts = kernel(body, threads=threads, words=words)
     input = torch.from_numpy(np.ascontiguousarray(given, np.uint32).view(np.int32).reshape(-1))
     output = torch.zeros(threads * words, dtype=torch.int32)
 
     def on_rank() -> None:
-        launch_ptx(texts, 1, output, input, shared_bytes=4096)
+        launch_ptx(texts, 1, output, input, shared_bytes=shared_bytes)
 
     interlace.run(on_rank, 1, place="ptx", **options)
     return output.numpy().view(np.uint32).reshape(threads, words)

@@ -230,7 +230,7 @@ def test_copies_are_there_when_their_group_was_waited_for(wait: str, there: bool
             "frobnicate.b32 %r3, %r2;",
             r"instruction 'frobnicate.b32' is not known.*line \d+: frobnicate",
         ),
-        ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd1}, {%rd1}, {%rd1}, {%rd1};", "mma"),
+        ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r1}, {%r1}, {%r1};", "mma"),
         ("cp.async.bulk.commit_group;", "instruction 'cp.async.bulk.commit_group' is not known"),
         ("ld.local.b32 %r3, [%rd1];", "state space '.local' is not known"),
     ],

@@ -1,0 +1,69 @@
+"""Asynchronous work of threads, in groups that they commit and wait for; one kind waits for its own only.
+
+Work is done as late as it may be, when its thread waits for its group: who looks before, or does not wait,
+sees what was there before.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from interlace.runtime.ptx.instruction import Action, Instruction
+from interlace.runtime.ptx.special import Threads
+from interlace.runtime.ptx.types import TYPES, Array
+
+
+class AsyncWork:
+    """What one instruction has started, for the threads in ``pending`` not done yet.
+
+    ``perform`` does it for those threads whose mask the ``Threads`` have. ``group``: of every thread, the
+    number of its commit group; -1 before.
+    """
+
+    def __init__(self, pending: Array, perform: Callable[[Threads], None]) -> None:
+        self.pending, self.perform = pending.copy(), perform
+        self.group = np.full(len(pending), -1)
+
+
+class AsyncGroups:
+    """All work of one kind that the ``count`` threads of a program have not waited for, oldest first."""
+
+    def __init__(self, count: int) -> None:
+        self._committed = np.zeros(count, np.int64)
+        self._work: list[AsyncWork] = []
+
+    def start(self, threads: Threads, perform: Callable[[Threads], None]) -> None:
+        self._work.append(AsyncWork(threads.everyone(), perform))
+
+    def commit(self, threads: Threads) -> None:
+        those = threads.everyone()
+        for work in self._work:
+            work.group = np.where(those & (work.group < 0), self._committed, work.group)
+        self._committed[those] += 1
+
+    def wait(self, threads: Threads, left: int) -> None:
+        """Until all but the last ``left`` groups of these threads are done."""
+        before, those = threads.mask, threads.everyone()
+        for work in self._work:
+            due = those & work.pending & (work.group >= 0) & (work.group < self._committed - left)
+            if due.any():
+                threads.mask, work.pending = due, work.pending & ~due
+                work.perform(threads)
+        threads.mask = before
+        self._work = [work for work in self._work if work.pending.any()]
+
+
+def build_commit(instruction: Instruction, kind: str) -> Action:
+    instruction.finish(0)
+    return lambda threads: groups_of(threads, kind).commit(threads)
+
+
+def build_wait(instruction: Instruction, kind: str) -> Action:
+    instruction.finish(1)
+    left = instruction.literal(instruction.operands[0], TYPES["u32"]) or 0
+    return lambda threads: groups_of(threads, kind).wait(threads, left)
+
+
+def groups_of(threads: Threads, kind: str) -> AsyncGroups:
+    groups: dict[str, AsyncGroups] = threads.session.groups
+    return groups.setdefault(kind, AsyncGroups(len(threads.numbers)))
