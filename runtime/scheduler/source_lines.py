@@ -88,6 +88,14 @@ def program_lines() -> tuple[SourceText, ...]:
     return tuple(map(place_of, source_frames(frame))) or _ptx_lines(frame)
 
 
+def task_lines(task: Task) -> tuple[SourceText, ...]:
+    """The user's line, for user code and for what user code has put on a stream."""
+    if task.owner is not None:
+        return (task.owner.running,)
+    frame = user_frame(sys._getframe(2))
+    return () if frame is None else (place_of(frame),)
+
+
 def _ptx_lines(frame: Any) -> tuple[SourceText, ...]:
     """The line that the machine at or above ``frame`` runs, if there is one."""
     for each in outwards(frame):

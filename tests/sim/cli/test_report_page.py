@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import interlace
 from interlace.cli.commands import sarif, verify_page
@@ -20,6 +21,8 @@ from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import CheckPlan, JobResult
 from sim.cli import browser
+from sim.verify.memory_kernels import fill
+from sim.verify.test_memory_faults import loads
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "docs" / "examples" / "one_shot_all_reduce.py"
 MEETING = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
@@ -98,6 +101,19 @@ def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:
     assert len(overview["table"]) == 1 + 2 and not overview["bad"]
 
 
+@pytest.mark.parametrize("faulty", [lambda: fill[(2,)](torch.ones(16), 0, 16), lambda: loads(4)])
+def test_accesses_of_memory_of_one_rank_are_red_too(faulty: Any) -> None:
+    """Two of a race, and one that is out of bounds."""
+    report = interlace.verify.races(faulty, 1, seeds=1)
+    (finding,) = report.findings
+    (panel,) = verify_page.panels(JobResult("f", "races", "1 rank", "", (str(finding),), 0, report))
+    (view,) = panel.views
+    red = [number for number, event in enumerate(view.events) if event.mark]
+    told = [each.lines for each in (finding.first, finding.second) if each is not None]
+    assert [view.events[number].lines for number in red] == told
+    assert view.arrows == ([(*red, "red")] if len(red) == 2 else [])
+
+
 def test_waits_point_to_what_ended_them(written: pathlib.Path) -> None:
     """Each arrow goes from a release to a later acquire of the same word, by another program."""
     (view,) = data_of(written)["panels"][0]["views"]
@@ -157,7 +173,7 @@ def test_the_page_names_nothing_outside_of_it(written: pathlib.Path) -> None:
 
 
 def test_a_clean_run_is_shown_too(tmp_path: pathlib.Path) -> None:
-    report = interlace.verify.schedules(interlace.barrier, 2, n=1, workers=1)
+    report = interlace.verify.schedules(interlace.all_reduce, 2, torch.ones(2), n=1, workers=1)
     result = JobResult("f.py::f", "schedules", "2 ranks", "1 schedule", (), 0.1, report)
     verify_page.write(str(tmp_path / "page.html"), "f.py::f", [result])
     overview, panel = (data := data_of(tmp_path / "page.html"))["panels"]
@@ -345,6 +361,21 @@ def test_a_link_opens_a_moment(chromium: browser.Browser, written: pathlib.Path)
     chromium.open(written, f"#panel=0&view=0&event={event}")
     text = view["events"][event][4]
     assert chromium.js("document.querySelector('.source .what').innerText").endswith(text)
+
+
+def test_a_hint_is_no_alarm(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:
+    view = PageView("v", "steps", [(0, "user code")], [PageEvent(0, 0, 1, "load", "loads")])
+    failed = Panel("failed", "before it did anything", [PageView("v", "steps", [])], True)
+    path = tmp_path / "page.html"
+    write_page(str(path), "", "", "", [Panel("p", "", [view]), failed], bad=True)
+    chromium.open(path)
+    hint, plain = chromium.js(
+        "['.hint', '.view small'].map(s => getComputedStyle(document.querySelector(s)).color)"
+    )
+    assert hint == plain
+    chromium.open(path, "#panel=1")
+    assert not chromium.js("document.querySelectorAll('.view, .source').length")
+    assert chromium.said == []
 
 
 def test_text_of_a_run_is_no_markup(chromium: browser.Browser, tmp_path: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ import interlace
 from interlace import verify
 from interlace.groups.groups import default_group
 from sim.ptx.ptx_texts import kernel
+from sim.verify import test_memory_faults
 
 # thread i stores word i, thread 0 tells of all of them; %rd4 is the flag, behind the 64 words
 FLAG = "ld.param.b64 %rd4, [kernel_param_0]; setp.eq.s32 %p1, %r1, 0;"
@@ -103,7 +104,7 @@ def test_shared_memory(barrier: str, distance: int, kinds: set[str]) -> None:
     """Of another warp, of the same warp, and of the thread itself."""
     text = kernel(SHARED.format(barrier=barrier, distance=distance), threads=64)
     report = verify.races(lambda: verify.launch_ptx(text, 1, shared_bytes=256), 1, seeds=1, arch=80)
-    assert {finding.kind for finding in report.findings} == kinds, str(report)
+    assert test_memory_faults.kinds(report) == kinds, str(report)
 
 
 @pytest.mark.parametrize(("barrier", "right"), [(BARRIER, True), ("", False)])

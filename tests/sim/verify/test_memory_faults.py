@@ -70,6 +70,13 @@ def unwritten(count: int) -> None:
     kernels.copy[(1,)](x, torch.zeros(N), 0, N)
 
 
+def unwritten_end(count: int) -> None:
+    """Of memory that is no multiple of eight bytes long."""
+    x = torch.empty(N + 1)
+    x[:count] = 1
+    kernels.copy[(1,)](x, torch.zeros(1), N, 1)
+
+
 def unwritten_by_the_peer(count: int) -> None:
     tensor = symmetric_memory.empty(N)
     handle = symmetric_memory.rendezvous(tensor)
@@ -126,6 +133,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "multicast": (by_switch, 4 * N - 4, 4 * N, "out of bounds"),
     "masked": (of_nothing, 0, 1, "out of bounds"),
     "unwritten": (unwritten, N, 4, "uninitialised"),
+    "unwritten end": (unwritten_end, N + 1, N, "uninitialised"),
     "unwritten by the peer": (unwritten_by_the_peer, N, 4, "uninitialised"),
     "expanded": (expanded, 1, 2, "read-only"),
     "declared const": (const, kernels.fill, kernels.fill_const, "read-only"),
@@ -142,14 +150,27 @@ def found(report: RaceReport) -> Finding:
     return finding
 
 
+def kinds(report: RaceReport) -> set[str]:
+    """Of what was found; each access is a step of its schedule's story, which says the same of it."""
+    stories = {story.seed: story for story in report.stories}
+    for finding in report.findings:
+        story, words = stories[finding.seed], finding.memory.partition(" (")[0]
+        for access in filter(None, (finding.first, finding.second)):
+            assert access.step is not None
+            step = story.steps[access.step - story.first]
+            assert (step.rank, step.who, step.lines) == (access.rank, access.who, access.lines)
+            verb = access.what.partition(" ")[0]
+            assert step.text.startswith((verb, "polls")) and words in step.text, step
+    return {finding.kind for finding in report.findings}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_found_and_its_absence_is_not(name: str) -> None:
     on_rank, right, wrong, kind = CASES[name]
     report = races(on_rank, 2, right, seeds=1)
     assert report.clean, str(report)
     report = races(on_rank, 2, wrong, seeds=2)
-    kinds = {finding.kind for finding in report.findings}
-    assert kind in kinds and kinds <= {kind, "out of bounds", "write-write"}, str(report)
+    assert kind in kinds(report) <= {kind, "out of bounds", "write-write"}, str(report)
 
 
 def test_a_finding_says_who_where_and_how() -> None:
@@ -162,6 +183,13 @@ def test_a_finding_says_who_where_and_how() -> None:
     assert (finding.offset, finding.count) == (64, 8)
     assert finding.index == "16, element (8,) of a block of 16"
     assert "\n  access  rank" in str(finding) and "seeds=[0]" in str(finding)
+
+
+def test_a_finding_counts_elements_that_there_are() -> None:
+    finding = found(races(unwritten_end, 1, N, seeds=1))
+    assert (finding.offset, finding.count) == (4 * N, 1)
+    finding = found(races(lambda: kernels.fill[(2,)](torch.ones(1), 0, 1), 1, seeds=1))
+    assert (finding.kind, finding.offset, finding.count) == ("write-write", 0, 1)
 
 
 def test_a_line_is_told_once_for_all_elements_programs_and_ranks() -> None:

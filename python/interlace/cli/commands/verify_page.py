@@ -5,13 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
 from interlace.runtime.core.errors import BlockedWait
-from interlace.verify import (
-    Access,
-    Finding,
-    LintReport,
-    RaceReport,
-    ScheduleReport,
-)
+from interlace.verify import Finding, LintReport, RaceReport, ScheduleReport
 from interlace.verify.schedule_check.interleaving import Step, Story
 from interlace.verify.suite.jobs import JobResult
 
@@ -75,8 +69,10 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
     steps = [(_lane(step), step) for step in story.steps]
     waits = [((wait.rank, wait.who), wait) for wait in story.blocked]
     lanes = sorted({lane for lane, _ in [*steps, *waits]})
-    view, end = PageView(title, "steps", lanes), story.first + len(steps)
-    red = () if finding is None else _accesses(story, finding)
+    view, numbers = PageView(title, "steps", lanes), range(story.first, story.first + len(steps))
+    accesses = () if finding is None else (finding.first, finding.second)
+    told = [each.step for each in accesses if each and each.step is not None]
+    red = [number for number in told if number in numbers]
     for number, (lane, step) in enumerate(steps, story.first):
         word = step.text.partition(" ")[0]
         kind = "memory" if step.task == "memory" else KINDS.get(word, "signal")
@@ -89,7 +85,7 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
         view.arrows.append((red[0] - story.first, red[1] - story.first, "red"))
     for lane, wait in waits:
         text = f"waits for {str(wait).partition(' waits for ')[2]}"
-        begins = lanes.index(lane), end, end + 3
+        begins = lanes.index(lane), numbers.stop, numbers.stop + 3
         view.events.append(PageEvent(*begins, "wait", text, story.where(wait), "blocked"))
     for number, (_, wait) in enumerate(waits, len(steps)):
         view.arrows += [(number, each, "blocked") for each in _owed_by(wait, view)]
@@ -98,28 +94,6 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
 
 def _lane(step: Step) -> tuple[int, str]:
     return step.rank, "memory" if step.task == "memory" else step.who.partition(" of launch ")[0]
-
-
-def _accesses(story: Story, finding: Finding) -> tuple[int, ...]:
-    """The accesses among the steps; of a race neither of those to memory that is not symmetric."""
-    before = None
-    memory = finding.memory.partition(" (")[0]
-    for number, step in enumerate(story.steps, story.first):
-        if finding.first is None:
-            if _is(step, finding.second, memory) and step.text.endswith(f": {finding.kind}"):
-                return (number,)
-            continue
-        if before is not None and _is(step, finding.second, memory):
-            return before, number
-        if _is(step, finding.first, memory):
-            before = number
-    return ()
-
-
-def _is(step: Step, access: Access, memory: str) -> bool:
-    does = step.text.startswith((access.what.partition(" ")[0], "polls"))
-    who = (step.rank, step.who) == (access.rank, access.who)
-    return does and who and step.lines == access.lines and memory in step.text
 
 
 def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:

@@ -42,7 +42,7 @@ class PageView:
 
 @dataclass
 class Panel:
-    """A finding if ``bad``, else a run; ``table`` begins with its head."""
+    """A finding if ``bad``, else a run; ``table`` begins with its head. Empty views are not shown."""
 
     title: str
     text: str
@@ -75,7 +75,7 @@ def write_page(
 def _panel(panel: Panel, sources: "Sources") -> dict[str, Any]:
     """``panel`` for JSON; its lines become part of ``sources``."""
     views = []
-    for view in panel.views:
+    for view in (each for each in panel.views if each.events):
         events = [[*each[:5], sources.of(each.lines), *each[6:]] for each in view.events]
         views.append({**vars(view), "events": events})
     return {**vars(panel), "views": views, "lines": sources.of(panel.lines)}

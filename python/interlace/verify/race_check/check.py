@@ -8,18 +8,16 @@ from typing import Any, cast
 from interlace import launcher
 from interlace.runtime.places.sim.compiled import Rewrite, as_compiled, programs
 from interlace.runtime.places.sim.place import run_sim
-from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Programs, Scheduler
-from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.strategies import for_seed
-from interlace.runtime.scheduler.task import Task
 from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.findings import Finding, RaceReport
-from interlace.verify.race_check.happens_before import Detector, task_lines
+from interlace.verify.race_check.happens_before import Detector
+from interlace.verify.race_check.teller import RaceTeller
 from interlace.verify.race_check.torch_accesses import TorchAccesses
-from interlace.verify.schedule_check.interleaving import Story, Storyteller
+from interlace.verify.schedule_check.interleaving import Story
 from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
 
 SEEDS = 10
@@ -102,11 +100,14 @@ def races(
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
         if new or differs:
-            relaxed, teller = [Detector(seed, rules) for _, _, rules in CAUSES], RaceTeller()
-            several = Several([*relaxed, teller])
+            relaxed, teller = (
+                [Detector(seed, rules) for _, _, rules in CAUSES],
+                RaceTeller(seed, new),
+            )
+            several = Several([*relaxed, teller.detector, teller])
             _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
             stories.append(teller.story(seed, raised))
-            for finding in _explained(new, relaxed):
+            for finding in _explained(new, relaxed, teller.detector):
                 found[finding.key] = finding
         on_seed(seed)
     return RaceReport(
@@ -184,28 +185,15 @@ class Several:
         return tell_all
 
 
-class RaceTeller(Storyteller):
-    """Notes what torch operators of user code and streams do to symmetric memory, too."""
+def _explained(findings: list[Finding], relaxed: list[Detector], again: Detector) -> list[Finding]:
+    """Findings with the rule that makes them, by what detectors with ``CAUSES``' rules did not find.
 
-    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
-        text = f"{bad.does} at {bad.memory}, byte {bad.offset}: {bad.kind}"
-        self._note(task, text, program_lines())
-
-    def know(self, tensor: Any, rank: int) -> None: ...
-
-    def new(self, task: Task, tensor: Any, op: str, *, writes: bool = True) -> None: ...
-
-    def touch(self, task: Task, tensor: Any, op: str, *, stores: bool) -> None:
-        place = self._memory.find(tensor.data_ptr())
-        if place is not None:
-            verb = "writes" if stores else "reads"
-            self._note(task, f"{verb} ({op}) at {place}", task_lines(task))
-
-
-def _explained(findings: list[Finding], relaxed: list[Detector]) -> list[Finding]:
-    """Findings with the rule that makes them, by what detectors with ``CAUSES``' rules did not find."""
+    From ``again`` they have the steps of their accesses.
+    """
     explained = []
     for finding in findings:
+        told = again.found.get(finding.key, finding)
+        finding = replace(finding, first=told.first, second=told.second)
         for (kind, hint, _), detector in zip(CAUSES, relaxed, strict=True):
             if (
                 finding.kind != "narrow scope"

@@ -32,13 +32,14 @@ KINDS = {
 class Access:
     """One access: who (``rank``, ``who``: program, stream or user code), what, and from which lines.
 
-    ``lines`` are "file.py:12 in function", innermost first.
+    ``lines`` are "file.py:12 in function", innermost first. ``step``: its number in the schedule's story.
     """
 
     rank: int
     who: str
     what: str
     lines: tuple[SourceText, ...]
+    step: int | None = None
 
     def __str__(self) -> str:
         text = f"rank {self.rank} {self.who} {self.what}"

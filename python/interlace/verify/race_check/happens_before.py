@@ -24,7 +24,6 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 """
 
 import ctypes
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,7 +36,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import place_of, program_lines, user_frame
+from interlace.runtime.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import (
     SCOPES,
@@ -80,6 +79,7 @@ class Detector(Observer):
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
         self._sites: dict[Access, int] = {}
+        self._accesses: list[Access] = []  # by the number of the site
         self.found: dict[tuple[Any, ...], Finding] = {}  # one per kind and pair of source lines
 
     def _agent(self, task: Task) -> Agent:
@@ -230,9 +230,10 @@ class Detector(Observer):
         for segment, cells in self._memory.find(addresses, size):
             self._access(agent, component, (segment, cells), site, size, stores=stores)
             if not stores and (unwritten := segment.unwritten(cells)):
-                offset, count = unwritten[0] - segment.base, len(unwritten) * segment.cell
-                where = segment.label, offset, max(1, count // size), self.seed
-                access, index = list(self._sites)[site], str(offset // size)
+                offset = unwritten[0] - segment.base
+                count = segment.elements(offset, len(unwritten), size)
+                where = segment.label, offset, count, self.seed
+                access, index = self._accesses[site], str(offset // size)
                 finding = Finding("uninitialised", None, access, *where, index=index)
                 self.found.setdefault(finding.key, finding)
 
@@ -459,7 +460,7 @@ class Detector(Observer):
     def on_bad_access(self, task: Task, bad: BadAccess) -> None:
         """An access that is wrong by itself, and is left out."""
         agent = self._agent(task)
-        access = Access(agent.rank, agent.who, bad.does, program_lines())
+        access = self._access_of(agent, bad.does, program_lines())
         memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
         where = memory, bad.offset, bad.count, self.seed
         finding = Finding(bad.kind, None, access, *where, index=bad.index)
@@ -467,20 +468,27 @@ class Detector(Observer):
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""
-        return self._sites.setdefault(Access(agent.rank, agent.who, what, lines), len(self._sites))
+        access = self._access_of(agent, what, lines)
+        if access not in self._sites:
+            self._sites[access] = len(self._accesses)
+            self._accesses.append(access)
+        return self._sites[access]
+
+    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
+        return Access(agent.rank, agent.who, what, lines)
 
     def _report(
         self, kind: str, conflicts: Conflicts, site: int, segment: ShadowSegment, size: int
     ) -> None:
         for conflict in conflicts:
-            accesses = list(self._sites)
+            offset = conflict.cell * segment.cell
             finding = Finding(
                 kind,
-                accesses[conflict.site],
-                accesses[site],
+                self._accesses[conflict.site],
+                self._accesses[site],
                 segment.label,
-                conflict.cell * segment.cell,
-                max(1, conflict.cells * segment.cell // size),
+                offset,
+                segment.elements(offset, conflict.cells, size),
                 self.seed,
                 kind,
             )
@@ -490,11 +498,3 @@ class Detector(Observer):
 def _stream_atomic(kind: str, sem: str) -> Atomic:
     """The atomic of ``publish_kernel`` and ``wait_kernel``, which streams do themselves in ``sim``."""
     return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")
-
-
-def task_lines(task: Task) -> tuple[SourceText, ...]:
-    """The user's line, for user code and for what user code has put on a stream."""
-    if task.owner is not None:
-        return (task.owner.running,)
-    frame = user_frame(sys._getframe(2))
-    return () if frame is None else (place_of(frame),)

@@ -161,18 +161,22 @@ class ShadowSegment:
             never &= (marks["extra"][index] & WRITES) == 0
         first = [self._number(index, position) for position in np.flatnonzero(never)]
         addresses = [self.base + cell * self.cell for cell in first]
-        return [
-            each for each in addresses if ctypes.string_at(each, self.cell) == self._poisoned(each)
-        ]
+        return [each for each in addresses if self._is_poison(each)]
 
-    def _poisoned(self, address: int) -> bytes:
+    def _is_poison(self, address: int) -> bool:
         begin = (address - self.base) % len(self.poison)
-        return (self.poison * (1 + LARGEST_CELL))[begin : begin + self.cell]
+        size = min(self.cell, self.end - address)  # the last cell may be longer than the memory
+        poison = (self.poison * (1 + LARGEST_CELL))[begin : begin + size]
+        return ctypes.string_at(address, size) == poison
 
     def _number(self, index: Index, position: Any) -> int:
         if isinstance(index, slice):
             return int(index.start + position)
         return int(index[position])
+
+    def elements(self, offset: int, cells: int, size: int) -> int:
+        """How many elements of ``size`` bytes so many cells have, the first of them at ``offset``."""
+        return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
     def note_store(self, index: Index, component: Any, time: Any, site: int) -> None:
         marks = (("time", time), ("component", component), ("site", site), ("extra", 0))

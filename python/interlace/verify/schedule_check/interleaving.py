@@ -91,8 +91,15 @@ class Storyteller(Observer):
         self, task: Task | None, text: str, lines: tuple[SourceText, ...], after: Any = ()
     ) -> None:
         if task is not None:
-            launch = f" of launch {task.number + 1}" if task.number and task.program else ""
-            self._add(Step(task.name, task.rank, task.who + launch, text, lines, tuple(after)))
+            self._add(Step(task.name, task.rank, self._who(task), text, lines, tuple(after)))
+
+    def _who(self, task: Task) -> str:
+        launch = f" of launch {task.number + 1}" if task.number and task.program else ""
+        return task.who + launch
+
+    def _place(self, task: Task, address: int) -> str | None:
+        """What an address is called, if what is done there is told."""
+        return self._memory.find(address)
 
     def _add(self, step: Step) -> None:
         self._steps.append(step)
@@ -103,10 +110,11 @@ class Storyteller(Observer):
 
     def _access(self, task: Task | None, verb: str, pointers: Any, mask: Any) -> None:
         addresses = active_addresses(pointers, mask)
-        place = self._memory.find(int(addresses[0])) if len(addresses) else None
-        if task is None or place is None:
+        if task is None or not len(addresses):
             return
-        self._note(task, f"{verb} {_elements(len(addresses))} at {place}", program_lines())
+        place = self._place(task, int(addresses[0]))
+        if place is not None:
+            self._note(task, f"{verb} {_elements(len(addresses))} at {place}", program_lines())
 
     def on_allocate(self, rank: int, memory: Any, label: str) -> None:
         self._memory.put(memory.data_ptr(), memory.nbytes, label)
@@ -127,7 +135,7 @@ class Storyteller(Observer):
         addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
         if task is None or not addresses:
             return
-        place = self._memory.find(addresses[0]) or "own memory"
+        place = self._place(task, addresses[0]) or "own memory"
         seen = result.data.ravel()[0]
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
         taken = atomic.compare is None or bool((result.data == atomic.compare.data).any())
