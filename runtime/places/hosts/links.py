@@ -282,14 +282,20 @@ class HostLinks:
             raise self._broken(peer, error, "recv") from None
 
     def send_packet(self, peer: int, packet: Packet) -> None:
-        """Send one packet; its receiver always listens."""
-        under_way = self._under_way[peer]
+        """Send one packet. Its receiver always listens, unless its process is stopped: then at the timeout
+        the group fails."""
+        under_way, bound = self._under_way[peer], self.bound()
+        waiting = time.monotonic() + bound, "send", peer, bound
         try:
             under_way.append(self._gloo.send([packet.pack()], peer, CONTROL))
             if len(under_way) > _MOST_UNDER_WAY:
-                under_way.popleft().wait(_EVER)
+                self.waiting = self.waiting or waiting
+                under_way.popleft().wait(timedelta(seconds=bound + LATE))
         except RuntimeError as error:
             raise self._broken(peer, error, "send") from None
+        finally:
+            if self.waiting is waiting:
+                self.waiting = None
 
     # -- threads ---------------------------------------------------------------------------------
 
@@ -315,9 +321,7 @@ class HostLinks:
             elif received.kind == ASKED:
                 late = self._awaited()
                 if self._failure is None:  # or the asker hears of that, and for whom it waited
-                    with contextlib.suppress(InterlaceError):
-                        number = 0 if late is None else 1 + late
-                        self.send_packet(peer, Packet(AWAITS, number=number))
+                    self.send_all(Packet(AWAITS, number=0 if late is None else 1 + late), [peer])
             elif received.kind == AWAITS:
                 _settle(self._answers.pop(peer, Future()), received.number.__int__)
             elif received.kind == ABORT:
@@ -368,7 +372,7 @@ class HostLinks:
         self._answers[rank] = answer = Future[Any]()
         try:
             self.check()
-            self.send_packet(rank, Packet(ASKED))
+            self.send_all(Packet(ASKED), [rank])
             said = answer.result(_ANSWER)
         except (InterlaceError, TimeoutError, FutureTimeoutError):
             return None

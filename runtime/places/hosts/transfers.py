@@ -261,8 +261,10 @@ class HostTransfers:
             ]
             ended = [future for future, *_ in late if not future.waited]
             self._posted = [each for each in self._posted if each.future not in ended]
+        peers = {peer for _, _, peer, _ in late if peer is not None}
+        culprits = {peer: self._links.culprit(peer) for peer in peers}  # asking takes a second
         for future, doing, peer, tag in late:
-            behind = () if peer is None else (self._links.culprit(peer),)
+            behind = () if peer is None else (culprits[peer],)
             name = "any rank" if peer is None else f"rank {peer}"
             text = f"rank {self.rank}: {doing} {name} (tag {tag}) has waited {future.bound:g} s"
             text += f" for ranks {list(behind)}" if behind else ""

@@ -1,4 +1,4 @@
-"""A rank killed or stopped in the middle of a message between hosts: waits for the rest end."""
+"""A rank killed or stopped in the middle of messages between hosts: waits for the rest end."""
 
 import multiprocessing
 import os
@@ -58,6 +58,28 @@ def with_a_lost_message(rank: int, world_size: int, folder: str, said: Any) -> N
 def test_a_message_that_gloo_has_lost(tmp_path: pathlib.Path) -> None:
     with started(with_a_lost_message, 2, tmp_path) as (_, ends):
         assert heard(ends[0], LONG / 2).startswith("PeerDiedError: rank 1 ")
+
+
+def send_to_a_stopped_rank(rank: int, world_size: int, folder: str, said: Any) -> None:
+    """Rank 1 is stopped; what rank 0 is told, which sends it more than its connection holds."""
+    os.environ["INTERLACE_TRUST_NETWORK"] = "1"
+    store = FileStore(f"{folder}/store", 2)
+    place = connect_place(store, rank, 2, timeout=SHORT, name="stopped", host=f"host {rank}")
+    group = Communicator(place, range(2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        while True:
+            group.engine.send(Call("send"), torch.zeros(1), 1, 0)
+    except InterlaceError as error:
+        said.send(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def test_sends_to_a_stopped_rank_end_at_the_timeout(tmp_path: pathlib.Path) -> None:
+    with started(send_to_a_stopped_rank, 2, tmp_path) as (_, ends):
+        expected = "CollectiveTimeoutError: rank 0: send has waited 3 s for ranks [1]"
+        assert heard(ends[0], LONG / 2) == expected
 
 
 def gather_for_ever(rank: int, timeout: float, folder: pathlib.Path, said: Any) -> None:
