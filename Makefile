@@ -8,6 +8,7 @@
 # A longer soak:      make faults MINUTES=10
 # More of torch's tests: make conformance PYTORCH=folder of its repository, of the same release
 # Some programs only: make clients CLIENTS="ray_train lightning_ddp"
+# PhysicsNeMo's own tests instead: make clients PHYSICSNEMO=folder of its repository, of the same release
 
 # The first Python on PATH that the project supports; python3 if it is one.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))
@@ -62,7 +63,8 @@ conformance: $(VENV)/test  ## torch's own tests of process groups, on interlace 
 	$(PY) tests/conformance/run_suite.py $(if $(PYTORCH),--pytorch $(PYTORCH))
 
 clients: .venv-clients/made  ## programs that others wrote, on gloo and on interlace, and their table; minutes, 3 GB
-	PYTHONPATH=tests .venv-clients/bin/python -m clients.run $(CLIENTS)
+	PYTHONPATH=tests .venv-clients/bin/python -m clients.$(if $(PHYSICSNEMO),physicsnemo_tests \
+		$(PHYSICSNEMO),run $(CLIENTS))
 
 faults: $(VENV)/test  ## provoke every fault that docs/reliability.md is about, and write its table; ten minutes
 	PYTHONPATH=tests $(PY) -m faults --minutes $(MINUTES)

@@ -34,7 +34,8 @@ class Split(nn.Module):
         return gather_from_parallel_region(self.shared(x), 0, rows, "model")
 
 
-def train(backend: str, step: Callable[[object], None]) -> None:
+def set_up(backend: str) -> tuple[int, int]:
+    """Its manager, on this rank of so many, which are returned."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # It binds the group to its device, which torch refuses of a CPU, and leaves that out on a TypeError.
     init = dist.init_process_group
@@ -42,6 +43,11 @@ def train(backend: str, step: Callable[[object], None]) -> None:
         name, rank=rank, world_size=world_size
     )
     DistributedManager.setup(rank, ranks, rank, port=os.environ["MASTER_PORT"], backend=backend)
+    return rank, ranks
+
+
+def train(backend: str, step: Callable[[object], None]) -> None:
+    rank, ranks = set_up(backend)
     DistributedManager.create_process_subgroup("model", ranks)
     inputs, targets = torch.randn(2, 64, 32)
     torch.manual_seed(1 + rank)

@@ -52,12 +52,23 @@ class Ranks(MultiProcessTestCase):
     @skip_if_lt_x_gpu(2)
     def test_sum(self):
         self.group()
-        total = torch.ones(4)
+        total = torch.ones(4, device=f"cuda:{self.rank}")
         dist.all_reduce(total)
         self.assertEqual(total, torch.full((4,), 2.0))
 
     def test_that_only_gloo_passes(self):
         self.assertEqual(type(self.group()).__name__, "ProcessGroupGloo")
+
+
+class RanksOfGPUs(MultiProcessTestCase):
+    world_size = 0
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_that_no_rank_runs(self):
+        raise AssertionError
 """
 
 
@@ -77,15 +88,15 @@ def test_choice_of_torch_tests() -> None:
 
 @thorough
 def test_files_of_a_checkout(tmp_path: Path) -> None:
-    """A file that gloo cannot import does not count; a test that asks for GPUs runs on the CPU."""
+    """A file that gloo cannot import does not count, nor a test without ranks; GPUs are CPUs."""
     folder = tmp_path / "test/distributed"
     folder.mkdir(parents=True)
     (folder / "test_device_mesh.py").write_text("import something_of_another_release\n")
     (folder / "test_functional_api.py").write_text(OF_A_CHECKOUT)
     done = run_suite("--pytorch", str(tmp_path))
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "gloo, distributed/test_functional_api.py: 2 tests, 2 pass" in done.stdout
-    assert "interlace, distributed/test_functional_api.py: 2 tests, 1 pass" in done.stdout
+    assert "gloo, distributed/test_functional_api.py: 3 tests, 2 pass, 1 skip" in done.stdout
+    assert "interlace, distributed/test_functional_api.py: 3 tests, 1 pass" in done.stdout
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert failed == ["FAILED, and gloo passes it: Ranks.test_that_only_gloo_passes"]
     assert "something_of_another_release" in done.stdout, done.stdout
