@@ -185,7 +185,8 @@ def _describe(error: BaseException) -> str:
         lines = [line.strip() for line in str(cause).splitlines()]
         # ptxas' own words come before the command to run it again
         last = [line for line in lines if line and not line.startswith("Repro command")]
-        causes.append(f"{type(cause).__name__}: {last[-1] if last else ''}")
+        first = [line.partition("; ")[2] for line in lines if "; error " in line]  # ptxas'
+        causes.append(f"{type(cause).__name__}: {(first or last[-1:] or [''])[0]}")
         cause = cause.__cause__
     return "; ".join(causes)[:1000]
 

@@ -34,6 +34,7 @@ def wait_kernel(slot_ptr, epoch):
     """Law 3: the poll is volatile, and acquires nothing."""
     while tl.load(slot_ptr, volatile=True) < epoch:  # faulty: weak poll
         pass
+    tl.store(slot_ptr + 1, tl.load(slot_ptr + 2))
 
 
 @triton.jit
@@ -41,6 +42,7 @@ def relaxed_kernel(slot_ptr, epoch):
     """Law 3: the poll is relaxed; its value reaches the other threads through shared memory."""
     while tl.atomic_add(slot_ptr, 0, sem="relaxed", scope="sys") < epoch:  # faulty: weak poll
         pass
+    tl.store(slot_ptr + 1, tl.load(slot_ptr + 2))
 
 
 @triton.jit
@@ -53,6 +55,31 @@ def assembly_kernel(slot_ptr, data_ptr):
             "ld.relaxed.sys.global.s32 $0, [$1];", "=r,l", [address], tl.int32, False, 1
         )
     tl.store(data_ptr, tl.load(data_ptr + 1))
+
+
+@triton.jit
+def fenced_kernel(slot_ptr, data_ptr):
+    """Right: a relaxed poll, then an acquire whose value nothing uses, of which SASS keeps what orders."""
+    address = slot_ptr.to(tl.int64)
+    seen = tl.zeros((), tl.int32)
+    while seen == 0:
+        seen = tl.inline_asm_elementwise(
+            "ld.relaxed.sys.global.s32 $0, [$1];", "=r,l", [address], tl.int32, False, 1
+        )
+    tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [address], tl.int32, False, 1
+    )
+    tl.debug_barrier()
+    tl.store(data_ptr, tl.load(data_ptr + 1))
+
+
+@triton.jit
+def free_kernel(slot_ptr, epoch, data_ptr):
+    """Right: a relaxed poll in front of stores only."""
+    both = tl.load(data_ptr + 1) + tl.load(data_ptr + 2)
+    while tl.atomic_add(slot_ptr, 0, sem="relaxed", scope="sys") < epoch:
+        pass
+    tl.store(data_ptr, both)
 
 
 @triton.jit

@@ -1,6 +1,8 @@
 """Run one check of ``interlace.verify`` on one mutant; used by the tests and by mutant_table.py."""
 
 import pathlib
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,11 +72,23 @@ def _lint(case: Case, folder: pathlib.Path) -> list[str]:
 
 
 def _lint_launched(case: Case, folder: pathlib.Path) -> list[str]:
-    """What is wrong with the kernels that a function launches and was not before the mutation."""
+    """What is wrong with the kernels that a function launches and was not before the mutation.
+
+    A rule that a function broke as often before is nothing that the mutation has done.
+    """
     original = replace(case.mutant, name=f"{case.mutant.name} undone", edits=())
-    known = {fault.short() for fault in _faults(original, case.target, folder)}
-    faults = _faults(case.mutant, case.target, folder)
-    return [str(fault) for fault in faults if fault.short() not in known]
+    known = Counter(map(_broken, _faults(original, case.target, folder)))
+    found = []
+    for fault in _faults(case.mutant, case.target, folder):
+        known[_broken(fault)] -= 1
+        if known[_broken(fault)] < 0:
+            found.append(str(fault))
+    return found
+
+
+def _broken(fault: Fault) -> tuple[str, str]:
+    """The rule, and the functions in which it is broken."""
+    return fault.rule, re.sub(r"\S+:\d+", "", fault.where)
 
 
 def _faults(mutant: Mutant, function: str, folder: pathlib.Path) -> list[Fault]:

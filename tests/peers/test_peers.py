@@ -38,10 +38,11 @@ IRIS = Peer("iris_kernels.py", "two_rounds", ("iris",))
 TRITON_DISTRIBUTED = Peer("triton_distributed_kernels.py", "one_launch", ("triton_dist",))
 NVSHMEM = Peer("nvshmem_kernels.py", "gather", ("torch",), 3)
 TUPLE = Peer("tuple_kernels.py", "two_rounds", ("torch",))
+TWO_SHOTS = Peer("tuple_kernels.py", "two_shots", ("torch",))
 PROGRESS = Peer("progress_kernels.py", "two_rounds", ("torch",))
 EXPERTS = Peer("expert_kernels.py", "two_rounds", ("torch",), 3)
 MULTIMEM = Peer("multimem_kernels.py", "two_rounds", ("torch",))
-PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, TUPLE, PROGRESS, EXPERTS, MULTIMEM]
+PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, TUPLE, TWO_SHOTS, PROGRESS, EXPERTS, MULTIMEM]
 
 MUTANTS = [
     (
@@ -107,6 +108,15 @@ MUTANTS = [
         ("    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=False)\n", ""),
     ),
     (
+        TWO_SHOTS,
+        ("weak order",),
+        "the meeting before the sums acquires nothing",
+        (
+            "AFTER_STORES=True, BEFORE_LOADS=True)\n    total = tl.zeros((BLOCK,)",
+            "AFTER_STORES=True, BEFORE_LOADS=False)\n    total = tl.zeros((BLOCK,)",
+        ),
+    ),
+    (
         PROGRESS,
         ("weak order",),
         "a poll that acquires nothing",
@@ -156,7 +166,7 @@ def late_stores(fn: Callable[[], Any], world_size: int, n: int) -> ScheduleRepor
     return schedules(fn, world_size, n=n, store_buffers=True, workers=1, shrink=False)
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.file)
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.file} {peer.function}")
 def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
     with shims.installed(*peer.shims):
         fn = peer.loaded(peer.mutant("none"), tmp_path)

@@ -1,7 +1,8 @@
-"""A matmul with a one-shot all-reduce in the style of Kraken: a tuple of buffers, and flags by inline PTX.
+"""All-reduces in the style of Kraken: one shot behind a matmul, two shots; flags by inline PTX.
 
-Every program stores its tile into the own buffer, meets the programs of its number on all ranks, and adds
-up everybody's tile. A flag goes from 0 to 1 when it is raised, and back when it is taken, so pads need no
+In one shot every program stores its tile into the own buffer, meets the programs of its number on all
+ranks, and adds up everybody's tile, from a tuple of buffers. In two, it adds up a part and stores the sums
+into all buffers. A flag goes from 0 to 1 when it is raised, and back when it is taken, so pads need no
 reset and a captured launch can be repeated.
 """
 
@@ -77,6 +78,26 @@ def matmul_all_reduce(a_ptr, b_ptr, buffers, pads_ptr, output_ptr, rank: tl.cons
     meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=False)
 
 
+@triton.jit
+def two_shot_all_reduce(input_ptr, buffers, pads_ptr, output_ptr, rank: tl.constexpr,
+                        WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The first meeting orders nothing, on purpose: nobody begins long before the others."""
+    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=False, BEFORE_LOADS=False)
+    first = tl.program_id(0) * WORLD_SIZE * BLOCK
+    whole = first + tl.arange(0, WORLD_SIZE * BLOCK)
+    part = first + rank * BLOCK + tl.arange(0, BLOCK)
+    tl.store(buffers[rank] + whole, tl.load(input_ptr + whole))
+    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=True)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for peer in tl.static_range(WORLD_SIZE):
+        total += tl.load(buffers[peer] + part)
+    for peer in tl.static_range(WORLD_SIZE):
+        tl.store(buffers[peer] + part, total)
+    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=True)
+    tl.store(output_ptr + whole, tl.load(buffers[rank] + whole))
+    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=False)
+
+
 def two_rounds():
     shape = (TILES * BLOCK, BLOCK)
     tensor = symm_mem.empty(shape, dtype=torch.float32)
@@ -92,3 +113,20 @@ def two_rounds():
         )  # fmt: skip
         if not torch.all(output == sum(1.0 + r + step for r in range(world_size))):
             raise AssertionError(f"rank {interlace.get_rank()} has a wrong sum in step {step}")
+
+
+def two_shots():
+    world_size = interlace.get_world_size()
+    shape = (TILES * world_size * BLOCK,)
+    tensor = symm_mem.empty(shape, dtype=torch.float32)
+    handle = symm_mem.rendezvous(tensor)
+    buffers = tuple(handle.get_buffer(r, shape, tensor.dtype) for r in range(world_size))
+    output = torch.empty(shape)
+    for step in range(ROUNDS):
+        mine = torch.arange(shape[0]) + 1000.0 * handle.rank + step
+        two_shot_all_reduce[(TILES,)](
+            mine, buffers, handle.signal_pad_ptrs_dev, output, handle.rank, world_size, BLOCK
+        )  # fmt: skip
+        sums = world_size * (torch.arange(shape[0]) + step) + 500.0 * world_size * (world_size - 1)
+        if not torch.equal(output, sums):
+            raise AssertionError(f"rank {handle.rank} has a wrong sum in step {step}")

@@ -17,13 +17,14 @@ RULES = {
         " own stores are ordered. Call tl.debug_barrier() directly before the atomic."
     ),
     "narrow scope": (
-        "An acquire, a release or a fence of gpu or cta scope; other ranks need not see it. Atomics"
-        ' of tl have scope "gpu" and sem "acq_rel" unless told otherwise. Right for a counter that'
-        " only this GPU uses: then ignore it."
+        "An acquire, a release or a fence next to a signal, of gpu or cta scope; other ranks need not see"
+        ' it. Atomics of tl have scope "gpu" and sem "acq_rel" unless told otherwise. Right for a counter'
+        " that only this GPU uses: then ignore it."
     ),
     "weak poll": (
-        "A loop polls a signal with a volatile, relaxed or plain load. What was published before the"
-        " signal need not be visible when the loop ends. Poll with an atomic that acquires."
+        "A loop polls a signal with a volatile, relaxed or plain load, and loads follow. What was published"
+        " before the signal need not be visible to them. Poll with an atomic that acquires. Right where"
+        " they need nothing of it: then ignore it."
     ),
     "dropped wait": (
         "The source waits, or acquires, and the SASS does not: the compiler removes a plain"
@@ -45,7 +46,6 @@ RULES = {
     ),
     "weakened by ptxas": (
         "A system-scope acquire or release of the PTX left no instruction of that strength in SASS."
-        " From Triton 3.8 on also an acquire whose value nothing uses, which is still there in PTX."
     ),
     "spills": (
         "Registers do not suffice: values live on the stack. Judged on sm_90 and sm_100, which have"

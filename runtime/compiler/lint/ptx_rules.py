@@ -64,6 +64,16 @@ def _is_data_store(one: PtxInstruction) -> bool:
     return writes and one.is_global and one.parts.isdisjoint({*_ORDERED, "async"})
 
 
+def _is_data(one: PtxInstruction) -> bool:
+    return _is_data_load(one) or _is_data_store(one)
+
+
+def _is_signal(one: PtxInstruction) -> bool:
+    """An access that fences make an acquire or a release of."""
+    strong = one.kind in ("atom", "red") or not one.parts.isdisjoint({"relaxed", "volatile"})
+    return strong and one.is_global
+
+
 def _is_fence(one: PtxInstruction) -> bool:
     """A fence between generic accesses, which threads do for themselves."""
     kind, _, rest = one.operation.partition(".")
@@ -123,17 +133,30 @@ unfenced_descriptor_load = _reaching(
 
 
 def narrow_scope(program: PtxModule) -> list[Fault]:
-    """Acquires, releases and fences that other ranks need not see."""
+    """Acquires, releases and fences that other ranks need not see.
 
-    def narrow(one: PtxInstruction) -> bool:
-        if _is_fence(one):
-            return not one.parts.isdisjoint(_NARROW)
-        return (is_acquire(one) or is_release(one)) and "sys" not in one.parts
+    A fence orders for others only together with a signal, before it to acquire and after it to release:
+    between loads of data nobody can tell its scope.
+    """
+    code, reach = program.instructions, program.flow.reach
+    accesses = program.where(lambda one: _is_signal(one) or _is_data(one))
+    signals = [i for i in accesses if _is_signal(code[i])]
+
+    def next_to_a_signal(fence: int) -> bool:
+        later = reach([fence], lambda i: False)
+        acquires = fence in reach(signals, lambda i: False) and not later.isdisjoint(accesses)
+        releases = fence in reach(accesses, lambda i: False) and not later.isdisjoint(signals)
+        return acquires or releases
+
+    def narrow(i: int) -> bool:
+        if _is_fence(code[i]):
+            return not code[i].parts.isdisjoint(_NARROW) and next_to_a_signal(i)
+        return (is_acquire(code[i]) or is_release(code[i])) and "sys" not in code[i].parts
 
     return [
         Fault("narrow scope", f"{one.operation} is not of scope sys", describe(one.chain))
-        for one in program.instructions
-        if narrow(one)
+        for i, one in enumerate(code)
+        if narrow(i)
     ]
 
 
@@ -162,7 +185,10 @@ def early_load(program: PtxModule) -> list[Fault]:
 
 
 def weak_poll(program: PtxModule) -> list[Fault]:
-    """Loads without acquire that decide whether their loop ends, with nothing that acquires after."""
+    """Loads without acquire that decide whether their loop ends, if loads follow before any acquire.
+
+    What a later kernel loads is behind the end of this one, which orders it.
+    """
     polls = [i for i in program.where(_may_poll) if _decides(program, i)]
     code = program.instructions
 
@@ -171,7 +197,7 @@ def weak_poll(program: PtxModule) -> list[Fault]:
 
     def unordered(poll: int) -> bool:
         reached = program.flow.reach([poll], orders) - set(polls)
-        return any(_is_data_load(code[i]) or code[i].operation in ("ret", "exit") for i in reached)
+        return any(_is_data_load(code[i]) for i in reached)
 
     return [
         Fault("weak poll", f"{code[i].operation} acquires nothing", describe(code[i].chain))

@@ -85,12 +85,21 @@ def _fits(dot: Dot, num_warps: int) -> bool:
 
 
 def weakened(program: PtxModule, sass: str) -> list[Fault]:
-    """System-scope acquires and releases whose line, where the SASS (``nvdisasm -g``) has it, has none."""
+    """System-scope acquires and releases whose line, where the SASS (``nvdisasm -g``) has it, has none.
+
+    Of an acquire whose value nothing uses the load goes, and the CCTL.IVALL stays that keeps later loads
+    from what was cached before: it orders them after whatever was read.
+    """
     strength: dict[tuple[str, int], set[str]] = {}
     for each in operations(sass)[0]:
         words = strength.setdefault((each.frame.path, each.frame.line), set())
         if "SYS" in each.modifiers:
             words.add("release" if each.name in ("MEMBAR", "FENCE") else "acquire")
+        elif not each.modifiers.isdisjoint(("STRONG", "IVALL")):
+            words.add("narrower" if "STRONG" in each.modifiers else "invalidated")
+    for words in strength.values():
+        if "invalidated" in words and "narrower" not in words:
+            words.add("acquire")
     found_faults = []
     for one in program.instructions:
         if "sys" not in one.parts or not one.chain:

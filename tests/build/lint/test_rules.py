@@ -16,6 +16,7 @@ STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1 };\n"
 BARRIER = "bar.sync 0;\n"
 RELEASE = "@%p1 atom.global.sys.release.exch.b64 %rd2, [ %rd3 + 0 ], %rd4;\n"
 ACQUIRE = "@%p1 ld.global.sys.acquire.b64 %rd2, [ %rd3 + 0 ];\n"
+SIGNAL = "st.relaxed.sys.global.u32 [%rd3], 1;\n"
 FENCE = "fence.proxy.async; mov.u32 %r1, 0;\n"
 SHARED_FENCE = "fence.proxy.async.shared::cta;\n"
 LOAD = "ld.global.b32 { %r4 }, [ %rd7 + 0 ];\n"
@@ -32,7 +33,7 @@ def at(line: int, code: str, called_at: str = "") -> str:
     return f".loc 1 {line} 4 // {chain}\n{code}"
 
 
-def poll(load: str, after: str = "ret;\n") -> str:
+def poll(load: str, after: str = LOAD) -> str:
     test = "setp.lt.s64 %p3, %rd5, %rd6;\n@%p3 bra $L__BB0_1;\n"
     return "$L__BB0_1:\n" + load.format("%rd5", "[ %rd3 + 0 ]") + test + after
 
@@ -41,11 +42,11 @@ WEAK = "ld.volatile.global.b64 {0}, {1};\n"
 SHARED_POLL = (
     "$L__BB0_1:\n@%p1 ld.global.sys.relaxed.b64 %rd5, [ %rd3 + 0 ];\n"
     "@%p1 st.shared.b64 [ %r8 + 0 ], %rd5;\nbar.sync 0;\nld.shared.b64 %rd6, [global_smem];\n"
-    "setp.lt.s64 %p3, %rd6, %rd7;\n@%p3 bra $L__BB0_1;\nret;\n"
+    f"setp.lt.s64 %p3, %rd6, %rd7;\n@%p3 bra $L__BB0_1;\n{LOAD}ret;\n"
 )
 ASSEMBLY_POLL = (
     "{ .reg .pred again; .reg .u32 seen;\nPOLL: ld.relaxed.sys.u32 seen, [%rd1];\n"
-    "setp.ne.u32 again, seen, 1; @again bra POLL; }\nret;\n"
+    f"setp.ne.u32 again, seen, 1; @again bra POLL; }}\n{LOAD}ret;\n"
 )
 WARP_BARRIER = "bar.warp.sync -1;\n"
 
@@ -88,13 +89,22 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
         ],
     ),
     ptx_rules.narrow_scope: (
-        [ACQUIRE, RELEASE, ADD, "fence.acq_rel.sys;\n", "bar.sync 0;\nmembar.sys;\n", SHARED_FENCE],
+        [
+            ACQUIRE,
+            RELEASE,
+            ADD,
+            "fence.acq_rel.sys;\n",
+            "bar.sync 0;\nmembar.sys;\n",
+            SHARED_FENCE,
+            LOAD + "fence.acq_rel.gpu;\n" + LOAD,
+            STORE + "membar.gl;\n" + LOAD + "ret;\n",
+        ],
         [
             ACQUIRE.replace("sys", "gpu"),
             "st.release.cta.global.u32 [%rd3], 1;\n",
             "atom.global.gpu.acq_rel.add.u32 %r1, [ %rd9 + 0 ], %r2;\n",
-            "fence.acq_rel.gpu;\n",
-            "membar.gl;\n",
+            STORE + "fence.acq_rel.gpu;\n" + SIGNAL,
+            poll(WEAK, "membar.gl;\n" + LOAD),
         ],
     ),
     ptx_rules.published_descriptor_store: (
@@ -151,6 +161,7 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             poll(ACQUIRE.replace("%rd2, [ %rd3 + 0 ]", "{}, {}")),
             WEAK.format("%rd5", "[ %rd3 + 0 ]"),  # not in a loop
             poll("ld.relaxed.sys.global.b64 {}, {};\n", "fence.acq_rel.sys;\n" + LOAD),
+            poll("ld.relaxed.sys.global.b64 {}, {};\n", STORE + "ret;\n"),  # a buffer is free
             poll("add.s64 %rd3, %rd3, 8;\nld.global.b64 {}, {};\n"),  # a search, not a poll
             LOOP.format(ADD),
             poll("add.s64 %rd6, %rd6, 8;\nld.global.b64 {}, {};\n"),  # the bound of a counter
@@ -415,6 +426,8 @@ SASS = (
         (SASS.replace("ALL.SYS", "ALL.GPU"), ["k.py:3"]),
         (SASS.replace("MEMBAR.ALL.SYS", "NOP"), ["k.py:3"]),
         (SASS.replace("LDG.E.64.STRONG.SYS", "LDG.E.64"), ["k.py:4"]),
+        (SASS.replace("LDG.E.64.STRONG.SYS R10", "CCTL.IVALL"), []),  # of an acquire without a use
+        (SASS.replace("STRONG.SYS R10", "STRONG.GPU R10") + "/*0070*/ CCTL.IVALL ;\n", ["k.py:4"]),
         (SASS.replace("line 3", "line 5").replace("line 4", "line 5"), []),
     ],
 )

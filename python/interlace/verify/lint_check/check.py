@@ -10,11 +10,12 @@ other types, alignments or constants may compile to something else: lint what yo
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import RULES, Fault, selected
+from interlace.runtime.compiler.lint.lines import Frame, place
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (
@@ -23,6 +24,7 @@ from interlace.runtime.compiler.request import (
     jitted_function,
     specialised_arguments,
 )
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.kernel_arguments import specialised
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.chips import BUILDABLE
@@ -30,6 +32,9 @@ from interlace.runtime.tuning.chips import BUILDABLE
 __all__ = ["RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
 
 ANY_ARCH = 90
+
+MODELLED = ("narrow scope", "weak poll")
+"""Rules that must guess what they cannot know, and that the race check follows exactly where it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +202,21 @@ def _checked(request: LintRequest) -> Compilation:
         request.num_stages,
         tuple(request.ignore),
     )
+
+
+def settled(report: LintReport, ordering: Iterable[SourceText]) -> LintReport:
+    """``report`` without guesses about lines that ran in a race check, ``ordering``, which found nothing.
+
+    Whether a peer uses a signal, and whether a load needs what a poll has seen, is in no compiled code.
+    """
+    ran = {_statement(line) for line in ordering}
+    kept = [f for f in report.findings if f.rule not in MODELLED or _statement(f.where) not in ran]
+    return replace(report, findings=tuple(kept))
+
+
+def _statement(where: SourceText) -> tuple[str, str]:
+    path, line = where.frames[0] if where.frames else ("", 0)
+    return os.path.realpath(path), place(Frame(path, line))
 
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:

@@ -60,6 +60,24 @@ class Agent:
         self.clock[self.lanes] += 1
         self.clock[self.thread] += 1
 
+    def released(self, *, all_threads: bool, each_thread: bool) -> Any:
+        """What it hands on: of the own lanes what was before the last barrier, unless ``all_threads``.
+
+        ``each_thread``: every thread releases, and has only its own scalars behind it, too.
+        """
+        clock = self.clock.copy()
+        if not all_threads:
+            clock[self.lanes] = self.barred[0]
+            if each_thread:
+                clock[self.thread] = self.barred[1]
+        return clock
+
+    def has_released(self, threads: Any = None, *, all_threads: bool) -> None:
+        """Later accesses are not covered by the release."""
+        self.clock[self.thread] += 1
+        if all_threads:
+            self.clock[self.lanes] += 1
+
     def barrier(self) -> None:
         """All threads have met: each knows what the others did, and what they have acquired."""
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
@@ -114,6 +132,10 @@ class ThreadsAgent(Agent):
             clock[self.first : self.first + self.components] = self.times
         clock[self.first + thread] = self.times[thread]
         return clock
+
+    def has_released(self, threads: Any = None, *, all_threads: bool) -> None:
+        """Later accesses of ``threads`` are not covered by the release."""
+        self.times[slice(None) if all_threads else threads] += 1
 
     def acquire(self, thread: int, clock: Any) -> None:
         self.acquired[thread] = joined(self.acquired.get(thread), clock)

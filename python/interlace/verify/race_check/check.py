@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from interlace import launcher
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.compiled import Rewrite, as_compiled, programs
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.observer import Observer
@@ -87,6 +88,7 @@ def races(
     errors: list[tuple[int, str]] = []
     refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
+    ordering: set[SourceText] = set()
     events = 0
     for seed in chosen:
         detector = Detector(seed)
@@ -97,6 +99,7 @@ def races(
         if differs:
             of_its_kind.append((seed, error))
         events += detector.events
+        ordering |= detector.ordering
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
         if new or differs:
@@ -119,6 +122,7 @@ def races(
         tuple(launches.values()),
         tuple(stories),
         tuple(refusals),
+        frozenset(ordering),
     )
 
 

@@ -98,6 +98,7 @@ class RaceReport:
 
     ``errors`` are exceptions of runs, by seed, as text, and so are ``refusals``: what the simulator cannot
     run, so that a schedule is not checked. ``stories`` tell the schedules in which something was found.
+    ``ordering``: the lines of kernels at which atomics and fences ran.
     """
 
     world_size: int
@@ -108,6 +109,7 @@ class RaceReport:
     launches: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     stories: tuple[Story, ...] = field(default=(), repr=False, compare=False)
     refusals: tuple[tuple[int, str], ...] = ()
+    ordering: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def clean(self) -> bool:

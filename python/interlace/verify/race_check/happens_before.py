@@ -80,6 +80,7 @@ class Detector(Observer):
         self._streams: dict[tuple[int, str], int] = {}
         self._sites: dict[Access, int] = {}
         self._accesses: list[Access] = []  # by the number of the site
+        self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
         self.found: dict[tuple[Any, ...], Finding] = {}  # one per kind and pair of source lines
 
     def _agent(self, task: Task) -> Agent:
@@ -305,20 +306,22 @@ class Detector(Observer):
             done = np.broadcast_to(result.data == atomic.compare.data, shape).ravel()
             success = done if len(done) == len(addresses) else success
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
-        site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", program_lines())
+        lines = program_lines()
+        self.ordering.update(lines[:1])
+        site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", lines)
         threads = threads_of(atomic.pointers)
         for position, address in enumerate(addresses.tolist()):
             thread = None if threads is None else int(threads[position])
             self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
         if atomic.releases or not self.rules.orders:
-            self._after_release(agent, threads)
+            agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         agent = self._agent(task)
         site = self._site(agent, f"publishes ({op})", task_lines(task))
         atomic = _stream_atomic("xchg", "release")
         self._one_atomic(agent, slot.data_ptr(), WORD, atomic, True, site)
-        self._after_release(agent)
+        agent.has_released(all_threads=not self.rules.barriers)
 
     def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
         agent = self._agent(task)
@@ -406,29 +409,13 @@ class Detector(Observer):
             sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})
         elif releases:
             lanes = atomic.pointers is not None and atomic.by_lanes
-            sent = {scope: self._released(agent, each_thread=lanes)}
+            barriers = self.rules.barriers
+            sent = {scope: agent.released(all_threads=not barriers, each_thread=lanes)}
         else:
             sent = agent.fenced
         for sent_scope, clock in sent.items():
             key = (agent, min(scope, sent_scope))
             messages[key] = joined(messages.get(key), clock)
-
-    def _released(self, agent: Agent, *, each_thread: bool) -> Any:
-        clock = agent.clock.copy()
-        if self.rules.barriers:
-            clock[agent.lanes] = agent.barred[0]
-            if each_thread:
-                clock[agent.thread] = agent.barred[1]
-        return clock
-
-    def _after_release(self, agent: Any, threads: Any = None) -> None:
-        """Later accesses are not covered by the release."""
-        if threads is not None:
-            agent.times[threads if self.rules.barriers else slice(None)] += 1
-            return
-        agent.clock[agent.thread] += 1
-        if not self.rules.barriers:
-            agent.clock[agent.lanes] += 1
 
     def on_barrier(self, task: Task | None) -> None:
         if task is not None:
@@ -437,6 +424,7 @@ class Detector(Observer):
     def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
         if task is None:
             return
+        self.ordering.update(program_lines()[:1])
         agent: Any = self._agent(task)
         if threads is not None:
             self._fence_threads(agent, scope, threads)
@@ -444,9 +432,9 @@ class Detector(Observer):
         if agent.pending is not None:
             agent.learn(agent.pending)
             agent.pending = None
-        level = SCOPES[scope] if self.rules.scopes else SYS
-        agent.fenced[level] = self._released(agent, each_thread=False)
-        self._after_release(agent)
+        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
+        agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
+        agent.has_released(all_threads=all_threads)
 
     def _fence_threads(self, agent: ThreadsAgent, scope: str, threads: Any) -> None:
         level = SCOPES[scope] if self.rules.scopes else SYS
@@ -455,7 +443,7 @@ class Detector(Observer):
                 agent.acquire(thread, agent.waiting.pop(thread))
             own = agent.released_by(thread, all_threads=not self.rules.barriers)
             agent.fences.setdefault(thread, {})[level] = own
-        self._after_release(agent, threads)
+        agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_bad_access(self, task: Task, bad: BadAccess) -> None:
         """An access that is wrong by itself, and is left out."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -56,6 +57,25 @@ def installed(*names: str) -> Iterator[None]:
             for real, shim in SHIMS[name].items():
                 _stand_in(leaving, real, shim)
         yield
+
+
+def calls_a_shim(kernel: Any) -> bool:
+    """Whether a ``@triton.jit`` function, or one that it calls, calls a device function of a shim."""
+    todo, seen = [kernel.fn], set()
+    while todo:
+        function = todo.pop()
+        seen.add(function)
+        for name in function.__code__.co_names:
+            named = function.__globals__.get(name)
+            called = getattr(named, "fn", named)
+            home = (
+                called.__name__ if inspect.ismodule(called) else getattr(called, "__module__", "")
+            )
+            if str(home).startswith(f"{_HERE}."):
+                return True
+            if inspect.isfunction(called) and called is not named and called not in seen:
+                todo.append(called)
+    return False
 
 
 def _stand_in(leaving: contextlib.ExitStack, real: str, shim: str) -> None:

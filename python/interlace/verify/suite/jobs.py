@@ -17,13 +17,19 @@ from typing import Any, NamedTuple
 
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
-from interlace.verify.lint_check.check import LintReport, lint_many, lint_request, specialisation
+from interlace.verify.lint_check.check import (
+    LintReport,
+    lint_many,
+    lint_request,
+    settled,
+    specialisation,
+)
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
 from interlace.verify.race_check.findings import RaceReport
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import ScheduleReport, schedules
-from interlace.verify.shims.imports import SHIMS
+from interlace.verify.shims.imports import SHIMS, calls_a_shim
 from interlace.verify.suite.targets import TARGETS
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
@@ -205,12 +211,20 @@ def lint_launches(
     *,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[JobResult]:
-    """Lint every kernel that ``fn`` launches, other than interlace's own, in every form it is seen in."""
+    """Lint every kernel that ``fn`` launches in every form it is seen in.
+
+    But those of interlace, and those that call a shim, which is not compiled to what the package that it
+    stands for is compiled to. What races of one schedule settle is no finding.
+    """
+    checked = [races(fn, world_size, seeds=1) for world_size in plan.ranks]
+    clean = all(report.clean for report in checked)
+    ordering = frozenset().union(*(report.ordering for report in checked if clean))
     seen = {
         specialisation(launch): launch
-        for world_size in plan.ranks
-        for launch in races(fn, world_size, seeds=1).launches
+        for report in checked
+        for launch in report.launches
         if not launch.kernel.fn.__module__.startswith("interlace.kernels.")
+        and not calls_a_shim(launch.kernel)
     }
     results, requests = [], []
     for launch in seen.values():
@@ -219,7 +233,8 @@ def lint_launches(
         except (TypeError, ValueError) as error:
             text = f"{launch.name} cannot be linted: {error}"
             results.append(replace(_linted(subject, launch.name, ()), refusals=(text,)))
-    for report in lint_many(requests, on_report=lambda report: on_done()):
+    for linted in lint_many(requests, on_report=lambda report: on_done()):
+        report = settled(linted, ordering)
         texts = () if report.clean else (str(report),)
         variant = f"{report.kernel} sm_{report.arch}"
         results.append(_linted(subject, variant, texts, report.seconds, report))

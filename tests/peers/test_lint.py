@@ -1,0 +1,74 @@
+"""Lint of kernels in other projects' styles: what is right there is no finding, what is wrong is one."""
+
+import pathlib
+
+import pytest
+
+from interlace.cli import main
+from interlace.verify import shims
+from interlace.verify.suite.jobs import CheckPlan, lint_launches
+from mutants.mutations import mutant_of, mutated_function
+from peers.test_peers import MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
+from tiers import thorough
+
+LITTLE = ["--seeds", "1", "--schedules", "1", "--arch", "90"]
+
+
+def linted(peer: Peer, folder: pathlib.Path, name: str = "none") -> set[str]:
+    """The rules that a peer's kernels break, or those of its mutant ``name``."""
+    edits = [edit for of, _, mutant, edit in MUTANTS if of == peer and mutant == name]
+    with shims.installed(*peer.shims):
+        fn = peer.loaded(peer.mutant(name, *edits), folder)
+        results = lint_launches("", fn, CheckPlan((peer.world_size,), 1, 1, (90,)))
+    assert all(result.report is not None for result in results)
+    return {fault.rule for result in results for fault in result.report.findings}
+
+
+def test_a_meeting_that_is_relaxed_on_purpose_is_no_finding(tmp_path: pathlib.Path) -> None:
+    """Compiled code alone cannot tell which loads need what a meeting has seen; the run can."""
+    assert linted(TWO_SHOTS, tmp_path) == set()
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("peer", "name"),
+    [
+        (TWO_SHOTS, "the meeting before the sums acquires nothing"),
+        (PROGRESS, "a poll that acquires nothing"),
+    ],
+)
+def test_one_that_loads_need_is(peer: Peer, name: str, tmp_path: pathlib.Path) -> None:
+    assert linted(peer, tmp_path, name) == {"weak poll"}
+
+
+def test_a_signal_within_one_gpu_is_none_of_scope_gpu_and_one_of_scope_cta(
+    tmp_path: pathlib.Path,
+) -> None:
+    for scope, rules in (("gpu", set()), ("cta", {"narrow scope"})):
+        edit = 'sem="acq_rel", scope="gpu"', f'sem="acq_rel", scope="{scope}"'
+        counter = mutant_of("tests/sim/verify/user_exchange.py", scope, edit)
+        fn = mutated_function(counter, "last_program", tmp_path)
+        (result,) = lint_launches("", fn, CheckPlan((2,), 1, 1, (90,)))
+        assert {fault.rule for fault in result.report.findings} == rules
+
+
+@thorough
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.file} {peer.function}")
+def test_the_command_finds_nothing_in_what_is_right(
+    peer: Peer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"{pathlib.Path(__file__).parent / peer.file}::{peer.function}"
+    named = [word for shim in peer.shims for word in ("--shims", shim)]
+    code = main.run(["verify", target, *named, "--ranks", str(peer.world_size), *LITTLE])
+    assert code == 0, capsys.readouterr().out
+
+
+@thorough
+def test_a_kernel_that_calls_a_shim_is_not_linted(tmp_path: pathlib.Path) -> None:
+    """A shim is not compiled to what the package that it stands for is compiled to."""
+    shimmed = {peer for peer in PEERS if peer.shims != ("torch",) or "nvshmem" in peer.file}
+    assert TUPLE not in shimmed
+    for peer in shimmed:
+        with shims.installed(*peer.shims):
+            fn = peer.loaded(peer.mutant("none"), tmp_path)
+            assert lint_launches("", fn, CheckPlan((peer.world_size,), 1, 1, (90,))) == []
