@@ -10,8 +10,7 @@ from interlace.benchmark.timing.subject import ALGORITHM
 from interlace.cli import main
 from interlace.cli.bench import report
 from interlace.cli.commands import doctor
-from interlace.cli.output import progress
-from interlace.cli.output.files import refuse_format
+from interlace.cli.output import files, progress
 from interlace.verify import RULES
 from interlace.verify.suite import jobs
 
@@ -76,11 +75,46 @@ def test_a_plot_of_an_unknown_format_ends_the_demo_before_it_begins(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    refuse_format("right.svg")
+    files.refuse_format("right.svg")
     assert main.run(["demo", "--plot", str(tmp_path / "out.xyz")]) == 2
     printed = capsys.readouterr()
     assert "'xyz' is none of" in printed.err and "png" in printed.err
     assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "second"),
+    [
+        ("demo", "--trace FILE", "--html FILE"),
+        ("demo", "--text FILE", "--trace FILE"),
+        ("verify all", "--html FILE", "--sarif LINK"),
+        ("verify FILE::takes", "the target", "--html FILE"),
+        ("bench all_reduce", "--json FILE", "--plot FILE"),
+        ("tune", "--cache FILE", "--plot FILE"),
+    ],
+)
+def test_files_of_one_name_are_refused(
+    command: str,
+    first: str,
+    second: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything runs, and the file is as it was; a device may have several names."""
+    monkeypatch.setattr("interlace.run", lambda *a, **k: pytest.fail("a rank has started"))
+    if "--plot" in second:
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file.svg").write_text(FUNCTIONS)
+    (tmp_path / "link.svg").symlink_to("file.svg")
+    monkeypatch.chdir(tmp_path)
+    file = "new.svg" if command == "tune" else "./file.svg"
+    words = f"{command} {first if '--' in first else ''} {second}".replace("FILE", file)
+    assert main.run(words.replace("LINK", "link.svg").split()) == 2
+    names = [each.partition(" ")[0] if "--" in each else each for each in (first, second)]
+    assert f"{names[0]} and {names[1]} name the same file" in said(capsys)
+    assert (tmp_path / "file.svg").read_text() == FUNCTIONS and not (tmp_path / "new.svg").exists()
+    files.refuse_outputs({"--json": "/dev/null", "--html": "/dev/null", "--plot": "other.svg"})
 
 
 def test_a_function_with_arguments_is_refused(

@@ -25,7 +25,7 @@ from interlace.cli.bench import report
 from interlace.cli.bench.options import BenchOptions, under_torchrun
 from interlace.cli.output import bars
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.files import refuse_outputs
 from interlace.cli.output.progress import Progress
 from interlace.groups import groups
 from interlace.runtime.core.errors import RankError, rank_error, users_traceback
@@ -35,9 +35,9 @@ def bench(console: Any, options: BenchOptions) -> int:
     """Measure, print, write; 1 if any result is wrong, else 0. Wrong options raise before that."""
     requests = given.requests_of(options)
     if _prints():
-        bars.refuse(options.plot)
-        if options.json is not None:
-            refuse_unwritable("--json", options.json)
+        source = options.target.partition("::")[0] if requests[0].own else None
+        outputs = {"--json": options.json, "--plot": bars.file_of(options.plot)}
+        refuse_outputs(outputs, {"the target": source})
     if not under_torchrun():
         results = _in_own_ranks(options, requests)
     else:

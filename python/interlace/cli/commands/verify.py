@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from interlace.cli.commands import sarif, verify_page
-from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.files import refuse_outputs
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
 from interlace.verify import RULES
@@ -73,9 +73,8 @@ def verify(console: Any, options: VerifyOptions) -> int:
     for name in ("ignore", "shims"):
         if own and (given := getattr(options, name)):
             raise ValueError(f"--{name} {given[0]} is for kernels of FILE.py, not {options.target}")
-    for name in ("html", "sarif"):
-        if path := getattr(options, name):
-            refuse_unwritable(f"--{name}", path)
+    source = None if own else options.target.partition("::")[0]
+    refuse_outputs({"--html": options.html, "--sarif": options.sarif}, {"the target": source})
     plan = _plan(options, own)
     # what the user's code prints must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()

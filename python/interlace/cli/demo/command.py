@@ -17,7 +17,7 @@ from interlace.cli.demo import page, timeline, workload
 from interlace.cli.demo.cases import CASES, DemoCase
 from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_format, refuse_unreadable, refuse_unwritable
+from interlace.cli.output.files import refuse_format, refuse_outputs, refuse_unreadable
 from interlace.cli.output.page import write_page
 from interlace.runtime.scheduler import chrome_trace
 from interlace.runtime.scheduler.recording import Recording
@@ -69,15 +69,15 @@ def _load(options: DemoOptions) -> Workload:
     """The input, after everything that could make the run useless has been looked at."""
     if options.text is not None and options.input is not None:
         raise ValueError("--text and --input exclude each other")
-    for name in ("text", "input"):
-        if (path := getattr(options, name)) is not None:
-            refuse_unreadable(f"--{name}", path)
-    for name in ("trace", "plot", "html"):
-        path = getattr(options, name)
-        if path is not None and options.place == "cuda":
-            raise ValueError(f"--{name} needs --place sim or shm: no compiled kernel is recorded")
+    inputs = {"--text": options.text, "--input": options.input}
+    outputs = {"--trace": options.trace, "--plot": options.plot, "--html": options.html}
+    for name, path in inputs.items():
         if path is not None:
-            refuse_unwritable(f"--{name}", path)
+            refuse_unreadable(name, path)
+    for name, path in outputs.items():
+        if path is not None and options.place == "cuda":
+            raise ValueError(f"{name} needs --place sim or shm: no compiled kernel is recorded")
+    refuse_outputs(outputs, inputs)
     if options.plot is not None:
         refuse_format(options.plot)
     dtype, sizes = workload.DTYPES[options.dtype], (options.m, options.n, options.k)

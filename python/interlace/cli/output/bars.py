@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_format, refuse_unwritable, require_matplotlib
+from interlace.cli.output.files import refuse_format, require_matplotlib
 
 TERMINAL = "-"
 Times = Sequence[tuple[str, Sequence[tuple[str, float]]]]
 """What was measured, each with the microseconds of its candidates by name."""
 
 
-def refuse(path: str | None) -> None:
-    """Raise ValueError for a file that cannot be written; the terminal needs nothing."""
-    if path not in (None, TERMINAL):
-        refuse_format(path)
-        refuse_unwritable("--plot", path)
+def file_of(path: str | None) -> str | None:
+    """The file of ``--plot``; None for the terminal. Raises ValueError for a format that nobody writes."""
+    if path is None or path == TERMINAL:
+        return None
+    refuse_format(path)
+    return path
 
 
 def draw(console: Any, path: str, times: Times) -> None:

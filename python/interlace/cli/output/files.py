@@ -2,15 +2,40 @@
 
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from interlace.cli.output.consoles import write
 
 
+def refuse_outputs(
+    outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
+) -> None:
+    """Raise ValueError unless each of ``outputs`` can be written, and is none of the other files.
+
+    By option, or None where that is not given. Leaves what is there.
+    """
+    named: dict[str | tuple[int, int], str] = {}
+    for option, path in {**(inputs or {}), **outputs}.items():
+        if path is None:
+            continue
+        if option in outputs:
+            refuse_unwritable(option, path)
+        file = pathlib.Path(path)
+        if file.exists() and not file.is_file():
+            continue  # a device, such as /dev/null, may be named twice
+        known = (
+            (file.stat().st_dev, file.stat().st_ino) if file.exists() else os.path.realpath(file)
+        )
+        if option in outputs and known in named:
+            raise ValueError(f"{named[known]} and {option} name the same file, {path}")
+        named[known] = option
+
+
 def refuse_unwritable(option: str, path: str) -> None:
     """Raise ValueError naming ``option`` unless a file can be written at ``path``; leaves what is there."""
-    target = pathlib.Path(path)
-    where = f"{option} {path}"
+    refuse_empty(option, path)
+    target, where = pathlib.Path(path), f"{option} {path}"
     if target.is_dir():
         raise ValueError(f"{where}: is a folder")
     if not target.absolute().parent.is_dir():
@@ -29,8 +54,15 @@ def refuse_unwritable(option: str, path: str) -> None:
         target.unlink()
 
 
+def refuse_empty(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` if the path is empty, as that of an unset variable is."""
+    if not path:
+        raise ValueError(f"{option} '': the path is empty")
+
+
 def refuse_unreadable(option: str, path: str) -> None:
     """Raise ValueError naming ``option`` unless there is a file at ``path`` that can be read."""
+    refuse_empty(option, path)
     try:
         with open(path, "rb"):
             pass
@@ -40,18 +72,20 @@ def refuse_unreadable(option: str, path: str) -> None:
 
 def refuse_no_folder(option: str, path: str) -> None:
     """Raise ValueError naming ``option`` unless ``path`` is a folder to write in, or can become one."""
-    target = pathlib.Path(path).absolute()
+    refuse_empty(option, path)
+    where, target = f"{option} {path}", pathlib.Path(path).absolute()
     there = next(each for each in (target, *target.parents) if each.exists())
     if not there.is_dir():
-        raise ValueError(f"{option} {path}: {there} is a file; name a folder")
+        raise ValueError(f"{where}: {there} is a file; name a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {path}: {there} cannot be written")
+        raise ValueError(f"{where}: {there} cannot be written")
 
 
 def refuse_format(path: str) -> None:
     """Raise ValueError unless matplotlib writes files whose names end so."""
+    refuse_empty("--plot", path)
     known = require_matplotlib()().canvas.get_supported_filetypes()
-    suffix = pathlib.Path(path).suffix.lstrip(".").lower() or "png"
+    suffix = pathlib.Path(path).suffix.lstrip(".").lower()
     if suffix not in known:
         raise ValueError(f"--plot {path}: {suffix!r} is none of {', '.join(sorted(known))}")
 
@@ -70,6 +104,7 @@ def require_matplotlib() -> Any:
 def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
     """The file of ``--cache``, else the usual one. Raises ValueError if ``variable`` turns that off."""
     if given is not None:
+        refuse_empty("--cache", given)
         return pathlib.Path(given).absolute()
     if usual is None:
         raise ValueError(

@@ -16,7 +16,7 @@ from interlace.benchmark.runs.tune import Timed, Tuned, TuneRequest, on_rank, se
 from interlace.benchmark.runs.tune_candidates import TuneCandidate, candidates, problem_of, untuned
 from interlace.cli.output import bars
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import file_to_write, tell_written
+from interlace.cli.output.files import file_to_write, refuse_outputs, tell_written
 from interlace.cli.output.progress import Progress
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneOptions, dtype_of, ops_of, place_of, world_size_of
@@ -38,7 +38,8 @@ def tune(console: Any, options: TuneOptions) -> int:
         return 0
     file = file_to_write(options.cache, cache.path(), cache.VARIABLE)
     cache.FILE.refuse_unwritable(file)
-    bars.refuse(options.plot)
+    outputs = {"--cache": str(file), "--plot": bars.file_of(options.plot)}
+    refuse_outputs(outputs, {"--shapes": options.shapes})
     place, machine = place_of(options), _machine(options)
     console.print(
         f"[bold]tuning[/bold] on {machine.device}, place {place}, {world_size_of(options)} ranks, "
