@@ -39,6 +39,7 @@ STORED_AS_BITS = {
     "fp8e5": Format(8, 2, -14, largest=0x7B, overflow=0x7B, nan=0x7F),
 }
 HALF = Format(16, 10, -14, largest=0x7BFF, overflow=0x7C00, nan=0x7FFF)
+SINGLE = Format(32, 23, -126, largest=0x7F7FFFFF, overflow=0x7F800000, nan=0x7FFFFFFF)
 
 
 # By the name in PTX. Four and six bits have neither infinity nor nan; tf32 is what is left of fp32

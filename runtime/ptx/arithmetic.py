@@ -1,16 +1,18 @@
 """PTX within registers: what computes, shifts, counts and compares.
 
-One builder per mnemonic turns an instruction into an action. Results are those of the instruction,
-rounded once; rounding other than to nearest even is refused.
+One builder per mnemonic turns an instruction into an action. Results are those of the instruction, rounded
+once; other than to nearest even only in fp32.
 """
 
+import functools
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from interlace.runtime.numerics.float_formats import fused_multiply_add
+from interlace.runtime.numerics.float_formats import SINGLE, encode, fused_multiply_add
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
@@ -20,6 +22,7 @@ SIGNED = ("s16", "s32", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
 BITS = ("b16", "b32", "b64")
 PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
+PACKED = {**PAIRS, "f32x2": "f32", "u16x2": "u16", "s16x2": "s16"}
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 ARITHMETIC, builds = builders()
@@ -35,11 +38,24 @@ def quotient(x: Array, y: Array) -> Array:
 
 def larger(x: Array, y: Array) -> Array:
     """The number if only one is; +0 is larger than -0."""
+    if x.dtype.kind in "iu":
+        return np.maximum(x, y)
     return np.where((x == y) & np.signbit(x), y, np.fmax(x, y))
 
 
 def smaller(x: Array, y: Array) -> Array:
-    return -larger(-x, -y)
+    return np.minimum(x, y) if x.dtype.kind in "iu" else -larger(-x, -y)
+
+
+def _spreading_larger(x: Array, y: Array) -> Array:
+    """A nan if one is."""
+    return np.where(np.isnan(x) | np.isnan(y), np.maximum(x, y), larger(x, y))
+
+
+_SPREADING: dict[str, Callable[[Array, Array], Array]] = {
+    "max": _spreading_larger,
+    "min": lambda x, y: -_spreading_larger(-x, -y),
+}
 
 
 _OF_INTEGERS: dict[str, tuple[Callable[..., Array], tuple[str, ...]]] = {
@@ -47,8 +63,8 @@ _OF_INTEGERS: dict[str, tuple[Callable[..., Array], tuple[str, ...]]] = {
     "sub": (operator.sub, INTEGERS),
     "div": (quotient, INTEGERS),
     "rem": (np.fmod, INTEGERS),
-    "min": (np.minimum, INTEGERS),
-    "max": (np.maximum, INTEGERS),
+    "min": (smaller, INTEGERS),
+    "max": (larger, INTEGERS),
     "and": (operator.and_, (*BITS, "pred")),
     "or": (operator.or_, (*BITS, "pred")),
     "xor": (operator.xor, (*BITS, "pred")),
@@ -65,56 +81,168 @@ _OF_FLOATS: dict[str, Callable[..., Array]] = {
     "max": larger,
     "neg": operator.neg,
     "abs": np.abs,
+    "copysign": lambda sign, value: np.copysign(value, sign),
     "fma": fused_multiply_add,
     "mad": fused_multiply_add,
 }
 _OPERANDS = {"not": 1, "neg": 1, "abs": 1, "fma": 3, "mad": 3}
 
 
-@builds(*_OF_INTEGERS, "mul", "mad", "fma")
+@builds(*_OF_INTEGERS, "mul", "mad", "fma", "copysign")
 def build_arithmetic(instruction: Instruction) -> Action:
     name = instruction.mnemonic
-    pair = instruction.choose(*PAIRS) if name in _OF_FLOATS else None
-    function, allowed = _OF_INTEGERS.get(name, (None, () if name == "fma" else INTEGERS))
+    packed = instruction.choose(*PACKED)
+    function, allowed = _OF_INTEGERS.get(
+        name, (None, () if name in ("fma", "copysign") else INTEGERS)
+    )
     if name in _OF_FLOATS:
-        # a product of fp64 numbers is not exact in fp64
-        allowed = (*allowed, *(FLOATS[:3] if name in ("fma", "mad") else FLOATS))
-    kind = TYPES[PAIRS[pair]] if pair else instruction.take_type(allowed)
+        allowed = (*allowed, *FLOATS)
+    kind = TYPES[PACKED[packed]] if packed else instruction.take_type(allowed)
+    if packed and kind.name not in (*FLOATS, *_OF_SHORTS.get(name, ())):
+        raise instruction.error(f"'{name}' is not interpreted for .{packed}")
     count = 1 + _OPERANDS.get(name, 2)
+    if name in ("min", "max") and len(instruction.operands) == 4:
+        count = 4
+    check = None
     if kind.is_float:
-        instruction.flag("rn")
-        if name == "div":
-            instruction.choose("approx", "full")  # the right answer is one of those they may give
-        compute = _OF_FLOATS[name]
-        if instruction.flag("ftz"):
-            compute = _flushing(compute)
-        if pair:
-            return instruction.computes(_lanewise(compute, kind), *[TYPES["b32"]] * count, raw=True)
-        return instruction.computes(compute, *[kind] * count)
-    if function is None:
+        function = _of_floats(instruction, kind)
+    elif function is None:
         return _multiply(instruction, kind)
-    if name not in ("div", "rem"):
-        return instruction.computes(function, *[kind] * count)
+    elif name in ("div", "rem"):
+        check = _not_zero(instruction)
+    elif name in ("add", "sub") and kind.name == "s32" and instruction.flag("sat"):
+        function = _saturating(function)
+    elif name in ("min", "max") and instruction.flag("relu"):
+        function = _then(function, lambda x: np.maximum(x, x.dtype.type(0)))
+    if packed:
+        register = TYPES[f"b{2 * kind.bits}"]
+        return instruction.computes(lanewise(function, kind), *[register] * count, raw=True)
+    return instruction.computes(function, *[kind] * count, check=check)
 
+
+_OF_SHORTS = dict.fromkeys(("add", "min", "max"), ("u16", "s16"))
+_DIRECTED = ("rz", "rm", "rp")
+
+
+def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Array]:
+    """The function, with what qualifiers say of it."""
+    name = instruction.mnemonic
+    function = _OF_FLOATS[name]
+    if name in ("min", "max"):
+        if instruction.flag("NaN"):
+            function = _SPREADING[name]
+        if instruction.flag("xorsign"):
+            if not instruction.flag("abs"):
+                raise instruction.error("'.xorsign' comes with '.abs'")
+            function = _of_magnitudes(function)
+        function = functools.partial(_reduced, function)
+    elif name == "div":
+        instruction.choose("approx", "full")  # the right answer is one of those they may give
+    elif name in ("fma", "mad") and kind.bits == 64:
+        function = _fused_of_doubles
+    rounding = instruction.choose(*_DIRECTED)
+    if rounding is not None:
+        if name not in _AS_FUSED or kind.name != "f32":
+            raise instruction.error(f"'{name}.{kind.name}' is interpreted for .rn only")
+        function = _rounded(_AS_FUSED[name], rounding)
+    instruction.flag("rn")
+    instruction.flag("noftz")
+    if instruction.flag("ftz"):
+        function = _flushing(function)
+    if instruction.flag("sat"):
+        function = _then(function, _between_0_and_1)
+    if instruction.flag("relu"):
+        function = _then(function, rectified)
+    return function
+
+
+def _reduced(function: Callable[..., Array], *given: Array) -> Array:
+    return functools.reduce(function, given)
+
+
+def _then(function: Callable[..., Array], after: Callable[[Array], Array]) -> Callable[..., Array]:
+    return lambda *given: after(function(*given))
+
+
+def rectified(values: Array) -> Array:
+    """Zero for what is negative."""
+    return np.where((values > 0) | np.isnan(values), values, values.dtype.type(0))
+
+
+def _between_0_and_1(values: Array) -> Array:
+    """A nan is 0."""
+    return larger(smaller(values, values.dtype.type(1)), values.dtype.type(0))
+
+
+def _of_magnitudes(function: Callable[..., Array]) -> Callable[..., Array]:
+    """With the sign of a product."""
+
+    def compute(x: Array, y: Array) -> Array:
+        sign = np.where(np.signbit(x) ^ np.signbit(y), x.dtype.type(-1), x.dtype.type(1))
+        return np.copysign(function(np.abs(x), np.abs(y)), sign)
+
+    return compute
+
+
+def _saturating(function: Callable[..., Array]) -> Callable[..., Array]:
+    def compute(x: Array, y: Array) -> Array:
+        exact = function(x.astype(np.int64), y.astype(np.int64))
+        return np.clip(exact, -(2**31), 2**31 - 1).astype(np.int32)
+
+    return compute
+
+
+_AS_FUSED: dict[str, Callable[..., Array]] = {
+    "add": lambda x, y: fused_multiply_add(x, np.float32(1), y),
+    "sub": lambda x, y: fused_multiply_add(x, np.float32(1), -y),
+    "mul": lambda x, y: fused_multiply_add(x, y, np.float32(-0.0)),
+    "fma": fused_multiply_add,
+    "mad": fused_multiply_add,
+}
+
+
+def _rounded(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]:
+    """To fp32 in one direction; what it gets is rounded to odd, so nothing is lost."""
+    by = {"rz": np.trunc, "rm": np.floor, "rp": np.ceil}[rounding]
+    return lambda *given: encode(exact(*given), SINGLE, by).view(np.float32)
+
+
+def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
+    """Rounded once: by whole numbers, where no operand and no result is infinite or zero."""
+    found = np.asarray(x * y + z)
+    given = np.broadcast_arrays(x, y, z)
+    usual = np.isfinite(found) & np.isfinite(given[2]) & (found != 0)
+    exact = zip(*(map(Fraction, each[usual].tolist()) for each in given), strict=True)
+    found[usual] = [float(a * b + c) for a, b, c in exact]
+    return found
+
+
+def _not_zero(instruction: Instruction) -> Callable[..., None]:
     def check(x: Array, y: Array) -> None:
         if not y.all():
             raise ZeroDivisionError(
                 f"PTX: division by zero; line {instruction.line}: {instruction.text}"
             )
 
-    return instruction.computes(function, *[kind] * count, check=check)
+    return check
 
 
-def _lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., Array]:
-    """Of pairs of 16-bit numbers in registers of 32 bits."""
+def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., Array]:
+    """Of two numbers in each register."""
+    register = np.dtype(f"u{kind.bits // 4}").type
 
     def compute(*given: Array) -> Array:
-        halves = [np.stack([x & np.uint32(0xFFFF), x >> np.uint32(16)]) for x in given]
-        numbers = [kind.decode(half.astype(np.uint16)) for half in halves]
-        low, high = kind.encode(function(*numbers)).astype(np.uint32)
-        return low | high << np.uint32(16)
+        numbers = [kind.decode(halves(bits, kind)) for bits in given]
+        low, high = kind.encode(function(*numbers)).astype(register)
+        return low | high << register(kind.bits)
 
     return compute
+
+
+def halves(bits: Array, kind: ScalarType) -> Array:
+    """The lower and the upper half of registers, first."""
+    mask, shift = bits.dtype.type(kind.mask), bits.dtype.type(kind.bits)
+    return np.stack([bits & mask, bits >> shift]).astype(kind.raw)
 
 
 def flushed(values: Array) -> Array:
@@ -153,132 +281,35 @@ def _multiply(instruction: Instruction, kind: ScalarType) -> Action:
     )
 
 
-_APPROXIMATED: dict[str, Callable[[Array], Array]] = {
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "rcp": np.reciprocal,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "tanh": np.tanh,
+_APPROXIMATED: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {
+    "ex2": (np.exp2, ("f16", "bf16", "f32")),
+    "lg2": (np.log2, ("f32",)),
+    "sin": (np.sin, ("f32",)),
+    "cos": (np.cos, ("f32",)),
+    "rcp": (np.reciprocal, ("f32", "f64")),
+    "sqrt": (np.sqrt, ("f32", "f64")),
+    "rsqrt": (lambda x: 1 / np.sqrt(x), ("f32", "f64")),
+    "tanh": (np.tanh, ("f16", "bf16", "f32")),
 }
 
 
 @builds(*_APPROXIMATED)
 def build_function(instruction: Instruction) -> Action:
     """What ``.approx`` may give, and ``.rn`` has to: the right answer, rounded once."""
+    function, allowed = _APPROXIMATED[instruction.mnemonic]
     instruction.choose("approx", "rn")
-    flush, kind = instruction.flag("ftz"), instruction.take_type(("f32",))
-    function = _APPROXIMATED[instruction.mnemonic]
+    flush, packed = instruction.flag("ftz"), instruction.choose(*PACKED)
+    if packed and PACKED[packed] not in allowed[:-1]:
+        raise instruction.error(f"'{instruction.mnemonic}' is not interpreted for .{packed}")
+    kind = TYPES[PACKED[packed]] if packed else instruction.take_type(allowed)
 
     def compute(x: Array) -> Array:
-        exact = function((flushed(x) if flush else x).astype(np.float64)).astype(np.float32)
+        exact = function((flushed(x) if flush else x).astype(np.float64)).astype(x.dtype)
         return flushed(exact) if flush else exact
 
+    if packed:
+        return instruction.computes(lanewise(compute, kind), *[TYPES["b32"]] * 2, raw=True)
     return instruction.computes(compute, kind, kind)
-
-
-@builds("shl", "shr")
-def build_shift(instruction: Instruction) -> Action:
-    left = instruction.mnemonic == "shl"
-    kind = instruction.take_type(BITS if left else (*BITS, *INTEGERS))
-    shift, most = np.left_shift if left else np.right_shift, np.uint32(kind.bits)
-    return instruction.computes(
-        lambda value, by: shift(value, np.minimum(by, most).astype(kind.stored)),
-        kind,
-        kind,
-        TYPES["u32"],
-    )
-
-
-@builds("shf")
-def build_funnel_shift(instruction: Instruction) -> Action:
-    left = instruction.choose("l", "r") == "l"
-    clamps = instruction.choose("clamp", "wrap") == "clamp"
-    kind = instruction.take_type(("b32",))
-
-    def shift(low: Array, high: Array, by: Array) -> Array:
-        by = (np.minimum(by, np.uint32(32)) if clamps else by & np.uint32(31)).astype(np.uint64)
-        whole = high.astype(np.uint64) << np.uint64(32) | low
-        return (whole << by >> np.uint64(32) if left else whole >> by).astype(np.uint32)
-
-    return instruction.computes(shift, kind, kind, kind, kind)
-
-
-@builds("bfe")
-def build_field(instruction: Instruction) -> Action:
-    """Bits from a position on, as many as given; signed ones extend the last."""
-    kind = instruction.take_type(("u32", "s32", "u64", "s64"))
-    bits = np.uint32(kind.bits)
-
-    def extract(value: Array, start: Array, length: Array) -> Array:
-        start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
-        end = np.minimum(start + length, bits)
-        # up against the top, then down: what was above is gone, what was below too
-        moved = np.left_shift(value, (bits - end).astype(kind.stored))
-        width = np.where(start < end, end - start, np.uint32(0))
-        found = np.right_shift(moved, (bits - width).astype(kind.stored))
-        past = (length > 0) & (start >= bits)  # all of a signed field is its sign
-        beyond = np.right_shift(value, bits.astype(kind.stored))
-        return np.where(past, beyond, np.where(length > 0, found, kind.stored.type(0)))
-
-    return instruction.computes(extract, kind, kind, TYPES["u32"], TYPES["u32"])
-
-
-@builds("prmt")
-def build_permutation(instruction: Instruction) -> Action:
-    """Bytes of two registers, chosen by four numbers of four bits; the highest takes a byte's sign."""
-    kind = instruction.take_type(("b32",))
-
-    def permute(low: Array, high: Array, selector: Array) -> Array:
-        whole = high.astype(np.uint64) << np.uint64(32) | low
-        result = np.zeros(np.broadcast(low, high, selector).shape, np.uint64)
-        for index in range(4):
-            nibble = selector.astype(np.uint64) >> np.uint64(4 * index) & np.uint64(15)
-            byte = whole >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
-            sign = (byte >> np.uint64(7)) * np.uint64(0xFF)
-            result |= np.where(nibble > 7, sign, byte) << np.uint64(8 * index)
-        return result.astype(np.uint32)
-
-    return instruction.computes(permute, kind, kind, kind, kind)
-
-
-@builds("lop3")
-def build_logic(instruction: Instruction) -> Action:
-    """Any logic of three: bit ``4 a + 2 b + c`` of the last operand is the result of bits a, b, c."""
-    kind = instruction.take_type(("b32",))
-    table = instruction.literal(instruction.operands.pop(), TYPES["u32"])
-    if table is None:
-        raise instruction.error("the table of 'lop3' must be a whole number")
-
-    def look_up(a: Array, b: Array, c: Array) -> Array:
-        result = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
-        for entry in range(8):
-            if table >> entry & 1:
-                each = [x if entry >> 2 - i & 1 else ~x for i, x in enumerate((a, b, c))]
-                result |= each[0] & each[1] & each[2]
-        return result
-
-    return instruction.computes(look_up, kind, kind, kind, kind)
-
-
-def ones(value: Array) -> Array:
-    """How many bits are 1."""
-    value = np.asarray(value)
-    octets = value.reshape(-1, 1).view(np.uint8)
-    return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32).reshape(value.shape)
-
-
-@builds("popc", "clz")
-def build_count(instruction: Instruction) -> Action:
-    kind = instruction.take_type(("b32", "b64"))
-
-    def leading_zeros(value: Array) -> Array:
-        for by in (1, 2, 4, 8, 16, 32):  # all bits below the first
-            value = value | np.right_shift(value, kind.stored.type(by))
-        return np.uint32(kind.bits) - ones(value)
-
-    count = ones if instruction.mnemonic == "popc" else leading_zeros
-    return instruction.computes(count, TYPES["u32"], kind)
 
 
 # -- predicates ------------------------------------------------------------------------------------
@@ -306,8 +337,8 @@ def build_selection(instruction: Instruction) -> Action:
 @builds("setp")
 def build_comparison(instruction: Instruction) -> Action:
     name = instruction.choose(*_ORDERED, *_OF_UNSIGNED, *_UNORDERED, "num", "nan")
-    combined = instruction.choose(*_COMBINED)
-    kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
+    combined, packed = instruction.choose(*_COMBINED), instruction.choose(*PAIRS)
+    kind = TYPES[PAIRS[packed]] if packed else instruction.take_type((*BITS, *INTEGERS, *FLOATS))
     flush = kind.is_float and instruction.flag("ftz")
     instruction.finish(4 if combined else 3)
     if name is None:
@@ -318,20 +349,81 @@ def build_comparison(instruction: Instruction) -> Action:
     target, *compared = instruction.operands
     # of two predicates, p|q, the second gets the opposite
     writes = [instruction.writer(each.strip(), PREDICATE) for each in target.split("|")]
-    first, second = (instruction.numbers(each, kind) for each in compared[:2])
+    number = TYPES["b32"] if packed else kind
+    first, second = (instruction.numbers(each, number) for each in compared[:2])
     thirds = [instruction.reader(each, PREDICATE) for each in compared[2:]]
     combine = _COMBINED[combined or "and"]
 
     def set_predicate(threads: Threads) -> None:
         x, y = first(threads), second(threads)
+        if packed:  # p is for the lower, q for the upper numbers
+            x, y = (kind.decode(halves(each, kind)) for each in (x, y))
         found = compare(flushed(x), flushed(y)) if flush else compare(x, y)
         results = [found] if len(writes) == 1 else [found, ~found]
+        results = list(found) if packed else results
         for third in thirds:
             results = [combine(each, third(threads)) for each in results]
         for write, each in zip(writes, results, strict=False):
             write(threads, each)
 
     return set_predicate
+
+
+@builds("set")
+def build_set(instruction: Instruction) -> Action:
+    """All ones, or 1.0, where a comparison holds."""
+    name = instruction.choose(*_ORDERED, *_OF_UNSIGNED, *_UNORDERED, "num", "nan")
+    flush, packed = instruction.flag("ftz"), instruction.choose(*PAIRS)
+    if packed and instruction.flag(packed):  # of the result and of what is compared
+        target = kind = TYPES[PAIRS[packed]]
+    else:
+        target = instruction.take_type(("u32", "s32", "f16", "bf16", "f32"))
+        kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
+    compare = None if name is None else _comparison(name, kind)
+    if compare is None:
+        raise instruction.error(f"'{instruction.opcode}' is no comparison")
+    yes = target.raw.type(target.bits_of(1 if target.is_float else -1))
+
+    def choose(x: Array, y: Array) -> Array:
+        given = (flushed(x), flushed(y)) if flush and kind.is_float else (x, y)
+        return target.decode(np.where(compare(*given), yes, target.raw.type(0)))
+
+    if packed:
+        return instruction.computes(lanewise(choose, kind), *[TYPES["b32"]] * 3, raw=True)
+    return instruction.computes(choose, target, kind, kind)
+
+
+@builds("slct")
+def build_choice(instruction: Instruction) -> Action:
+    """The first where the third is not negative."""
+    instruction.flag("ftz")
+    by = TYPES["f32" if instruction.qualifiers[-1] == "f32" else "s32"]
+    instruction.qualifiers.pop()
+    kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
+
+    def choose(x: Array, y: Array, sign: Array) -> Array:
+        return np.where(by.decode(sign) >= 0, x, y)
+
+    return instruction.computes(choose, kind, kind, kind, by, raw=True)
+
+
+_TESTS: dict[str, Callable[[Array], Array]] = {
+    "finite": np.isfinite,
+    "infinite": np.isinf,
+    "number": lambda x: ~np.isnan(x),
+    "notanumber": np.isnan,
+    "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).smallest_normal),
+    "subnormal": lambda x: (x != 0) & (np.abs(x) < np.finfo(x.dtype).smallest_normal),
+}
+
+
+@builds("testp")
+def build_test(instruction: Instruction) -> Action:
+    name = instruction.choose(*_TESTS)
+    kind = instruction.take_type(("f32", "f64"))
+    if name is None:
+        raise instruction.unknown(f"the test of '{instruction.opcode}'", _TESTS)
+    return instruction.computes(_TESTS[name], PREDICATE, kind)
 
 
 def _comparison(name: str, kind: ScalarType) -> Callable[[Any, Any], Array] | None:

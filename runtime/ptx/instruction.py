@@ -65,7 +65,8 @@ class Instruction:
 
     It runs unless predicate register ``guard`` (-1: none) differs from ``wanted``. ``target``: the index of
     the instruction that a branch goes to. ``symbols`` and ``parameters``: of a whole kernel, else None.
-    ``members``: a mask of the lanes that run it together, if it names them.
+    ``members``: a mask of the lanes that run it together, if it names them. ``generic``: what it
+    accesses is in shared memory, its address one of 64 bits.
     """
 
     opcode: str
@@ -79,6 +80,7 @@ class Instruction:
     symbols: Mapping[str, int] | None = None
     parameters: Mapping[str, ScalarType] | None = None
     members: Reader | None = None
+    generic: bool = False
     action: Action = lambda threads: None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ a vector.
 """
 
 import functools
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,9 @@ import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import TensorHandle, atomics
 from interlace.runtime.core.accesses import Atomic
-from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS
+from interlace.runtime.ptx.arithmetic import lanewise, larger, smaller
+from interlace.runtime.ptx.instruction import Action, Instruction, Write, builders
 from interlace.runtime.ptx.special import Reader, Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 
@@ -41,8 +44,9 @@ ORDERS = {
     "acq_rel": atomics.MEM_SEMANTIC.ACQUIRE_RELEASE,
 }
 _WHOLE = ("u32", "s32", "u64", "s64")
+_SHORTS = ("f16", "bf16")
 _OPERATIONS = {
-    "add": ("u32", "s32", "u64", "f32", "f64"),
+    "add": ("u32", "s32", "u64", "s64", "f32", "f64", *_SHORTS),
     "min": _WHOLE,
     "max": _WHOLE,
     "inc": ("u32",),
@@ -53,8 +57,11 @@ _OPERATIONS = {
     "exch": ("b32", "b64"),
     "cas": ("b16", "b32", "b64"),
 }
+_VECTORS = ("v2", "v4", "v8")
+_OF_FLOATS = {"add": operator.add, "min": smaller, "max": larger}
+SPACES = ("shared", "shared::cta")
 _ACCESS_TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
-_CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|L1::\w+|L2::(evict_\w+|\d+B)")
+_CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|L1::\w+|L2::(evict_\w+|cache_hint|\d+B)")
 _ADDRESS = re.compile(r"\[ ?([^\s+\]]+) ?(?:\+ ?(-?\w+) ?)?\]")
 _pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.values()}
 
@@ -72,6 +79,7 @@ def address_of(
     match = _ADDRESS.fullmatch(text)
     if match is None:
         raise instruction.error("an address is written in brackets, as [register+4]")
+    shared = shared and not instruction.generic
     base = instruction.reader(match[1], TYPES["u32" if shared else "u64"])
     offset = instruction.literal(match[2] or "0", TYPES["u64"])
     if offset is None:
@@ -107,6 +115,16 @@ def take_global(instruction: Instruction) -> None:
 def take_cache_hints(instruction: Instruction) -> None:
     for name in filter(_CACHE_HINT.fullmatch, list(instruction.qualifiers)):
         instruction.flag(name)
+        if name == "L2::cache_hint" and instruction.operands:  # a policy
+            instruction.reader(instruction.operands.pop(), TYPES["b64"])
+
+
+def take_space(instruction: Instruction) -> bool:
+    """Whether it is shared memory, which only a whole kernel has; generic addresses and global are not."""
+    if instruction.symbols is not None and instruction.choose(*SPACES):
+        return True
+    take_global(instruction)
+    return False
 
 
 def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str]:
@@ -160,8 +178,7 @@ def build_access(instruction: Instruction) -> Action:
         instruction.flag("mmio")
     take_global(instruction)
     take_cache_hints(instruction)
-    vector = instruction.choose("v2", "v4")
-    kind = instruction.take_type(_ACCESS_TYPES)
+    vector, kind = instruction.choose(*_VECTORS), take_accessed(instruction)
     instruction.finish(2)
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = take_parts(instruction, outer, vector)
@@ -173,6 +190,11 @@ def build_access(instruction: Instruction) -> Action:
     if loads:
         return loading(instruction, parts, kind, addresses, load_of(kind, sem, scope))
     return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
+
+
+def take_accessed(instruction: Instruction) -> ScalarType:
+    """What is loaded or stored; of 128 bits, the halves of each register, whose number is in braces."""
+    return TYPES["b64"] if instruction.flag("b128") else instruction.take_type(_ACCESS_TYPES)
 
 
 def _spread(addresses: Array, parts: int, kind: ScalarType) -> Array:
@@ -209,17 +231,16 @@ def storing(
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(threads: Threads) -> None:
-        values = [threads.active(read(threads)) for read in reads]
-        bits = values[0] if len(values) == 1 else np.stack(values, axis=1)
+        bits = _stacked([threads.active(read(threads)) for read in reads])
         for each in addresses(threads):
             put(threads, _spread(each, len(parts), kind), bits)
 
     return store
 
 
-def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
+def load_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = False) -> Load:
     if sem in ORDERS:
-        access = _atomic(kind, "load", str(sem), scope)
+        access = _atomic(kind, "load", str(sem), scope, shared=shared)
 
         def get(threads: Threads, addresses: Array) -> Array:
             nothing = np.zeros(addresses.shape, kind.raw)
@@ -246,9 +267,10 @@ def load_of(kind: ScalarType, sem: str | None, scope: str) -> Load:
     return load
 
 
-def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
+def store_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = False) -> Store:
     if sem in ORDERS:
-        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], str(sem), scope, told="store")
+        bits = TYPES[f"u{kind.bits}"]
+        return read_modify_write("xchg", bits, str(sem), scope, told="store", shared=shared)
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
@@ -266,7 +288,9 @@ def store_of(kind: ScalarType, sem: str | None, scope: str) -> Store:
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., Array]:
+def _atomic(
+    kind: ScalarType, told: str, sem: str, scope: str, *, shared: bool
+) -> Callable[..., Array]:
     """Lets the hooks do a change; gives the bits that were there before."""
 
     def access(
@@ -288,7 +312,8 @@ def _atomic(kind: ScalarType, told: str, sem: str, scope: str) -> Callable[..., 
         atomic = Atomic(
             pointers, mask, told, sem, scope, reads_only, compare, each_thread=not alone
         )
-        found: Array = threads.session.hooks.atomic(atomic, perform).data.view(kind.raw)
+        change_memory = threads.session.atomic_in_shared if shared else threads.session.hooks.atomic
+        found: Array = change_memory(atomic, perform).data.view(kind.raw)
         return found
 
     return access
@@ -299,33 +324,56 @@ def build_atomic(instruction: Instruction) -> Action:
     returns = instruction.mnemonic == "atom"
     sems = ORDERS if returns else ("relaxed", "release")
     sem = instruction.choose(*sems) or "relaxed"
-    scope = SCOPES[instruction.choose(*SCOPES) or "gpu"]
-    take_global(instruction)
+    scope, shared = SCOPES[instruction.choose(*SCOPES) or "gpu"], take_space(instruction)
+    take_cache_hints(instruction)
     known = list(_OPERATIONS) if returns else list(_OPERATIONS)[:-2]
     name = instruction.choose(*known)
     if name is None:
         raise instruction.unknown(f"the operation of '{instruction.opcode}'", known)
-    kind = instruction.take_type(_OPERATIONS[name])
+    vector, kind, number = instruction.choose(*_VECTORS), *take_changed(instruction, name)
     instruction.finish(2 + returns + (name == "cas"))
-    write = instruction.active_writer(instruction.operands[0], kind) if returns else None
     target, *given = instruction.operands[returns:]
-    at = address_of(instruction, target, kind)
-    reads = [instruction.reader(operand, kind) for operand in given]
+    vectors = [take_parts(instruction, each, vector) for each in given]
+    at = address_of(instruction, target, kind, len(vectors[0]), shared=shared)
     if name == "cas":
-        apply = _compare_and_swap(kind, sem, scope)
+        apply = _compare_and_swap(kind, sem, scope, shared=shared)
     else:
-        apply = read_modify_write("xchg" if name == "exch" else name, kind, sem, scope)
+        name = "xchg" if name == "exch" else name
+        apply = read_modify_write(name, kind, sem, scope, number=number, shared=shared)
+    writes: list[Write] = []
+    if returns:
+        parts = take_parts(instruction, instruction.operands[0], vector)
+        writes = [instruction.active_writer(each, kind) for each in parts]
+    reads = [[instruction.reader(part, kind) for part in parts] for parts in vectors]
 
     def run(threads: Threads) -> None:
-        before = apply(threads, at(threads), *[threads.active(read(threads)) for read in reads])
-        if write is not None:
-            write(threads, before)
+        addresses = _spread(at(threads), len(vectors[0]), kind)
+        bits = [_stacked([threads.active(read(threads)) for read in each]) for each in reads]
+        before = apply(threads, addresses, *bits)
+        for index, write in enumerate(writes):
+            write(threads, before if vector is None else before[:, index])
 
     return run
 
 
-def _compare_and_swap(kind: ScalarType, sem: str, scope: str) -> Callable[..., Array]:
-    access = _atomic(kind, "cas", sem, scope)
+def take_changed(instruction: Instruction, name: str) -> tuple[ScalarType, ScalarType | None]:
+    """The type of a register, and that of the two numbers in it, if it is a pair."""
+    instruction.flag("noftz")
+    if name in _OF_FLOATS and (pair := instruction.choose(*_PAIRS)):
+        return TYPES["b32"], TYPES[_PAIRS[pair]]
+    shorts = _SHORTS if name in ("min", "max") else ()
+    return instruction.take_type((*_OPERATIONS[name], *shorts)), None
+
+
+def _stacked(values: list[Array]) -> Array:
+    """Of several parts, (threads, parts)."""
+    return values[0] if len(values) == 1 else np.stack(values, axis=1)
+
+
+def _compare_and_swap(
+    kind: ScalarType, sem: str, scope: str, *, shared: bool
+) -> Callable[..., Array]:
+    access = _atomic(kind, "cas", sem, scope, shared=shared)
 
     def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
         compare, swap = _handle(expected, kind), _handle(value, kind)
@@ -340,10 +388,18 @@ def _compare_and_swap(kind: ScalarType, sem: str, scope: str) -> Callable[..., A
 
 
 def read_modify_write(
-    name: str, kind: ScalarType, sem: str, scope: str, *, told: str = ""
+    name: str,
+    kind: ScalarType,
+    sem: str,
+    scope: str,
+    *,
+    told: str = "",
+    number: ScalarType | None = None,
+    shared: bool = False,
 ) -> Callable[..., Array]:
-    """``told``: what hooks are told, if not ``name``."""
-    access, change = _atomic(kind, told or name, sem, scope), _change(name, kind)
+    """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
+    access = _atomic(kind, told or name, sem, scope, shared=shared)
+    change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:
         harmless = None  # -0 + 0 is +0
@@ -375,19 +431,22 @@ _UPDATES: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _change(name: str, kind: ScalarType) -> Callable[[Array, Any, Any], Any]:
+def _change(
+    name: str, kind: ScalarType, number: ScalarType | None
+) -> Callable[[Array, Any, Any], Any]:
     """(bits, addresses, order) -> what was there, atomically."""
-    native = _NATIVE.get((kind.letter, name)) if kind.bits >= 32 else None
+    native = _NATIVE.get((kind.letter, name)) if kind.bits >= 32 and number is None else None
     if native is not None:
         return lambda bits, addresses, order: atomics.atomic_rmw(
             native, addresses, bits.view(kind.stored), np.ones(bits.shape, np.bool_), order
         )
 
+    update = _update(name, kind, number)
+
     def one(bits: Array, address: Array, order: Any) -> Any:
-        seen = np.zeros(1, kind.stored)
+        seen = np.zeros(1, kind.raw)
         while True:
-            value = np.array([_UPDATES[name](int(seen[0]), int(bits[0]))], kind.stored)
-            found = atomics.atomic_cas(address, seen, value, order)
+            found = atomics.atomic_cas(address, seen, update(seen, bits), order)
             if found[0] == seen[0]:
                 return found
             seen = found
@@ -397,3 +456,13 @@ def _change(name: str, kind: ScalarType) -> Callable[[Array, Any, Any], Any]:
         return np.concatenate([one(*each, order) for each in flat]).reshape(bits.shape)
 
     return loop
+
+
+def _update(name: str, kind: ScalarType, number: ScalarType | None) -> Callable[..., Array]:
+    """(bits there, bits given) -> bits, of one register."""
+    if number is not None:
+        return lanewise(_OF_FLOATS[name], number)
+    if kind.is_float and name in _OF_FLOATS:
+        return lambda old, new: kind.encode(_OF_FLOATS[name](kind.decode(old), kind.decode(new)))
+    change = _UPDATES[name]
+    return lambda old, new: np.array([change(int(old[0]), int(new[0]))], kind.raw)

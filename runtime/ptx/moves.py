@@ -4,19 +4,23 @@ Conversions round once. What PTX leaves to the hardware, a NaN as an integer, is
 the highest bit of 64.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from interlace.runtime.numerics.float_formats import SINGLE, encode
 from interlace.runtime.ptx.arithmetic import (
     BITS,
     FLOATS,
     INTEGERS,
-    PAIRS,
     flushed,
     larger,
+    rectified,
     smaller,
 )
+from interlace.runtime.ptx.formats import FORMATS, ROUNDINGS, NarrowFloat, Rounding
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
@@ -26,6 +30,10 @@ MOVES, builds = builders()
 
 @builds("mov")
 def build_move(instruction: Instruction) -> Action:
+    if vector := instruction.choose("v2", "v4"):
+        return _move_all(instruction, int(vector[1:]))
+    if instruction.flag("b128"):
+        return _move_all(_as_halves(instruction), 2)
     kind = instruction.take_type((*BITS, "b8", *INTEGERS, "u8", "s8", *FLOATS, "pred"))
     instruction.finish(2)
     targets, sources = (_parts(instruction, operand, kind) for operand in instruction.operands)
@@ -43,6 +51,29 @@ def build_move(instruction: Instruction) -> Action:
             bits = bits | read(threads).astype(whole) << whole.type(shift)
         for shift, part, write in writes:
             write(threads, (bits >> whole.type(shift)).astype(part.raw))
+
+    return move
+
+
+def _as_halves(instruction: Instruction) -> Instruction:
+    instruction.qualifiers.append("b64")
+    return instruction
+
+
+def _move_all(instruction: Instruction, count: int) -> Action:
+    """Part by part, or one number to all parts."""
+    kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
+    instruction.finish(2)
+    target, source = (instruction.parts(operand) for operand in instruction.operands)
+    if len(target) != count or len(source) not in (1, count):
+        raise instruction.error(f"'{instruction.opcode}' moves {count} registers")
+    writes = [instruction.writer(each, kind) for each in target]
+    reads = [instruction.reader(each, kind) for each in source * (count // len(source))]
+
+    def move(threads: Threads) -> None:
+        found = [read(threads) for read in reads]
+        for write, bits in zip(writes, found, strict=True):
+            write(threads, bits)
 
     return move
 
@@ -80,57 +111,135 @@ _TO_INTEGRAL: dict[str, Callable[[Array], Array]] = {
 @builds("cvt")
 def build_conversion(instruction: Instruction) -> Action:
     known = (*INTEGERS, "u8", "s8", *FLOATS)
-    if pair := instruction.choose(*PAIRS):
-        return _to_pair(instruction, TYPES[PAIRS[pair]])
-    target, source = instruction.take_type(known), instruction.take_type(known)
-    integral = instruction.choose(*_TO_INTEGRAL)
-    nearest, saturate = instruction.flag("rn"), instruction.flag("sat")
-    flush = instruction.flag("ftz")
+    rounding = instruction.choose(*ROUNDINGS, "rs")
+    rectify, saturate = instruction.flag("relu"), instruction.choose("sat", "satfinite")
+    packed = [each for each in instruction.qualifiers if _PACKED.fullmatch(each)]
+    if packed:
+        return _build_packed(instruction, packed, rounding, rectify, saturate == "satfinite")
+    tensor = instruction.flag("tf32")
+    target = TYPES["b32"] if tensor else instruction.take_type(known)
+    source = instruction.take_type(("f32",) if tensor else known)
+    integral, flush = instruction.choose(*_TO_INTEGRAL), instruction.flag("ftz")
     instruction.finish(2)
-    narrows = target.is_float and (not source.is_float or source.bits > target.bits)
-    needs_integral = source.is_float and not target.is_float
+    to_float = tensor or target.is_float
+    narrows = tensor or (to_float and (not source.is_float or source.bits > target.bits))
+    needs_integral = source.is_float and not to_float
     if (
-        nearest != narrows
+        (rounding in ROUNDINGS) != narrows
         or (needs_integral and not integral)
         or (integral and not source.is_float)
     ):
         wanted = "one of .rni, .rzi, .rmi, .rpi" if needs_integral else "none"
-        wanted = "'.rn'" if narrows else wanted
+        wanted = f"one of .{', .'.join(ROUNDINGS)}" if narrows else wanted
         raise instruction.error(f"from .{source.name} to .{target.name} takes {wanted} as rounding")
+    if narrows and (tensor or rounding != "rn" or saturate == "satfinite"):
+        form = "tf32" if tensor else target.name
+        if form not in (*FORMATS, "f32"):
+            raise instruction.error(f"to .{form} only '.rn' is known")
+        encode = _narrowing(form, str(rounding), saturate == "satfinite")
+    else:
+        encode = target.encode
 
     def convert(values: Array) -> Array:
         if flush and source.is_float:
             values = flushed(values)
         if integral:
             values = _TO_INTEGRAL[integral](values)
-        if target.is_float:
-            if not source.is_float:
-                values = _to_double(values) if target.bits < 64 else values.astype(np.float64)
-            if saturate:
-                zero, one = values.dtype.type(0), values.dtype.type(1)
-                values = larger(zero, smaller(values, one))
-            return flushed(values) if flush else values
-        if source.is_float:
-            return _to_integer(values, target)
-        return _clamped(values, target) if saturate else values.astype(target.stored)
-
-    return instruction.computes(convert, target, source, wider=True)
-
-
-def _to_pair(instruction: Instruction, kind: ScalarType) -> Action:
-    """Two fp32 numbers, the first in the high half."""
-    instruction.take_type(("f32",))
-    if not instruction.flag("rn"):
-        raise instruction.error("of pairs only '.rn' is known")
-    rectify = instruction.flag("relu")
-
-    def convert(high: Array, low: Array) -> Array:
+        if not to_float:
+            if source.is_float:
+                return target.encode(_to_integer(values, target))
+            clamp = _clamped(values, target) if saturate else values.astype(target.stored)
+            return target.encode(clamp)
+        if not source.is_float:
+            values = _to_double(values) if target.bits < 64 else values.astype(np.float64)
+        if saturate == "sat":
+            zero, one = values.dtype.type(0), values.dtype.type(1)
+            values = larger(zero, smaller(values, one))
         if rectify:
-            high, low = (larger(each, np.float32(0)) for each in (high, low))
-        halves = [kind.encode(each).astype(np.uint32) for each in (high, low)]
-        return halves[0] << np.uint32(16) | halves[1]
+            values = rectified(values)
+        return encode(flushed(values) if flush else values)
 
-    return instruction.computes(convert, TYPES["b32"], TYPES["f32"], TYPES["f32"])
+    def raw(bits: Array) -> Array:
+        return convert(source.decode(bits))
+
+    return instruction.computes(raw, target, source, raw=True, wider=True)
+
+
+def _narrowing(name: str, rounding: str, saturates: bool) -> Callable[[Array], Array]:
+    if name == "f32":
+        form = replace(SINGLE, overflow=SINGLE.largest) if saturates else SINGLE
+        return lambda values: encode(values, form, ROUNDINGS[rounding])
+    return lambda values: FORMATS[name].encode(values, ROUNDINGS[rounding], saturates=saturates)
+
+
+# -- several numbers in a register -----------------------------------------------------------------
+
+_PACKED = re.compile(rf"({'|'.join(FORMATS)})x([24])")
+_RANDOM_BITS = {"f16": 13}  # for each number; of the others, 16
+
+
+def _build_packed(
+    instruction: Instruction,
+    packed: list[str],
+    rounding: str | None,
+    rectify: bool,
+    saturates: bool,
+) -> Action:
+    """From fp32 numbers, the first in the highest bits, or from as many of another format."""
+    for name in packed:
+        instruction.flag(name)
+    target, *sources = (_take_packed(name) for name in packed)
+    (form, count, register) = target
+    if instruction.flag("f32"):
+        operands = [part for each in instruction.operands for part in instruction.parts(each)]
+        instruction.operands, kinds = operands, [TYPES["f32"]] * count
+    else:
+        kinds = [sources[0][2]] if sources and sources[0][1] == count else []
+    random = [TYPES["b32"]] if rounding == "rs" else []
+    if not kinds or rounding is None:
+        raise instruction.unknown(f"'{instruction.opcode}'", [f"{p} from f32" for p in FORMATS])
+    saturates = saturates or form.name in ("e4m3", "e5m2")
+
+    def convert(*given: Array) -> Array:
+        if sources:
+            numbers = _unpacked(given[0], *sources[0][:2])
+        else:
+            numbers = [bits.view(np.float32) for bits in given[:count]][::-1]
+        bits = register.raw.type(0)
+        for index, values in enumerate(numbers):
+            by = _by_chance(given[-1], index, form.name) if random else ROUNDINGS[rounding]
+            values = rectified(values) if rectify else values
+            code = form.encode(values, by, saturates=saturates).astype(register.raw)
+            bits = bits | code << register.raw.type(index * form.bits)
+        return bits
+
+    return instruction.computes(convert, register, *kinds, *random, raw=True)
+
+
+def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
+    """The format, how many, and the type of the register."""
+    match = _PACKED.fullmatch(name)
+    assert match is not None
+    form, count = FORMATS[match[1]], int(match[2])
+    return form, count, TYPES[f"b{form.bits * count}"]
+
+
+def _unpacked(bits: Array, form: NarrowFloat, count: int) -> list[Array]:
+    """The numbers in a register, lowest first."""
+    kind, mask = bits.dtype.type, bits.dtype.type((1 << form.bits) - 1)
+    return [form.decode(bits >> kind(i * form.bits) & mask) for i in range(count)]
+
+
+def _by_chance(bits: Array, index: int, name: str) -> Rounding:
+    """Up if what is cut off and random bits have a carry. Each half of 32 is for one of two numbers, or for
+    two of four, the second of which has it in reverse."""
+    width = _RANDOM_BITS.get(name, 16)
+    per_half = 1 if name in ("f16", "bf16") else 2
+    half = bits >> np.uint32(16 * (index // per_half)) & np.uint32(0xFFFF)
+    if index % per_half:
+        half = sum((half >> np.uint32(i) & np.uint32(1)) << np.uint32(15 - i) for i in range(16))
+    part = (half & np.uint32((1 << width) - 1)) / float(1 << width)
+    return lambda units: np.copysign(np.floor(np.abs(units) + part), units)
 
 
 def _to_integer(values: Array, target: ScalarType) -> Array:

@@ -10,10 +10,13 @@ are rounded once.
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from interlace.runtime.ptx import memory, multicast
+from interlace.runtime.ptx.arithmetic import PAIRS, larger, smaller
+from interlace.runtime.ptx.formats import FORMATS, NarrowFloat
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
@@ -26,7 +29,15 @@ _ORDERINGS = {
     "red": ("relaxed", "release"),
 }
 _SUMS = ("u32", "s32", "u64", "f32", "f64")
-_PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
+_FOURS = {"e4m3x4": FORMATS["e4m3"], "e5m2x4": FORMATS["e5m2"]}
+_OPERATIONS: dict[str, tuple[Callable[..., Array], tuple[str, ...]]] = {
+    "add": (operator.add, _SUMS),
+    "min": (smaller, ("u32", "s32", "u64", "s64")),
+    "max": (larger, ("u32", "s32", "u64", "s64")),
+    "and": (operator.and_, ("b32", "b64")),
+    "or": (operator.or_, ("b32", "b64")),
+    "xor": (operator.xor, ("b32", "b64")),
+}
 _WIDEST = 128
 
 
@@ -38,13 +49,15 @@ def build_multimem(instruction: Instruction) -> Action:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
     sem, scope = memory.take_ordering(instruction, *_ORDERINGS[form])
     memory.take_global(instruction)
-    if form != "st" and not instruction.flag("add"):
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", ["add"])
-    instruction.flag("acc::f32")
+    name = instruction.choose(*_OPERATIONS) if form != "st" else "add"
+    if name is None:
+        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _OPERATIONS)
+    reduce, kinds = _OPERATIONS[name]
+    instruction.choose("acc::f32", "acc::f16")
     vector = instruction.choose("v2", "v4", "v8")
-    pair = instruction.choose(*_PAIRS)
-    kinds = _SUMS if form != "st" else (*_SUMS, "s64", "b32", "b64")
-    kind = TYPES["b32"] if pair else instruction.take_type(kinds)
+    packed = instruction.choose(*PAIRS, *(_FOURS if form != "red" else ()))
+    kinds = kinds if form != "st" else (*_SUMS, "s64", "b32", "b64")
+    kind = TYPES["b32"] if packed else instruction.take_type(kinds)
     instruction.finish(2)
     data, at = instruction.operands if form == "ld_reduce" else instruction.operands[::-1]
     parts = memory.take_parts(instruction, data, vector)
@@ -66,35 +79,39 @@ def build_multimem(instruction: Instruction) -> Action:
         """The addresses of the access in every rank's memory, by rank."""
         return list(np.array([on_ranks(each) for each in where(threads).tolist()], np.uint64).T)
 
-    ordering = None if pair or len(parts) > 1 else sem
+    number = TYPES[PAIRS[packed]] if packed in PAIRS else None
+    ordering = None if packed or len(parts) > 1 else sem
     if form == "ld_reduce":
-        total = _summed(TYPES[_PAIRS[pair]] if pair else kind, kind)
+        total = _reduced(reduce, _FOURS.get(str(packed), number or kind), kind)
         get = memory.load_of(kind, ordering, scope)
         return memory.loading(instruction, parts, kind, addresses, get, total)
     if form == "st":
         return memory.storing(
             instruction, parts, kind, addresses, memory.store_of(kind, ordering, scope)
         )
-    if pair or len(parts) > 1:
-        raise instruction.unknown("'multimem.red' of more than one number", _SUMS)
-    add = memory.read_modify_write("add", kind, sem or "relaxed", scope)
-    return memory.storing(instruction, parts, kind, addresses, add)
+    change = memory.read_modify_write(name, kind, sem or "relaxed", scope, number=number)
+    return memory.storing(instruction, parts, kind, addresses, change)
 
 
-def _summed(number: ScalarType, kind: ScalarType) -> Callable[[list[Array]], Array]:
-    """The bits of the sum of registers of ``kind``, each of one or two of ``number``."""
+def _reduced(reduce: Any, number: Any, kind: ScalarType) -> Callable[[list[Array]], Array]:
+    """The bits of the sum of registers of ``kind``, each of one, two or four of ``number``."""
+
+    def encode(values: Array) -> Array:
+        if isinstance(number, NarrowFloat):
+            return number.encode(values, np.rint, saturates=True)
+        return number.encode(values)
 
     def lane(registers: list[Array], shift: int) -> Array:
         parts = [
             number.decode((bits >> kind.raw.type(shift)).astype(number.raw)) for bits in registers
         ]
-        return number.encode(functools.reduce(operator.add, parts[1:], parts[0] + 0))
+        return encode(functools.reduce(reduce, parts[1:], parts[0] + 0))
 
-    def summed(registers: list[Array]) -> Array:
+    def reduced(registers: list[Array]) -> Array:
         lanes = [
             lane(registers, shift).astype(kind.raw) << kind.raw.type(shift)
             for shift in range(0, kind.bits, number.bits)
         ]
         return functools.reduce(operator.or_, lanes)
 
-    return summed
+    return reduced

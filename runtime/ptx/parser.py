@@ -1,7 +1,8 @@
 """PTX as text: what it says, with names, scopes and labels resolved.
 
 Blocks in braces have names of their own, as in PTX, and a label or register of an outer block can be
-used inside. Branches get the index of the instruction that they go to.
+used inside. A vector, and a register of 128 bits, is several registers; as an operand, those in braces.
+Branches get the index of the instruction that they go to.
 """
 
 import re
@@ -16,6 +17,8 @@ from interlace.runtime.ptx.types import TYPES, ScalarType
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
+_REGISTERS = re.compile(r"\.reg(?: ?\.v([24]))? ?\.(\w+) (.+)")
+_COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # of a vector, of 128 bits
 _DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 
 
@@ -38,6 +41,7 @@ class Parser:
         self._registers = ChainMap({register.name: register for register in operands})
         self._symbols, self._parameters = symbols, parameters
         self._labels: ChainMap[str, int] = ChainMap()
+        self._vectors: ChainMap[str, str] = ChainMap()
         self._line, self._text = 1, ""
 
     def instructions(self, asm: str) -> Iterator[Instruction]:
@@ -48,14 +52,13 @@ class Parser:
         for self._line, self._text in _statements(asm):
             text = self._text
             if text == "{":
-                self._registers, self._labels = (
-                    self._registers.new_child(),
-                    self._labels.new_child(),
-                )
+                self._registers = self._registers.new_child()
+                self._labels, self._vectors = self._labels.new_child(), self._vectors.new_child()
             elif text == "}":
                 if len(self._labels.maps) == 1:
                     raise self._error("'}' without '{'")
                 self._registers, self._labels = self._registers.parents, self._labels.parents
+                self._vectors = self._vectors.parents
             elif text.endswith(":"):
                 label = text[:-1].rstrip()
                 if label in self._labels.maps[0]:
@@ -81,30 +84,36 @@ class Parser:
         return error(problem, self._line, self._text)
 
     def _declare(self, text: str) -> None:
-        words = text.split(None, 2)
+        words = text.split(None, 1)
         if words[0] == ".pragma":
             return
         if words[0] != ".reg":
             raise self._error(f"directive '{words[0]}' is not known to the interpreter")
-        kind = TYPES.get(words[1].lstrip(".")) if len(words) == 3 else None
-        if kind is None:
-            raise self._error("'.reg' needs one type of 1 to 64 bits and names")
-        for declared in words[2].split(","):
-            match = _DECLARED.fullmatch(declared.strip())
-            if match is None:
+        match = _REGISTERS.fullmatch(text)
+        kind = TYPES.get("b64" if match[2] == "b128" else match[2]) if match else None
+        if match is None or kind is None:
+            raise self._error("'.reg' needs one type of 1 to 128 bits and names")
+        parts = _HALVES if match[2] == "b128" else _COMPONENTS[: int(match[1] or 0)]
+        for declared in match[3].split(","):
+            found = _DECLARED.fullmatch(declared.strip())
+            if found is None:
                 raise self._error(f"'{declared.strip()}' is no name of a register")
-            count = [""] if match[2] is None else map(str, range(int(match[2])))
-            for name in (match[1] + number for number in count):
-                if name in self._registers.maps[0]:
+            count = [""] if found[2] is None else map(str, range(int(found[2])))
+            for name in (found[1] + number for number in count):
+                if name in self._registers.maps[0] or name in self._vectors.maps[0]:
                     raise self._error(f"register '{name}' is declared twice")
-                register = Register(name, len(self.kinds), kind.bits)
-                self._registers[name] = register
-                self.kinds.append(register.dtype)
+                if parts:
+                    self._vectors[name] = "{" + ", ".join(name + part for part in parts) + "}"
+                for each in [name + part for part in parts] or [name]:
+                    register = Register(each, len(self.kinds), kind.bits)
+                    self._registers[each] = register
+                    self.kinds.append(register.dtype)
 
     def _instruction(self, text: str) -> Instruction:
         guard = _GUARD.fullmatch(text)
         opcode, _, operands = (guard[3] if guard else text).partition(" ")
-        found = Instruction(opcode, split(operands), self._line, text, self._registers)
+        given = [self._vectors.get(each, each) for each in split(operands)]
+        found = Instruction(opcode, given, self._line, text, self._registers)
         found.symbols, found.parameters = self._symbols, self._parameters
         if guard:
             found.guard, found.wanted = found.predicate(guard[2]).slot, 0 if guard[1] else 1

@@ -21,6 +21,10 @@ class PtxSession:
     hooks: Any
     clock: int = 0
 
+    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+        """Of programs that have shared memory."""
+        raise NotImplementedError
+
 
 @dataclass(eq=False, slots=True)
 class Threads:
@@ -123,6 +127,8 @@ SPECIAL: dict[str, Reader] = {
     "%warpsize": constant(U32(WARP)),
     "WARP_SZ": constant(U32(WARP)),
     "%smid": _program_number,
+    "%nsmid": lambda threads: U32(np.prod(threads.session.builder.grid_dim)),
+    "%gridid": constant(np.uint64(0)),
     "%lanemask_eq": _lane_mask(lambda one: one),
     "%lanemask_lt": _lane_mask(lambda one: one - np.uint64(1)),
     "%lanemask_le": _lane_mask(lambda one: 2 * one - np.uint64(1)),

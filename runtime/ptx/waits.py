@@ -4,6 +4,10 @@ Asynchronous copies and proxies do not exist in the interpreter, so waiting for 
 between the others is nothing.
 """
 
+import re
+
+import numpy as np
+
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.memory import SCOPES
@@ -23,7 +27,8 @@ def build_fence(instruction: Instruction) -> Action:
     if instruction.mnemonic == "membar":
         sem, scopes = "sc", {"cta": "cta", "gl": "gpu", "sys": "sys"}
     else:
-        sem, scopes = instruction.choose("sc", "acq_rel") or "acq_rel", SCOPES
+        sems = ("sc", "acq_rel", "acquire", "release")
+        sem, scopes = instruction.choose(*sems) or "acq_rel", SCOPES
     scope = instruction.choose(*scopes)
     instruction.finish(0)
     if scope is None:
@@ -68,7 +73,6 @@ _NOTHING_TO_WAIT_FOR = {
         "async.bulk.wait_group.read": 1,
     },
     "griddepcontrol": {"wait": 0, "launch_dependents": 0},
-    "prefetch": {"L1": 1, "L2": 1, "global.L1": 1, "global.L2": 1},
 }
 
 
@@ -82,6 +86,23 @@ def build_wait(instruction: Instruction) -> Action:
     instruction.qualifiers.clear()
     instruction.finish(count)
     return _nothing
+
+
+_HINT = re.compile(r"global|local|L[12]|L2::evict_\w+|L2::cache_hint|fractional|range|cvt")
+
+
+@builds("prefetch", "prefetchu", "discard", "applypriority", "createpolicy")
+def build_hint(instruction: Instruction) -> Action:
+    """What is said to caches, which are not there; a policy is a number that nobody looks at."""
+    for name in filter(_HINT.fullmatch, list(instruction.qualifiers)):
+        instruction.flag(name)
+    if instruction.mnemonic != "createpolicy":
+        instruction.finish(1, 2)
+        return _nothing
+    kind = instruction.take_type(("b64",))
+    instruction.finish(1, 2, 4)
+    write = instruction.writer(instruction.operands[0], kind)
+    return lambda threads: write(threads, np.uint64(0))
 
 
 @builds("nanosleep")

@@ -166,6 +166,10 @@ class ProgramHooks:
         tell = self.observer.on_store if stores else self.observer.on_load
         tell(self.current, pointers, None)
 
+    def shared_atomic(self, atomic: Atomic, result: Any) -> None:
+        """A program has changed its shared memory."""
+        self.observer.on_atomic(self.current, atomic, result)
+
     def pause(self) -> None:
         if self.inside:
             self.give_way()

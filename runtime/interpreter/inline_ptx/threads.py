@@ -28,6 +28,7 @@ import numpy as np
 
 from interlace.runtime.interpreter.inline_ptx.operands import AsmOperands
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
+from interlace.runtime.ptx.bits import BIT_OPERATIONS
 from interlace.runtime.ptx.instruction import InlineAssemblyError, Instruction
 from interlace.runtime.ptx.memory import MEMORY
 from interlace.runtime.ptx.moves import MOVES
@@ -43,7 +44,7 @@ from interlace.runtime.ptx.special import (
 from interlace.runtime.ptx.waits import BLOCK_BARRIER, WAITS
 
 TOUCHING = {**MEMORY, **MULTIMEM, **WAITS}
-BUILDERS = {**ARITHMETIC, **MOVES, **TOUCHING}
+BUILDERS = {**ARITHMETIC, **BIT_OPERATIONS, **MOVES, **TOUCHING}
 IDLE_STEPS = 1_000_000
 """So many instructions in loops that touch no memory are taken for an endless loop."""
 _AGAIN = -3  # a thread has branched back

@@ -20,7 +20,7 @@ from interlace.runtime.ptx.types import TYPES, Array
 
 MATRICES, builds = builders()
 _WORD = TYPES["b32"]
-NUMBERS: dict[str, Any] = {**TYPES, **FORMATS}
+NUMBERS: dict[str, Any] = {**FORMATS, **TYPES}
 """What a matrix may consist of, by name in PTX."""
 PACKED_SUMS = ("f16",)  # sums that share a register, as factors do
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
+from interlace.runtime.ptx.bits import BIT_OPERATIONS
 from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction
 from interlace.runtime.ptx.machine.matrices import MATRICES
 from interlace.runtime.ptx.machine.shared import SHARED
@@ -22,7 +23,14 @@ from interlace.runtime.ptx.parser import Parser
 from interlace.runtime.ptx.types import TYPES, ScalarType
 from interlace.runtime.ptx.waits import WAITS
 
-BUILDERS: dict[str, Builder] = {**ARITHMETIC, **MOVES, **MEMORY, **MULTIMEM, **WAITS}
+BUILDERS: dict[str, Builder] = {
+    **ARITHMETIC,
+    **BIT_OPERATIONS,
+    **MOVES,
+    **MEMORY,
+    **MULTIMEM,
+    **WAITS,
+}
 TOGETHER = {**WARPS, **MATRICES, **WGMMA}
 BUILDERS |= TOGETHER | SHARED  # which knows what the others refuse
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")

@@ -5,7 +5,7 @@ missing barrier shows. They see the store of an asynchronous copy twice, when it
 from the one to the other nobody else may use that memory.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,23 @@ from interlace.runtime.ptx.machine.groups import (
 )
 from interlace.runtime.ptx.memory import (
     MEMORY,
+    ORDERS,
+    SPACES,
     address_of,
     load_of,
     loading,
     pointers_of,
+    store_of,
     storing,
+    take_accessed,
     take_cache_hints,
+    take_ordering,
     take_parts,
 )
 from interlace.runtime.ptx.special import PtxSession, Threads
-from interlace.runtime.ptx.types import TYPES, Array, ScalarType
+from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
 
 SHARED, builds = builders()
-_SPACES = ("shared", "shared::cta")
 _TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
 
 
@@ -47,10 +51,28 @@ class PtxProgram(PtxSession):
     def base(self) -> int:
         return int(self.shared.ctypes.data)
 
+    def offsets(self, addresses: Array, size: int) -> Array:
+        """Of ``size`` bytes each, which have to be inside."""
+        offsets = addresses.astype(np.int64) - self.base
+        if offsets.size and (offsets.min() < 0 or offsets.max() + size > len(self.shared)):
+            wrong = offsets[(offsets < 0) | (offsets + size > len(self.shared))].flat[0]
+            raise ValueError(
+                f"PTX: byte {wrong} of shared memory, which has {len(self.shared)} bytes"
+            )
+        return offsets
+
+    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+        kind = atomic.pointers.get_element_ty()
+        self.offsets(atomic.pointers.data, kind.primitive_bitwidth // 8)
+        result = perform()
+        if self.hooks.observed:
+            self.hooks.shared_atomic(atomic, result)
+        return result
+
 
 def take_shared(instruction: Instruction) -> None:
-    if instruction.symbols is None or instruction.choose(*_SPACES) is None:
-        raise instruction.unknown(f"the state space of '{instruction.opcode}'", _SPACES)
+    if instruction.symbols is None or instruction.choose(*SPACES) is None:
+        raise instruction.unknown(f"the state space of '{instruction.opcode}'", SPACES)
 
 
 def _touched(
@@ -63,13 +85,7 @@ def _touched(
 ) -> Array:
     """Offsets of ``addresses``, which observers are told of."""
     program: Any = threads.session
-    offsets = addresses.astype(np.int64) - program.base
-    size = kind.bits // 8
-    if offsets.size and (offsets.min() < 0 or offsets.max() + size > len(program.shared)):
-        wrong = offsets[(offsets < 0) | (offsets + size > len(program.shared))].flat[0]
-        raise ValueError(
-            f"PTX: byte {wrong} of shared memory, which has {len(program.shared)} bytes"
-        )
+    offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
         program.hooks.shared(pointers_of(threads, addresses, kind, lanes), stores=stores)
     return offsets
@@ -90,16 +106,49 @@ def put_shared(
     threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)] = bits
 
 
-@builds("ld", "st")
+@builds("ld", "st", "atom", "red")
 def build_access(instruction: Instruction) -> Action:
+    """Of global or of shared memory; generic addresses may be of either."""
     if instruction.choose("param"):
         return _parameter(instruction)
-    if instruction.symbols is None or instruction.choose(*_SPACES) is None:
-        return MEMORY[instruction.mnemonic](instruction)
+    if any(name in instruction.qualifiers for name in (*SPACES, "global")):
+        return _build(instruction)
+    at = next(each for each in instruction.operands if each.startswith("["))
+    where = address_of(instruction, at, TYPES["b8"])
+    elsewhere, inside = (
+        _build(
+            replace(
+                instruction,
+                opcode=f"{instruction.opcode}{space}",
+                generic=bool(space),
+                operands=list(instruction.operands),
+            )
+        )
+        for space in ("", ".shared")
+    )
+
+    def access(threads: Threads) -> None:
+        program, everyone = threads.session, threads.everyone()
+        offsets = where(threads).astype(np.int64) - program.base
+        own = everyone.copy()
+        own[everyone] = (offsets >= 0) & (offsets < len(program.shared))
+        before = threads.mask
+        for threads.mask, action in ((own, inside), (everyone & ~own, elsewhere)):
+            if threads.mask.any():
+                threads.mask = before if threads.mask.all() else threads.mask
+                action(threads)
+        threads.mask = before
+
+    return access
+
+
+def _build(instruction: Instruction) -> Action:
     loads = instruction.mnemonic == "ld"
-    instruction.choose("weak", "volatile")
-    vector = instruction.choose("v2", "v4")
-    kind = instruction.take_type(_TYPES)
+    if instruction.mnemonic not in ("ld", "st") or instruction.choose(*SPACES) is None:
+        return MEMORY[instruction.mnemonic](instruction)
+    strongest = "acquire" if loads else "release"
+    sem, scope = take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
+    vector, kind = instruction.choose("v2", "v4"), take_accessed(instruction)
     instruction.finish(2)
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = take_parts(instruction, outer, vector)
@@ -111,9 +160,48 @@ def build_access(instruction: Instruction) -> Action:
     def put(threads: Threads, addresses: Array, bits: Array) -> None:
         put_shared(threads, addresses, bits, kind)
 
+    def addresses(threads: Threads) -> list[Array]:
+        return [at(threads)]
+
     if loads:
-        return loading(instruction, parts, kind, lambda threads: [at(threads)], get)
-    return storing(instruction, parts, kind, lambda threads: [at(threads)], put)
+        ordered = load_of(kind, sem, scope, shared=True)
+        return loading(instruction, parts, kind, addresses, ordered if sem in ORDERS else get)
+    ordered_store = store_of(kind, sem, scope, shared=True)
+    return storing(instruction, parts, kind, addresses, ordered_store if sem in ORDERS else put)
+
+
+@builds("cvta")
+def build_address_conversion(instruction: Instruction) -> Action:
+    """Generic addresses of shared memory are where it is in this process; others are what they are."""
+    back = instruction.flag("to")
+    shared = instruction.choose(*SPACES) is not None
+    instruction.choose("global", "const", "local")
+    kind = instruction.take_type(("u64",))
+    instruction.finish(2)
+    write = instruction.writer(instruction.operands[0], kind)
+    read = instruction.reader(instruction.operands[1], kind)
+
+    def convert(threads: Threads) -> None:
+        base = np.uint64(threads.session.base if shared else 0)
+        write(threads, read(threads) - base if back else read(threads) + base)
+
+    return convert
+
+
+@builds("isspacep")
+def build_question(instruction: Instruction) -> Action:
+    shared = instruction.choose(*SPACES) is not None
+    instruction.flag("global")
+    instruction.finish(2)
+    write = instruction.writer(instruction.operands[0], PREDICATE)
+    read = instruction.reader(instruction.operands[1], TYPES["u64"])
+
+    def ask(threads: Threads) -> None:
+        offsets = np.asarray(read(threads)).astype(np.int64) - threads.session.base
+        inside = (offsets >= 0) & (offsets < len(threads.session.shared))
+        write(threads, inside if shared else ~inside)
+
+    return ask
 
 
 def _parameter(instruction: Instruction) -> Action:
