@@ -208,12 +208,13 @@ def _rounded(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]
 
 
 def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
-    """Rounded once: by whole numbers, where no operand and no result is infinite or zero."""
+    """Rounded once: by whole numbers, where nothing is infinite."""
     found = np.asarray(x * y + z)
     given = np.broadcast_arrays(x, y, z)
-    usual = np.isfinite(found) & np.isfinite(given[2]) & (found != 0)
+    usual = np.isfinite(found)
     exact = zip(*(map(Fraction, each[usual].tolist()) for each in given), strict=True)
-    found[usual] = [float(a * b + c) for a, b, c in exact]
+    sums = [a * b + c for a, b, c in exact]
+    found[usual] = [float(s) if s else near for s, near in zip(sums, found[usual], strict=True)]
     return found
 
 

@@ -178,7 +178,7 @@ def build_access(instruction: Instruction) -> Action:
         instruction.flag("mmio")
     take_global(instruction)
     take_cache_hints(instruction)
-    vector, kind = instruction.choose(*_VECTORS), take_accessed(instruction)
+    vector, kind = take_accessed(instruction)
     instruction.finish(2)
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = take_parts(instruction, outer, vector)
@@ -192,9 +192,11 @@ def build_access(instruction: Instruction) -> Action:
     return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
 
 
-def take_accessed(instruction: Instruction) -> ScalarType:
-    """What is loaded or stored; of 128 bits, the halves of each register, whose number is in braces."""
-    return TYPES["b64"] if instruction.flag("b128") else instruction.take_type(_ACCESS_TYPES)
+def take_accessed(instruction: Instruction) -> tuple[str | None, ScalarType]:
+    """What is loaded or stored, as a vector and its type; 128 bits are two halves."""
+    if instruction.flag("b128"):
+        return "v2", TYPES["b64"]
+    return instruction.choose(*_VECTORS), instruction.take_type(_ACCESS_TYPES)
 
 
 def _spread(addresses: Array, parts: int, kind: ScalarType) -> Array:

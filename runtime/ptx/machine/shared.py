@@ -148,7 +148,7 @@ def _build(instruction: Instruction) -> Action:
         return MEMORY[instruction.mnemonic](instruction)
     strongest = "acquire" if loads else "release"
     sem, scope = take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
-    vector, kind = instruction.choose("v2", "v4"), take_accessed(instruction)
+    vector, kind = take_accessed(instruction)
     instruction.finish(2)
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = take_parts(instruction, outer, vector)

@@ -1,5 +1,6 @@
 """PTX of whole kernels: warps, shared memory, divergence; each against an independent formula."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -17,31 +18,6 @@ LOAD, STORE = "ld.global.b32 %r2, [%rd2];", "st.global.b32 [%rd1], %r3;"
 
 def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
     return [int(each) for each in computed(LOAD + body + STORE, given, **options)[:, 0]]
-
-
-@pytest.mark.parametrize(
-    ("body", "source"),
-    [
-        ("shfl.sync.bfly.b32 %r3, %r2, 5, 31, -1;", LANES ^ 5),
-        ("shfl.sync.idx.b32 %r3, %r2, 7, 31, -1;", LANES * 0 + 7),
-        ("shfl.sync.down.b32 %r3, %r2, 3, 31, -1;", np.where(LANES < 29, LANES + 3, LANES)),
-        ("shfl.sync.up.b32 %r3, %r2, 3, 0, -1;", np.where(LANES >= 3, LANES - 3, LANES)),
-        # segments of 8 lanes
-        ("shfl.sync.idx.b32 %r3, %r2, 2, 0x181f, -1;", LANES // 8 * 8 + 2),
-    ],
-)
-def test_shuffles(body: str, source: Any) -> None:
-    assert one(body) == NUMBERS[source].tolist()
-
-
-def test_a_shuffle_says_whether_its_source_is_there() -> None:
-    body = "shfl.sync.down.b32 %r4|%p1, %r2, 3, 31, -1; selp.b32 %r3, 1, 0, %p1;"
-    assert one(body) == (LANES < 29).astype(int).tolist()
-
-
-def test_reductions_of_a_warp() -> None:
-    assert one("redux.sync.add.s32 %r3, %r2, -1;") == [int(NUMBERS.sum() % 2**32)] * 32
-    assert one("redux.sync.max.u32 %r3, %r2, -1;") == [int(NUMBERS.max())] * 32
 
 
 @pytest.mark.parametrize(
@@ -84,66 +60,104 @@ def test_pairs_are_rounded_once() -> None:
 G, T = LANES // 4, LANES % 4  # as the PTX ISA names them
 
 
-def packed(matrix: torch.Tensor, rows: Any, columns: Any, by_column: bool = False) -> Any:
-    """Two neighbours of ``matrix`` in a register: along a row, or down a column."""
-    step = (1, 0) if by_column else (0, 1)
-    bits = matrix.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
-    return bits[rows, columns] | bits[rows + step[0], columns + step[1]] << 16
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "s8": torch.int8,
+    "u8": torch.uint8,
+    "f32": torch.float32,
+    "s32": torch.int32,
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_matrix_product_of_16_bits(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(*s, generator=generator).to(dtype) for s in ((16, 16), (16, 8)))
-    c = torch.randn(16, 8, generator=generator)
-    registers = [packed(a, G + r, 2 * T + k) for k in (0, 8) for r in (0, 8)]
-    registers += [packed(b, 2 * T + k, G, by_column=True) for k in (0, 8)]
-    sums = [c.numpy()[G + r, 2 * T + e] for r in (0, 8) for e in (0, 1)]
-    given = np.stack([*registers, *(each.view(np.uint32) for each in sums)], axis=1)
-    name = "f16" if dtype == torch.float16 else "bf16"
+def words(matrix: Any, name: str) -> Any:
+    """(rows, registers) of what lies next to each other in a row."""
+    return (
+        torch.from_numpy(matrix).to(DTYPES[name]).contiguous().view(torch.uint8).numpy().view("u4")
+    )
+
+
+@pytest.mark.parametrize(
+    ("depth", "names"),
+    [
+        (16, "f32 f16 f16"),
+        (8, "f32 bf16 bf16"),
+        (16, "f16 f16 f16"),
+        (8, "f32 tf32 tf32"),
+        (4, "f32 tf32 tf32"),
+        (32, "f32 e4m3 e5m2"),
+        (32, "s32 s8 u8"),
+        (16, "s32 u8 u8"),
+    ],
+)
+def test_matrix_products(depth: int, names: str) -> None:
+    """Lane (g, t) has registers of rows g and g + 8 of A, of column g of B, and pairs of C and D."""
+    total, left, right = names.split()
+    random = np.random.default_rng(depth)
+    low = 0 if "u8" in names else -4
+    a, b = (random.integers(low, 5, (n, depth)).astype(np.float32) for n in (16, 8))
+    c = random.integers(0, 9, (16, 8)).astype(np.float32)
+    first, second, sums = words(a, left), words(b, right), words(c, total)
+    parts = range(first.shape[1] // 4)  # every fourth register of a row
+    each = [first[G + 8 * (i % 2), T + 4 * (i // 2)] for i in range(2 * len(parts))]
+    each += [second[G, T + 4 * i] for i in parts]
+    pairs = 8 // sums.shape[1]  # in a register
+    of_sums = [(8 * (i * pairs // 2), i * pairs % 2) for i in range(4 // pairs)]
+    each += [sums[G + row, (2 * T + e) // pairs] for row, e in of_sums]
+    names_of = [f"%r{10 + i}" for i in range(len(each))]
+    d = [f"%r{40 + i}" for i in range(len(of_sums))]
+    ends = [0, len(parts) * 2, len(parts) * 3, len(each)]
+    operands = [names_of[i:j] for i, j in itertools.pairwise(ends)]
     body = f"""
-        ld.global.v2.b32 {{%r2, %r3}}, [%rd2]; ld.global.v2.b32 {{%r4, %r5}}, [%rd2+8];
-        ld.global.v2.b32 {{%r6, %r7}}, [%rd2+16]; ld.global.v2.b32 {{%r8, %r9}}, [%rd2+24];
-        ld.global.v2.b32 {{%r10, %r11}}, [%rd2+32];
-        mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32
-            {{%r12, %r13, %r14, %r15}}, {{%r2, %r3, %r4, %r5}}, {{%r6, %r7}}, {{%r8, %r9, %r10, %r11}};
-        st.global.v2.b32 [%rd1], {{%r12, %r13}}; st.global.v2.b32 [%rd1+8], {{%r14, %r15}};"""
-    found = computed(body, given, words=10)[:, :4].view(np.float32)
-    expected = (a.double() @ b.double() + c.double()).numpy()
-    for index, (r, e) in enumerate([(0, 0), (0, 1), (8, 0), (8, 1)]):
-        np.testing.assert_allclose(found[:, index], expected[G + r, 2 * T + e], rtol=0, atol=1e-5)
+        {" ".join(f"ld.global.b32 {r}, [%rd2+{4 * i}];" for i, r in enumerate(names_of))}
+        mma.sync.aligned.m16n8k{depth}.row.col.{total}.{left}.{right}.{total}
+            {", ".join("{" + ", ".join(each) + "}" for each in (d, *operands))};
+        {" ".join(f"st.global.b32 [%rd1+{4 * i}], {r};" for i, r in enumerate(d))}"""
+    found = computed(body, np.stack(each, axis=1), words=len(each))[:, : len(d)]
+    expected = words((a @ b.T + c).astype(np.float32), total)
+    for index, (row, e) in enumerate(of_sums):
+        assert found[:, index].tolist() == expected[G + row, (2 * T + e) // pairs].tolist()
 
 
-def test_matrix_product_of_tf32() -> None:
-    generator = torch.Generator().manual_seed(1)
-    whole = [torch.randint(-8, 8, s, generator=generator).float() for s in ((16, 8), (8, 8))]
-    a, b = (each.numpy() for each in whole)
-    left = [a[G + r, T + k] for k in (0, 4) for r in (0, 8)]
-    given = np.stack([*left, b[T, G], b[T + 4, G]], axis=1).astype(np.float32).view(np.uint32)
+def test_matrix_product_of_fp64() -> None:
+    a, b, c = (np.random.default_rng(0).random(shape) for shape in ((8, 4), (8, 4), (8, 8)))
+    given = np.stack([a[G, T], b[G, T], c[G, 2 * T], c[G, 2 * T + 1]], axis=1)
     body = """
-        ld.global.v2.b32 {%r2, %r3}, [%rd2]; ld.global.v2.b32 {%r4, %r5}, [%rd2+8];
-        ld.global.v2.b32 {%r6, %r7}, [%rd2+16]; mov.b32 %r8, 0f3F800000;
-        mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
-            {%r12, %r13, %r14, %r15}, {%r2, %r3, %r4, %r5}, {%r6, %r7}, {%r8, %r8, %r8, %r8};
-        st.global.v2.b32 [%rd1], {%r12, %r13}; st.global.v2.b32 [%rd1+8], {%r14, %r15};"""
-    found = computed(body, given, words=6)[:, :4].view(np.float32)
-    for index, (r, e) in enumerate([(0, 0), (0, 1), (8, 0), (8, 1)]):
-        assert found[:, index].tolist() == (a @ b + 1)[G + r, 2 * T + e].tolist()
+        ld.global.v2.b64 {%rd4, %rd5}, [%rd2]; ld.global.v2.b64 {%rd6, %rd7}, [%rd2+16];
+        mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd6, %rd7}, {%rd4}, {%rd5}, {%rd6, %rd7};
+        st.global.v2.b64 [%rd1], {%rd6, %rd7};"""
+    found = computed(body, given.view(np.uint32), words=8)[:, :4].copy().view(np.float64)
+    for e in (0, 1):
+        np.testing.assert_allclose(found[:, e], (a @ b.T + c)[G, 2 * T + e], rtol=1e-15)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_ldmatrix(transposed: bool) -> None:
-    """Lane 4 g + t gets numbers 2 t and 2 t + 1 of row g of each matrix; transposed, of column g."""
+def test_matrices_in_shared_memory(transposed: bool) -> None:
+    """Lane 4 g + t gets numbers 2 t and 2 t + 1 of row g of each matrix; transposed, of column g.
+
+    And puts them back where they were.
+    """
     numbers = np.arange(256, dtype=np.uint16)  # 4 matrices of 8 x 8; a lane stores a row
+    turned = ".trans" if transposed else ""
     body = f"""
         ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd2];
         mov.b32 %r6, memory; shl.b32 %r7, %r1, 4; add.s32 %r6, %r6, %r7;
         st.shared.v4.b32 [%r6], {{%r2, %r3, %r4, %r5}};
         bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x4{".trans" if transposed else ""}.shared.b16
-            {{%r8, %r9, %r10, %r11}}, [%r6];
-        st.global.v4.b32 [%rd1], {{%r8, %r9, %r10, %r11}};"""
-    found = computed(body, numbers.view(np.uint32), words=4).view(np.uint16).reshape(32, 4, 2)
+        ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{%r8, %r9, %r10, %r11}}, [%r6];
+        stmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 [%r6+2048], {{%r8, %r9, %r10, %r11}};
+        bar.sync 0;
+        ld.shared.v4.b32 {{%r2, %r3, %r4, %r5}}, [%r6+2048];
+        st.global.v4.b32 [%rd1], {{%r8, %r9, %r10, %r11}};
+        st.global.v4.b32 [%rd1+16], {{%r2, %r3, %r4, %r5}};"""
+    given = np.zeros((32, 8), np.uint32)
+    given[:, :4] = numbers.view(np.uint32).reshape(32, 4)
+    words = computed(body, given, words=8)
+    assert (words[:, 4:] == given[:, :4]).all()
+    found = words[:, :4].copy().view(np.uint16).reshape(32, 4, 2)
     matrices = numbers.reshape(4, 8, 8)
     rows = matrices.swapaxes(1, 2) if transposed else matrices
     for half in (0, 1):
