@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
@@ -13,6 +13,7 @@ from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.tuning import configuration
 
+T = TypeVar("T")
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
 PTX_ARCH = 80
 JOB_PLACES = ("hosts", "nvshmem")
@@ -25,7 +26,7 @@ NOT_RUN_BY_A_CALL = (
 
 
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     world_size: int,
     *args: Any,
     place: RunPlace = "sim",
@@ -34,7 +35,7 @@ def run(
     processes: bool = False,
     arch: int | None = None,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
 
     Inside ``fn``, :func:`interlace.get_rank`, :func:`interlace.get_world_size`,
@@ -75,7 +76,7 @@ def run(
     if arch is not None and place != "ptx":
         raise ValueError(f'arch is for place="ptx", got {arch!r} with place={place!r}')
 
-    def start(fn: Callable[..., Any]) -> list[Any]:
+    def start(fn: Callable[..., T]) -> list[T]:
         on_rank = rank_function(fn, args, kwargs)
         if place in ("sim", "ptx"):
             compiled_for = PTX_ARCH if arch is None and place == "ptx" else arch

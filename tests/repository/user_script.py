@@ -1,5 +1,7 @@
 """A user's script for type checkers; a line that is wrong says so at its end."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
@@ -62,6 +64,28 @@ def collectives(x: Tensor) -> None:
     interlace.broadcast(x, 0, algorithm="kernel")  # wrong
     nn.SequenceParallelMLP(4, 8, activation="reluu")  # wrong
     interlace.run(collectives, 2, x, place="gpu")  # wrong
+
+
+def ranks(x: Tensor, rows: int = 2) -> float:
+    assert_type(interlace.run(ranks, 2, x, 3, place="shm"), list[float])
+    assert_type(interlace.run(interlace.get_rank, 2, seed=3), list[int])
+    assert_type(interlace.run(lambda: x, 2), list[Tensor])
+    assert_type(interlace.verify.races(ranks, 2, x, 3, seeds=[4]).clean, bool)
+    assert_type(interlace.verify.schedules(ranks, 2, x, rows=3).clean, bool)
+    interlace.verify.schedules(lambda: None, 2, n=4, shrink=False)
+    interlace.verify.check(partial(ranks, x, rows=3), 2, seeds=3, n=4)
+    interlace.verify.check(ranks, 2, x, rows=3)
+    interlace.run(ranks, 2, x, seed="a")  # wrong
+    interlace.run(ranks, 2, x)[0].append(1.0)  # wrong
+    interlace.verify.check(ranks, 2, x, seed="a")  # wrong
+    interlace.verify.check(ranks, seed="a")  # wrong
+    interlace.verify.check(ranks, 2, x, seeds="a")  # wrong
+    interlace.verify.check(ranks, 2)  # wrong
+    interlace.verify.races(ranks, 2, x, row=3)  # wrong
+    interlace.verify.races(ranks, 2, "x", seeds=3)  # wrong
+    interlace.verify.schedules(ranks, 2, x, n="4")  # wrong
+    interlace.verify.schedules(ranks, 2, x, seed=4)  # wrong
+    return 0.0
 
 
 def modules_on_first_use(x: Tensor) -> None:

@@ -1,9 +1,11 @@
 """``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from interlace import launcher
 from interlace.runtime.core.errors import SourceText
@@ -20,6 +22,11 @@ from interlace.verify.race_check.teller import RaceTeller
 from interlace.verify.race_check.torch_accesses import TorchAccesses
 from interlace.verify.schedule_check.interleaving import Story
 from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from interlace.verify.schedule_check.options import P, RaceOptions, Ts
 
 SEEDS = 10
 
@@ -40,7 +47,18 @@ CAUSES = (
 )
 
 
+@overload
 def races(
+    fn: Callable[P, Any], world_size: int, *args: P.args, **kwargs: P.kwargs
+) -> RaceReport: ...
+@overload
+def races(
+    fn: Callable[[Unpack[Ts]], Any],
+    world_size: int,
+    *args: Unpack[Ts],
+    **how: Unpack[RaceOptions],
+) -> RaceReport: ...
+def races(  # type: ignore[misc]
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
@@ -152,7 +170,7 @@ def _observed(
     on_rank: Callable[[Any], Any],
     world_size: int,
     seed: int,
-    detector: "Detector | Several",
+    detector: Detector | Several,
     made: Programs,
     store_buffers: bool,
     timeout: float,

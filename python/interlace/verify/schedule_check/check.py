@@ -8,10 +8,12 @@ ran), of which parts are left out for as long as the run still fails in the same
 printed as an interleaving.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from interlace import launcher
 from interlace.runtime.places.sim.compiled import programs
@@ -22,6 +24,11 @@ from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
 from interlace.verify.schedule_check.interleaving import Story, Storyteller
 from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from interlace.verify.schedule_check.options import P, ScheduleOptions, Ts
 
 SHRINK_RUNS = 300
 SHRINK_SECONDS = 30.0
@@ -100,7 +107,18 @@ class ScheduleReport:
         return f"{head}\n\n{self.failure}" if self.failing else head
 
 
+@overload
 def schedules(
+    fn: Callable[P, Any], world_size: int, *args: P.args, **kwargs: P.kwargs
+) -> ScheduleReport: ...
+@overload
+def schedules(
+    fn: Callable[[Unpack[Ts]], Any],
+    world_size: int,
+    *args: Unpack[Ts],
+    **how: Unpack[ScheduleOptions],
+) -> ScheduleReport: ...
+def schedules(  # type: ignore[misc]
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
