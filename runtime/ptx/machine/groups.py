@@ -16,13 +16,14 @@ from interlace.runtime.ptx.types import TYPES, Array
 class AsyncWork:
     """What one instruction has started, for the threads in ``pending`` not done yet.
 
-    ``perform`` does it for those threads whose mask the ``Threads`` have. ``group``: of every thread, the
-    number of its commit group; -1 before.
+    ``perform`` does it for those threads whose mask the ``Threads`` have, and the ``copies`` of its results
+    that were made before. ``group``: of every thread, the number of its commit group; -1 before.
     """
 
     def __init__(self, pending: Array, perform: Callable[[Threads], None]) -> None:
         self.pending, self.perform = pending.copy(), perform
         self.group = np.full(len(pending), -1)
+        self.copies: list[Action] = []
 
 
 class AsyncGroups:
@@ -32,8 +33,9 @@ class AsyncGroups:
         self._committed = np.zeros(count, np.int64)
         self._work: list[AsyncWork] = []
 
-    def start(self, threads: Threads, perform: Callable[[Threads], None]) -> None:
+    def start(self, threads: Threads, perform: Callable[[Threads], None]) -> AsyncWork:
         self._work.append(AsyncWork(threads.everyone(), perform))
+        return self._work[-1]
 
     def commit(self, threads: Threads) -> None:
         those = threads.everyone()
@@ -48,7 +50,8 @@ class AsyncGroups:
             due = those & work.pending & (work.group >= 0) & (work.group < self._committed - left)
             if due.any():
                 threads.mask, work.pending = due, work.pending & ~due
-                work.perform(threads)
+                for action in (work.perform, *work.copies):
+                    action(threads)
         threads.mask = before
         self._work = [work for work in self._work if work.pending.any()]
 

@@ -15,7 +15,7 @@ from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Inst
 from interlace.runtime.ptx.machine.matrices import MATRICES
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.warps import WARPS
-from interlace.runtime.ptx.machine.wgmma import WGMMA
+from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move
 from interlace.runtime.ptx.memory import MEMORY
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
@@ -32,7 +32,7 @@ BUILDERS: dict[str, Builder] = {
     **WAITS,
 }
 TOGETHER = {**WARPS, **MATRICES, **WGMMA}
-BUILDERS |= TOGETHER | SHARED  # which knows what the others refuse
+BUILDERS |= TOGETHER | SHARED | {"mov": build_move}  # which know what the others refuse
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*$")
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\s*\[\s*(\d*)\s*\]\s*;")

@@ -13,6 +13,7 @@ import numpy as np
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.groups import (
     AsyncGroups,
+    AsyncWork,
     build_commit,
     build_wait,
     groups_of,
@@ -41,11 +42,15 @@ _TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
 
 @dataclass(eq=False)
 class PtxProgram(PtxSession):
-    """What the threads of one program share. ``groups``: asynchronous work by kind."""
+    """What the threads of one program share.
+
+    ``groups``: asynchronous work by kind; ``unsettled``: by register, that which will write it.
+    """
 
     parameters: dict[str, Array] = field(default_factory=dict)
     shared: Any = None
     groups: dict[str, AsyncGroups] = field(default_factory=dict)
+    unsettled: dict[int, AsyncWork] = field(default_factory=dict)
 
     @property
     def base(self) -> int:

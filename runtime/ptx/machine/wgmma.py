@@ -15,7 +15,7 @@ without a swizzle it is the other way round.
 
 Every warp's part is done when it waits for the group; shared memory, the factor in registers and the sums
 are looked at then, so all of them have to be left alone until the wait. Whoever reads the sums before sees
-what was there.
+what was there, but for ``mov``.
 """
 
 import functools
@@ -41,6 +41,7 @@ from interlace.runtime.ptx.machine.matrices import (
 )
 from interlace.runtime.ptx.machine.shared import shared_bits
 from interlace.runtime.ptx.machine.swizzle import swizzled
+from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array
 
@@ -95,6 +96,7 @@ def _build_product(instruction: Instruction) -> Action:
     of_sums = columns // (4 if total in PACKED_SUMS else 2)
     if len(results) != of_sums or len(instruction.parts(a)) != (4 if from_registers else 1):
         raise instruction.error(f"'{instruction.opcode}' has other numbers of registers")
+    slots = [instruction.register(each).slot for each in results]
     writes = [instruction.active_writer(each, word) for each in results]
     sums = [instruction.reader(each, word) for each in results]
     adds = _truth(instruction, scale)
@@ -127,9 +129,32 @@ def _build_product(instruction: Instruction) -> Action:
             for index, write in enumerate(writes):
                 write(threads, np.ascontiguousarray(registers[:, :, index]).ravel())
 
-        groups_of(threads, "wgmma").start(threads, perform)
+        work = groups_of(threads, "wgmma").start(threads, perform)
+        threads.session.unsettled.update(dict.fromkeys(slots, work))
 
     return start
+
+
+def build_move(instruction: Instruction) -> Action:
+    """A copy of a sum that is not there yet is made again when it is.
+
+    Compilers write such copies before the wait, and assemblers know what is pending.
+    """
+    action, known = MOVES["mov"](instruction), instruction.registers
+    targets, sources = (
+        [known[part].slot for part in instruction.parts(each) if part in known]
+        for each in instruction.operands
+    )
+
+    def move(threads: Threads) -> None:
+        action(threads)
+        unsettled = threads.session.unsettled
+        for work in {unsettled[slot] for slot in sources if slot in unsettled}:
+            if (work.pending & threads.everyone()).any():
+                work.copies.append(action)
+                unsettled.update(dict.fromkeys(targets, work))
+
+    return move if sources else action
 
 
 def _shape(instruction: Instruction) -> tuple[int, int]:

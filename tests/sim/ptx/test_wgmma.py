@@ -184,6 +184,16 @@ def test_who_does_not_wait_sees_what_was_there(rest: str) -> None:
     assert (d == 5).all()
 
 
+@pytest.mark.parametrize(
+    ("copy", "waited"), [("mov.b32 %r30, %r100;", True), ("add.u32 %r30, %r100, 0;", False)]
+)
+def test_a_copy_of_a_sum_waits_with_it(copy: str, waited: bool) -> None:
+    """As compilers have it; whatever else looks at a sum before the wait sees what was there."""
+    rest = f"{COMMIT} {copy} wgmma.wait_group.sync.aligned 0; mov.b32 %r100, %r30;"
+    a, b, d = products(("f32", "f16", "f16"), 8, rest=rest)
+    assert (d[::16, 0] == ((a @ b.T + 5)[::16, 0] if waited else 5)).all()
+
+
 def test_memory_is_read_until_the_wait() -> None:
     """The first factor is zero where a thread has written before it waited."""
     zero = "mov.b32 %r30, memory; mov.b32 %r31, 0; st.shared.b32 [%r30], %r31;"
