@@ -1,9 +1,9 @@
-"""PTX of lanes that run together and of shared memory, as others write it; like ``ptx_forms.py``."""
+"""PTX of lanes that run together, of shared memory and of all ranks, as others write it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sim.ptx.ptx_forms import bits
+from sim.ptx.ptx_forms import MINUS, B, F, Form, H, bits
 
 
 class LaneForm(NamedTuple):
@@ -99,3 +99,108 @@ OF_LANES = [
         [0xA5A5A5A5 if i < 16 else GIVEN[i] for i in LANES],
     ),
 ]
+
+
+SGLANG = "SGLang, Megatron-core"
+
+
+def by_switch(
+    text: str,
+    given: Sequence[int],
+    expected: int,
+    used: str,
+    first: Any,
+    second: Any,
+    after: Any = (),
+) -> Form:
+    return Form(text, given, expected, used, first, after, 90, second)
+
+
+OF_ALL_RANKS = [
+    by_switch(
+        "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {a, b, c, d}, [m];",
+        [],
+        B(4, 6),
+        SGLANG,
+        [B(1, 2)] * 4,
+        [B(3, 4)] * 4,
+    ),
+    by_switch(
+        "multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {d, a, b, c}, [m];",
+        [],
+        F(4),
+        "Megatron-core",
+        [F(1)] * 4,
+        [F(3)] * 4,
+    ),
+    by_switch(
+        "multimem.ld_reduce.acquire.sys.global.add.v4.f32 {d, a, b, c}, [m];",
+        [],
+        F(4),
+        "Triton-distributed",
+        [F(1)] * 4,
+        [F(3)] * 4,
+    ),
+    by_switch(
+        "multimem.ld_reduce.weak.global.add.v2.f16x2 {d, a}, [m];",
+        [],
+        H(4, 6),
+        "",
+        [H(1, 2)] * 2,
+        [H(3, 4)] * 2,
+    ),
+    by_switch(
+        "multimem.ld_reduce.relaxed.sys.global.min.v4.bf16x2 {d, a, b, c}, [m];",
+        [],
+        B(1, -4),
+        "",
+        [B(1, 2)] * 4,
+        [B(3, -4)] * 4,
+    ),
+    by_switch(
+        "multimem.ld_reduce.relaxed.sys.global.max.s64 dl, [m];", [], 7, "", [7, 0], [MINUS, MINUS]
+    ),
+    by_switch("multimem.ld_reduce.relaxed.sys.global.and.b32 d, [m];", [], 4, "", [6], [12]),
+    by_switch("multimem.ld_reduce.relaxed.gpu.global.add.s32 d, [m];", [], 1, "", [2], [MINUS]),
+    by_switch(
+        "multimem.st.relaxed.sys.global.v4.f32 [m], {a, b, a, b};",
+        [1, 2],
+        0,
+        SGLANG,
+        [0] * 4,
+        [0] * 4,
+        [1, 2, 1, 2],
+    ),
+    by_switch(
+        "multimem.st.relaxed.sys.global.v2.f32 [m], {a, b};",
+        [1, 2],
+        0,
+        "Megatron-core",
+        [0],
+        [0],
+        [1, 2],
+    ),
+    by_switch("multimem.st.global.b32 [m], a;", [9], 0, "Triton-distributed", [0], [0], [9]),
+    by_switch("multimem.red.release.sys.global.add.u32 [m], a;", [5], 0, "SGLang", [1], [1], [6]),
+    by_switch("multimem.red.relaxed.sys.global.or.b32 [m], a;", [5], 0, "", [2], [2], [7]),
+    by_switch("multimem.red.relaxed.sys.global.max.s32 [m], a;", [5], 0, "", [2], [2], [5]),
+    by_switch(
+        "multimem.red.relaxed.sys.global.add.v4.f32 [m], {a, a, a, a};",
+        [F(2)],
+        0,
+        "",
+        [F(1)] * 4,
+        [F(1)] * 4,
+        [F(3)] * 4,
+    ),
+    by_switch(
+        "multimem.red.relaxed.sys.global.add.v2.bf16x2 [m], {a, a};",
+        [B(1, 2)],
+        0,
+        "",
+        [B(1, 1)] * 2,
+        [B(1, 1)] * 2,
+        [B(2, 3)] * 2,
+    ),
+]
+"""Those at multicast addresses; the second rank does nothing."""

@@ -15,7 +15,10 @@ import torch
 
 
 class Form(NamedTuple):
-    """``after``: 32-bit words in memory afterwards, from the first on. ``arch``: the first that has it."""
+    """``after``: 32-bit words in memory afterwards, from the first on. ``arch``: the first that has it.
+
+    ``others``: the memory of a second rank, where an address is one of both ranks'.
+    """
 
     text: str
     given: Sequence[int]
@@ -24,6 +27,7 @@ class Form(NamedTuple):
     memory: Sequence[int] = ()
     after: Sequence[int] = ()
     arch: int = 80
+    others: Sequence[int] = ()
 
 
 def bits(*values: float, dtype: torch.dtype = torch.float32) -> int:

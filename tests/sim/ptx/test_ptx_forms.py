@@ -11,12 +11,14 @@ import triton.language as tl
 from triton.backends import nvidia
 
 import interlace
+import interlace.symmetric_memory as symm_mem
 from interlace.verify import launch_ptx
 from sim.ptx import ptx_forms
-from sim.ptx.lane_forms import GIVEN, OF_LANES
+from sim.ptx.lane_forms import GIVEN, OF_ALL_RANKS, OF_LANES
 from sim.ptx.ptx_forms import EVERYWHERE, Form
 from sim.ptx.ptx_texts import computed
 
+FORMS = [*EVERYWHERE, *OF_ALL_RANKS]
 _ROOM = 16  # words of memory for each form
 
 _BLOCK = """
@@ -35,11 +37,16 @@ _BLOCK = """
 
 
 @triton.jit
-def in_the_interpreter(out_ptr, memory_ptr, A, B, C, ASM: tl.constexpr):
-    """One text on three numbers and an address."""
-    at = memory_ptr.to(tl.int64, bitcast=True)
-    found = tl.inline_asm_elementwise(ASM, "=l,l,l,l,l", [A, B, C, at], tl.int64, False, 1)
+def in_the_interpreter(out_ptr, m, a, b, c, ASM: tl.constexpr):
+    """One text on an address and three numbers."""
+    found = tl.inline_asm_elementwise(ASM, "=l,l,l,l,l", [a, b, c, m], tl.int64, False, 1)
     tl.store(out_ptr, found)
+
+
+def interpret(form: Form, out: torch.Tensor, address: int) -> None:
+    names = dict(zip("abcm", ("$1", "$2", "$3", "$4"), strict=True), d="$0")
+    asm = _BLOCK.format(text=form.text, **names)
+    in_the_interpreter[(1,)](out, address, *given(form), asm)
 
 
 def given(form: Form) -> list[int]:
@@ -57,9 +64,7 @@ def interpreted(forms: list[Form]) -> tuple[Any, Any]:
 
     def on_rank() -> None:
         for index, form in enumerate(forms):
-            names = dict(zip("abcm", ("$1", "$2", "$3", "$4"), strict=True), d="$0")
-            asm = _BLOCK.format(text=form.text, **names)
-            in_the_interpreter[(1,)](found[index:], memory[index], *given(form), asm)
+            interpret(form, found[index:], memory[index].data_ptr())
 
     interlace.run(on_rank, 1)
     return found, memory
@@ -101,7 +106,10 @@ def in_a_kernel(forms: list[Form]) -> tuple[Any, Any]:
 )
 def test_forms(kind: str, run: Any) -> None:
     forms = getattr(ptx_forms, kind)
-    found, memory = run(forms)
+    check(forms, *run(forms))
+
+
+def check(forms: list[Form], found: torch.Tensor, memory: torch.Tensor) -> None:
     wrong = [
         (form.text, hex(value % 2**64), hex(form.expected), [hex(word % 2**32) for word in words])
         for form, value, words in zip(forms, found.tolist(), memory.tolist(), strict=True)
@@ -109,6 +117,28 @@ def test_forms(kind: str, run: Any) -> None:
         or [word % 2**32 for word in words[: len(form.after)]] != list(form.after)
     ]
     assert not wrong
+
+
+def test_forms_of_all_ranks() -> None:
+    forms = OF_ALL_RANKS
+
+    def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
+        memory = symm_mem.empty(len(forms), _ROOM, dtype=torch.int32)
+        memory.copy_(memory_of([f._replace(memory=(f.memory, f.others)[rank()]) for f in forms]))
+        handle, found = symm_mem.rendezvous(memory), torch.zeros(len(forms), dtype=torch.int64)
+        handle.barrier()
+        for index, form in enumerate(forms if rank() == 0 else []):
+            interpret(form, found[index:], handle.multicast_ptr + 4 * _ROOM * index)
+        handle.barrier()
+        return found, memory.clone()
+
+    (found, memory), (_, others) = interlace.run(on_rank, 2)
+    check(forms, found, memory)
+    check([form._replace(expected=0) for form in forms], torch.zeros_like(found), others)
+
+
+def rank() -> int:
+    return interlace.get_rank()
 
 
 def test_forms_of_lanes() -> None:
@@ -124,7 +154,7 @@ def test_an_assembler_takes_every_form(arch: int, target: str, tmp_path: pathlib
     name, version = ("ptxas-blackwell", "8.8") if arch == 100 else ("ptxas", "8.7")
     assembler = pathlib.Path(nvidia.__file__).parent / "bin" / name
     text = tmp_path / "forms.ptx"
-    text.write_text(kernel([form for form in EVERYWHERE if form.arch <= arch], target, version))
+    text.write_text(kernel([form for form in FORMS if form.arch <= arch], target, version))
     options = [f"--gpu-name={target}", "-O0", "-o", tmp_path / "forms.cubin"]
     command = [assembler, *options, text]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
