@@ -4,7 +4,8 @@ A wait is a loop of the caller's own polls with one :meth:`Patience.step` after 
 
     polls 1-20        nothing: the answer is usually there within microseconds
     up to 1 ms        give the core away after each poll: with more ranks than cores the one that is
-                      waited for may need it (a barrier on 2 cores is 4 times faster with it)
+                      waited for may need it (a barrier on 2 cores is 4 times faster with it); not while
+                      others of the host want the cores, who keep one that they are given for milliseconds
     later             sleep until a peer rings the bell (``bell.py``), at most 1 ms; where nobody
                       would ring it, 1/20 of the time waited so far
     every 1 ms        look for the reasons why the wait could never end
@@ -26,11 +27,25 @@ from interlace.runtime.places.one_host.deadlock import LastingWait
 CHECK_SECONDS = 1e-3
 YIELD_SECONDS = 1e-3
 SPINS = 20
+LONG_YIELD = 500_000  # ns: somebody took a whole turn
+CROWDED = 10  # times as long as that turn this process gives no core away; who sleeps is woken before them
 
 # os.sched_yield keeps the GIL before Python 3.12, and so would starve the process's other threads.
 _yield_core = ctypes.CDLL(None).sched_yield
 
+crowded_until = ctypes.c_int64()
+"""In ns of the monotonic clock, of this process; machine code looks at it, and sets it, too."""
+
 Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
+
+
+def give_core_away() -> None:
+    """To whoever waits for one, and take note if that was somebody who kept it."""
+    before = time.monotonic_ns()
+    _yield_core()
+    after = time.monotonic_ns()
+    if after - before > LONG_YIELD:
+        crowded_until.value = after + CROWDED * (after - before)
 
 
 def usable_cores() -> int:
@@ -115,8 +130,8 @@ class Patience:
                 text = f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
                 text += blame.whereabouts(late) if blame else ""
                 raise self._told(CollectiveTimeoutError(text, late))
-        if waited < YIELD_SECONDS:
-            _yield_core()
+        if waited < YIELD_SECONDS and now * 1e9 > crowded_until.value:
+            give_core_away()
         elif ready is not None and self._bell is not None:
             self._bell.sleep(LONGEST_SLEEP, ready)
         else:

@@ -15,6 +15,7 @@ import torch
 from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.places.one_host import waiting
 from interlace.runtime.places.shm.machine_code import ir as steps_ir
 from interlace.runtime.places.shm.machine_code import loader, steps
 from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
@@ -22,6 +23,12 @@ from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS,
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
 
 Write = Callable[[Steps], None]
+
+
+@pytest.fixture(autouse=True)
+def on_a_quiet_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "crowded_until", ctypes.c_int64())
+    monkeypatch.setattr(steps, "LONG_YIELD", 1 << 40)
 
 
 def listed(write: Write, *, spin: bool = False) -> Steps:
@@ -259,6 +266,29 @@ def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.Mon
     assert time.perf_counter() - before >= 0.02
     memory[2] = 1
     assert made.run(0) == -1
+
+
+def test_who_gives_the_core_to_others_for_long_sleeps_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then waits stop at once, in machine code and in Python."""
+    given: list[int] = []
+    monkeypatch.setattr(waiting, "_yield_core", lambda: given.append(1))
+    monkeypatch.setattr(waiting, "crowded_until", until := ctypes.c_int64())
+    for module in (steps, waiting):
+        monkeypatch.setattr(module, "LONG_YIELD", -1)  # as every yield is
+    monkeypatch.setattr(steps, "crowded_until", until)
+    _, addresses = words(0)
+    made = listed(lambda s: s.wait(addresses, 1))
+    patience = waiting.Patience(0, 600.0, lambda doing, waited_for: None, spins=0)
+    for step in (lambda: made.run(0), lambda: patience.step("an op", (1,))):
+        until.value = 0
+        step()
+        assert until.value > 0
+        until.value = far = time.monotonic_ns() + (1 << 50)
+        step()
+        assert until.value == far
+    assert given == [1]
 
 
 @pytest.mark.parametrize("keeps_lock", [False, True])

@@ -13,9 +13,11 @@ The second operand of a sum is the address of its function.
 
 from dataclasses import dataclass
 
-SPINS, YIELDS, PATIENCE = range(3)  # what does not change
-REGISTERS = 4  # the word of register 0, which is 0 always
-FIRST = 146  # the word at which the steps begin
+from interlace.runtime.places.one_host.waiting import CROWDED
+
+SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED_UNTIL = range(5)  # what does not change
+REGISTERS = 5  # the word of register 0, which is 0 always
+FIRST = 147  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
 MONOTONIC, TICKS = 1, 6  # clocks of Linux; to read the first, a processor waits for its loads
@@ -81,6 +83,10 @@ entry:
   %yields = load i64, ptr %at.yields
   %at.patience = getelementptr i64, ptr %words, i64 {PATIENCE}
   %patience = load i64, ptr %at.patience
+  %at.turn = getelementptr i64, ptr %words, i64 {LONG_YIELD}
+  %turn = load i64, ptr %at.turn
+  %at.at.crowded = getelementptr i64, ptr %words, i64 {CROWDED_UNTIL}
+  %at.crowded = load ptr, ptr %at.at.crowded
   %registers = getelementptr i64, ptr %words, i64 {REGISTERS}
   br label %next
 next:
@@ -161,9 +167,10 @@ wait.begin:
   %wait.address = load ptr, ptr %wait.at
   br label %wait.poll
 wait.poll:
-  %wait.left = phi i64 [%wait.yields, %wait.begin], [%wait.left, %wait.pause], [%wait.fewer, %wait.yield]
-  %wait.spins = phi i64 [%spins, %wait.begin], [%wait.spins1, %wait.pause], [0, %wait.yield]
-  %wait.since = phi i64 [%wait.began, %wait.begin], [%wait.since, %wait.pause], [%wait.from, %wait.yield]
+  %wait.left = phi i64 [%wait.yields, %wait.begin], [%wait.left, %wait.pause], [%wait.fewer, %wait.yield], [%wait.fewer, %wait.crowd]
+  %wait.spins = phi i64 [%spins, %wait.begin], [%wait.spins1, %wait.pause], [0, %wait.yield], [0, %wait.crowd]
+  %wait.since = phi i64 [%wait.began, %wait.begin], [%wait.since, %wait.pause], [%wait.from, %wait.yield],
+    [%wait.from, %wait.crowd]
   %wait.value = load atomic i64, ptr %wait.address acquire, align 8
   %wait.there = icmp sge i64 %wait.value, %y
   br i1 %wait.there, label %wait.seen, label %wait.not
@@ -183,10 +190,21 @@ wait.look:
   %wait.from = select i1 %wait.first, i64 %wait.now, i64 %wait.since
   %wait.long = sub i64 %wait.now, %wait.from
   %wait.soon = icmp slt i64 %wait.long, %patience
-  br i1 %wait.soon, label %wait.yield, label %stop
+  %wait.crowded = load i64, ptr %at.crowded
+  %wait.free = icmp sgt i64 %wait.now, %wait.crowded
+  %wait.both = and i1 %wait.soon, %wait.free
+  br i1 %wait.both, label %wait.yield, label %stop
 wait.yield:
   %wait.fewer = sub i64 %wait.left, 1
   call i32 @sched_yield()
+  %wait.after = call i64 @now(i32 {MONOTONIC})
+  %wait.turn = sub i64 %wait.after, %wait.now
+  %wait.whole = icmp sgt i64 %wait.turn, %turn
+  br i1 %wait.whole, label %wait.crowd, label %wait.poll
+wait.crowd:
+  %wait.times = mul i64 %wait.turn, {CROWDED}
+  %wait.until = add i64 %wait.after, %wait.times
+  store i64 %wait.until, ptr %at.crowded
   br label %wait.poll
 wait.seen:
   %wait.k1 = add i64 %wait.k, 1

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.places.one_host.waiting import LONG_YIELD, crowded_until
 from interlace.runtime.places.shm.machine_code import ir, loader
 from interlace.runtime.places.shm.machine_code.ir import COMPARE, RING, WAIT
 
@@ -32,7 +33,7 @@ for _name in ("uint8", "uint16", "uint32", "uint64"):
 
 PAUSES = 400  # polls before the core is given away, where every rank has a core of its own
 YIELDS = 200  # times that it is given away before Python looks why
-PATIENCE = 10_000_000  # ns of that; busy others may keep the core for milliseconds each time
+PATIENCE = 10_000_000  # ns of that
 
 
 @functools.cache
@@ -126,7 +127,8 @@ class Steps:
         """No more steps. ``spin``: whether every rank has a core of its own. Returns itself."""
         self._add(ir.END, (), 0)
         lists = ir.FIRST + ir.STEP * len(self._rows)
-        words = [PAUSES if spin else 1, YIELDS, PATIENCE]
+        words = [PAUSES if spin else 1, YIELDS, PATIENCE, LONG_YIELD]
+        words.append(ctypes.addressof(crowded_until))
         words += [0] * (lists - len(words))
         memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
         address = ctypes.addressof(memory)
