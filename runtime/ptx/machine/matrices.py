@@ -155,13 +155,14 @@ _DEPTHS = {8: (16, 32), 16: (8, 16), 32: (4, 8), 64: (4, 8, 16)}  # k, by bits o
 
 @builds("mma")
 def build_matrix_product(instruction: Instruction) -> Action:
-    """D = A B + C of 16 x k, k x 8 and 16 x 8; of fp64, also with 8 rows."""
+    """D = A B + C of 16 x k, k x 8 and 16 x 8; of fp64 and bytes, also with 8 rows."""
     for name in ("sync", "aligned", "row", "col"):
         instruction.flag(name)
     clamps = instruction.flag("satfinite")
     names = take_numbers(instruction)
     wide = names[:1] == ["f64"]
-    shapes = {f"m16n8k{k}": (2, k) for k in (4, 8, 16, 32)} | ({"m8n8k4": (1, 4)} if wide else {})
+    shapes = {f"m16n8k{k}": (2, k) for k in (4, 8, 16, 32)}
+    shapes |= {"m8n8k4": (1, 4)} if wide else {"m8n8k16": (1, 16)} if names[:1] == ["s32"] else {}
     shape = instruction.choose(*shapes)
     instruction.finish(4)
     total, left, right, addend = names if len(names) == 4 else [""] * 4

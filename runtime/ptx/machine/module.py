@@ -35,7 +35,9 @@ TOGETHER = {**WARPS, **MATRICES, **WGMMA}
 BUILDERS |= TOGETHER | SHARED | {"mov": build_move}  # which know what the others refuse
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*$")
-_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\s*\[\s*(\d*)\s*\]\s*;")
+_SHARED = re.compile(
+    r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*(\d*)\s*\])?\s*;"
+)
 _LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
 
 
@@ -148,11 +150,20 @@ def _parameter(text: str) -> PtxParameter:
 
 def _shared_symbols(ptx: str) -> tuple[dict[str, int], int]:
     """Addresses in shared memory by name, those without a size behind the others; the bytes of those."""
-    symbols, end = {}, 0
-    for align, name, size in sorted(_SHARED.findall(ptx), key=lambda found: not found[2]):
-        end = -(-end // int(align)) * int(align)
+    symbols: dict[str, int] = {}
+    end = 0
+    for given, kind, name, many, count in sorted(
+        _SHARED.findall(ptx), key=lambda found: bool(found[3]) and not found[4]
+    ):
+        if name in symbols or kind not in TYPES:
+            raise InlineAssemblyError(
+                f"PTX: '{name}' in shared memory is not known, or there twice"
+            )
+        size = TYPES[kind].bits // 8
+        align = int(given or size)
+        end = -(-end // align) * align
         symbols[name] = end
-        end += int(size or 0)
+        end += size * (int(count or 0) if many else 1)
     return symbols, end
 
 

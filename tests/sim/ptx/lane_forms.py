@@ -87,6 +87,12 @@ OF_LANES = [
         "FlashInfer",
     ),
     LaneForm(
+        ".shared .align 4 .b32 flag; .shared .b64 pair[2]; st.shared.b64 [pair+8], 5;"
+        "st.shared.b32 [flag], %r1; ld.shared.b32 %r3, [pair+8];",
+        [5] * 32,
+        DISTRIBUTED,
+    ),
+    LaneForm(
         "mov.b64 %rd5, memory; cvta.shared.u64 %rd6, %rd5; mul.wide.u32 %rd7, %r1, 4;"
         "add.s64 %rd6, %rd6, %rd7; st.b32 [%rd6], %r2; isspacep.shared %p1, %rd6;"
         "cvta.to.shared.u64 %rd7, %rd6; cvt.u32.u64 %r5, %rd7; @%p1 ld.shared.b32 %r3, [%r5];",
