@@ -42,7 +42,7 @@ class Observer:
         """All threads of a program have met."""
 
     def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
-        """PTX has fenced: "acq_rel" or "sc", within a scope; in these threads, if they are told apart."""
+        """PTX has fenced, with an order and within a scope; in these threads, if they are told apart."""
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         """``memory`` is new symmetric memory of ``rank``; ``label`` names it in messages."""

@@ -152,7 +152,7 @@ class ProgramHooks:
     def fence(self, sem: str, scope: str, threads: Any = None) -> None:
         if not self.inside:
             return
-        if self.buffers is not None:
+        if self.buffers is not None and sem != "acquire":
             self.buffers.release(self.current, scope, threads=threads)
             self.progress()
         self.observer.on_fence(self.current, sem, scope, threads)

@@ -54,6 +54,10 @@ def exchanged(publish: list[str], wait: list[str], **options: Any) -> Any:
         (PUBLISH, WAIT),
         (without(PUBLISH, RELEASE, FENCED), WAIT),
         (PUBLISH, [FLAG, POLL_RELAXED, "fence.acq_rel.sys;", BARRIER, READ]),
+        (
+            without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "release")),
+            [FLAG, POLL_RELAXED, "fence.acquire.sys;", BARRIER, READ],
+        ),
         # each its own word: no barrier is needed
         ([FLAG, "@%p1 st.global.b32 [%rd1], 1;", RELEASE], [FLAG, ACQUIRE, "@%p1 " + READ]),
     ],
@@ -72,6 +76,9 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
         (PUBLISH, without(WAIT, ACQUIRE, POLL_RELAXED), "weak order"),
         (without(PUBLISH, RELEASE, RELEASE.replace("sys", "gpu")), WAIT, "narrow scope"),
         (without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")), WAIT, "narrow scope"),
+        # half a fence, the other half of it
+        (without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "acquire")), WAIT, "weak order"),
+        (PUBLISH, [FLAG, POLL_RELAXED, "fence.release.sys;", BARRIER, READ], "weak order"),
         # behind the release
         ([*without(PUBLISH, RELEASE), RELEASE, "st.global.b32 [%rd1], %r2;"], WAIT, "write-read"),
     ],

@@ -427,22 +427,27 @@ class Detector(Observer):
         self.ordering.update(program_lines()[:1])
         agent: Any = self._agent(task)
         if threads is not None:
-            self._fence_threads(agent, scope, threads)
+            self._fence_threads(agent, sem, scope, threads)
             return
-        if agent.pending is not None:
+        if agent.pending is not None and sem != "release":
             agent.learn(agent.pending)
             agent.pending = None
+        if sem == "acquire":
+            return
         level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
         agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
         agent.has_released(all_threads=all_threads)
 
-    def _fence_threads(self, agent: ThreadsAgent, scope: str, threads: Any) -> None:
+    def _fence_threads(self, agent: ThreadsAgent, sem: str, scope: str, threads: Any) -> None:
         level = SCOPES[scope] if self.rules.scopes else SYS
         for thread in threads.tolist():
-            if thread in agent.waiting:
+            if thread in agent.waiting and sem != "release":
                 agent.acquire(thread, agent.waiting.pop(thread))
-            own = agent.released_by(thread, all_threads=not self.rules.barriers)
-            agent.fences.setdefault(thread, {})[level] = own
+            if sem != "acquire":
+                own = agent.released_by(thread, all_threads=not self.rules.barriers)
+                agent.fences.setdefault(thread, {})[level] = own
+        if sem == "acquire":
+            return
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_bad_access(self, task: Task, bad: BadAccess) -> None:
