@@ -9,7 +9,7 @@
 interlace stands in for gloo (``impersonation.py``), because many of torch's tests run for known names only.
 What gloo passes is stored in ``gloo_passes.json`` for one release of torch; with another release, gloo is
 run too. torch's wheels have no more tests than those: ``--pytorch`` names a checkout of the release that is
-installed; tests that ask for GPUs run on the CPU there. Exit code 1 if a test that gloo passes does not pass.
+installed; tests that ask for GPUs run on the CPU there. Exit code 1 if one that gloo passes does not pass.
 """
 
 import argparse

@@ -35,6 +35,7 @@ _yield_core = ctypes.CDLL(None).sched_yield
 
 crowded_until = ctypes.c_int64()
 """In ns of the monotonic clock, of this process; machine code looks at it, and sets it, too."""
+CROWD = LONG_YIELD, CROWDED, ctypes.addressof(crowded_until)
 
 Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
 

@@ -31,6 +31,7 @@ from interlace.runtime.places.one_host.control import (
     Control,
 )
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
+from interlace.runtime.places.one_host.waiting import CROWD
 from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, RING, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
 from interlace.runtime.record.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
@@ -313,7 +314,7 @@ class HostSteps:
         return True
 
     def _keep(self, key: Key, steps: Steps) -> None:
-        steps.complete(spin=self._group.spins)
+        steps.complete(spin=self._group.spins, crowd=CROWD)
         if len(self._kept) >= KEPT or self._kept_bytes + steps.nbytes > KEPT_BYTES:
             self._kept.clear()
             self._kept_bytes = 0

@@ -25,12 +25,6 @@ pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code o
 Write = Callable[[Steps], None]
 
 
-@pytest.fixture(autouse=True)
-def on_a_quiet_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "crowded_until", ctypes.c_int64())
-    monkeypatch.setattr(steps, "LONG_YIELD", 1 << 40)
-
-
 def listed(write: Write, *, spin: bool = False) -> Steps:
     made = Steps()
     write(made)
@@ -275,11 +269,11 @@ def test_who_gives_the_core_to_others_for_long_sleeps_for_a_while(
     given: list[int] = []
     monkeypatch.setattr(waiting, "_yield_core", lambda: given.append(1))
     monkeypatch.setattr(waiting, "crowded_until", until := ctypes.c_int64())
-    for module in (steps, waiting):
-        monkeypatch.setattr(module, "LONG_YIELD", -1)  # as every yield is
-    monkeypatch.setattr(steps, "crowded_until", until)
-    _, addresses = words(0)
-    made = listed(lambda s: s.wait(addresses, 1))
+    monkeypatch.setattr(waiting, "LONG_YIELD", -1)  # as every yield is
+    _memory, addresses = words(0)
+    made = Steps()
+    made.wait(addresses, 1)
+    made.complete(spin=False, crowd=(-1, 10, ctypes.addressof(until)))
     patience = waiting.Patience(0, 600.0, lambda doing, waited_for: None, spins=0)
     for step in (lambda: made.run(0), lambda: patience.step("an op", (1,))):
         until.value = 0

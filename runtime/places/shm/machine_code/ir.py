@@ -13,11 +13,9 @@ The second operand of a sum is the address of its function.
 
 from dataclasses import dataclass
 
-from interlace.runtime.places.one_host.waiting import CROWDED
-
-SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED_UNTIL = range(5)  # what does not change
-REGISTERS = 5  # the word of register 0, which is 0 always
-FIRST = 147  # the word at which the steps begin
+SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL = range(6)  # what does not change
+REGISTERS = 6  # the word of register 0, which is 0 always
+FIRST = 148  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
 MONOTONIC, TICKS = 1, 6  # clocks of Linux; to read the first, a processor waits for its loads
@@ -85,6 +83,8 @@ entry:
   %patience = load i64, ptr %at.patience
   %at.turn = getelementptr i64, ptr %words, i64 {LONG_YIELD}
   %turn = load i64, ptr %at.turn
+  %at.turns = getelementptr i64, ptr %words, i64 {CROWDED}
+  %turns = load i64, ptr %at.turns
   %at.at.crowded = getelementptr i64, ptr %words, i64 {CROWDED_UNTIL}
   %at.crowded = load ptr, ptr %at.at.crowded
   %registers = getelementptr i64, ptr %words, i64 {REGISTERS}
@@ -167,8 +167,10 @@ wait.begin:
   %wait.address = load ptr, ptr %wait.at
   br label %wait.poll
 wait.poll:
-  %wait.left = phi i64 [%wait.yields, %wait.begin], [%wait.left, %wait.pause], [%wait.fewer, %wait.yield], [%wait.fewer, %wait.crowd]
-  %wait.spins = phi i64 [%spins, %wait.begin], [%wait.spins1, %wait.pause], [0, %wait.yield], [0, %wait.crowd]
+  %wait.left = phi i64 [%wait.yields, %wait.begin], [%wait.left, %wait.pause], [%wait.fewer, %wait.yield],
+    [%wait.fewer, %wait.crowd]
+  %wait.spins = phi i64 [%spins, %wait.begin], [%wait.spins1, %wait.pause], [0, %wait.yield],
+    [0, %wait.crowd]
   %wait.since = phi i64 [%wait.began, %wait.begin], [%wait.since, %wait.pause], [%wait.from, %wait.yield],
     [%wait.from, %wait.crowd]
   %wait.value = load atomic i64, ptr %wait.address acquire, align 8
@@ -202,7 +204,7 @@ wait.yield:
   %wait.whole = icmp sgt i64 %wait.turn, %turn
   br i1 %wait.whole, label %wait.crowd, label %wait.poll
 wait.crowd:
-  %wait.times = mul i64 %wait.turn, {CROWDED}
+  %wait.times = mul i64 %wait.turn, %turns
   %wait.until = add i64 %wait.after, %wait.times
   store i64 %wait.until, ptr %at.crowded
   br label %wait.poll

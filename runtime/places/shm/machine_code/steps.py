@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.places.one_host.waiting import LONG_YIELD, crowded_until
 from interlace.runtime.places.shm.machine_code import ir, loader
 from interlace.runtime.places.shm.machine_code.ir import COMPARE, RING, WAIT
 
@@ -34,6 +33,8 @@ for _name in ("uint8", "uint16", "uint32", "uint64"):
 PAUSES = 400  # polls before the core is given away, where every rank has a core of its own
 YIELDS = 200  # times that it is given away before Python looks why
 PATIENCE = 10_000_000  # ns of that
+_never = ctypes.c_int64()
+NO_CROWD = 1 << 62, 0, ctypes.addressof(_never)
 
 
 @functools.cache
@@ -123,12 +124,15 @@ class Steps:
         pairs = [word for source in sources for word in _pair(source)]
         self._add(ir.SUM, pairs, len(sources), target, _summing(SUMS[dtype]), count)
 
-    def complete(self, *, spin: bool) -> "Steps":
-        """No more steps. ``spin``: whether every rank has a core of its own. Returns itself."""
+    def complete(self, *, spin: bool, crowd: tuple[int, int, int] = NO_CROWD) -> "Steps":
+        """No more steps. ``spin``: whether every rank has a core of its own. Returns itself.
+
+        ``crowd``: if to give the core away takes more ns than the first, the word at the address that is
+        the last is set to the time, so many times as long ahead, until which waits stop instead.
+        """
         self._add(ir.END, (), 0)
         lists = ir.FIRST + ir.STEP * len(self._rows)
-        words = [PAUSES if spin else 1, YIELDS, PATIENCE, LONG_YIELD]
-        words.append(ctypes.addressof(crowded_until))
+        words = [PAUSES if spin else 1, YIELDS, PATIENCE, *crowd]
         words += [0] * (lists - len(words))
         memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
         address = ctypes.addressof(memory)
