@@ -4,9 +4,10 @@ import linecache
 import os
 import re
 import sys
+import traceback
 from typing import Any
 
-from interlace.runtime.core.errors import BlockedWait, SourceText
+from interlace.runtime.core.errors import BlockedWait, InterlaceError, RankError, SourceText
 from interlace.runtime.interpreter.session import outwards, source_frames
 from interlace.runtime.scheduler.allocations import Allocations
 from interlace.runtime.scheduler.task import Task
@@ -80,6 +81,25 @@ def place_of(frame: Any) -> SourceText:
     """The frame's line and function: "file.py:12 in function"."""
     line = line_of(frame)
     return SourceText(f"{line} in {frame.f_code.co_name}", line.frames)
+
+
+def with_lines(error: BaseException) -> SourceText:
+    """What ``error`` says, and where in kernels and user code it was raised, if it does not say so itself."""
+    text = str(error).strip()
+    if not text or text.endswith(":"):
+        text = f"{text.removesuffix(':') or type(error).__name__} without a message"
+    raised = error.original if isinstance(error, RankError) else error
+    if isinstance(raised, InterlaceError):
+        return SourceText(text)
+    lines = []
+    for frame, number in traceback.walk_tb(raised.__traceback__):
+        own = frame.f_globals.get("__name__", "").startswith("interlace.kernels.")
+        if own or user_frame(frame) is frame:
+            path = frame.f_code.co_filename
+            place = f"{os.path.basename(path)}:{number} in {frame.f_code.co_name}"
+            lines.append(SourceText(place, ((path, number),)))
+    at = f" at {', called from '.join(lines[::-1])}" if lines else ""
+    return SourceText(text + at, tuple(frame for line in lines[::-1] for frame in line.frames))
 
 
 def program_lines() -> tuple[SourceText, ...]:

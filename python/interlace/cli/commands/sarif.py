@@ -70,12 +70,15 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
 
     if isinstance(report, RaceReport):
         for finding in report.findings:
-            others = [(first.lines, str(first))] if (first := finding.first) else []
+            signal = finding.signal
+            every = (finding.first, *((signal.written, signal.seen) if signal else ()))
+            others = [(access.lines, str(access)) for access in every if access]
             yield made(f"races/{finding.kind}", str(finding), finding.second.lines, *others)
         stories = {story.seed: story for story in report.stories}
         for seed, text in report.errors:
             rule = f"races/{text.partition(':')[0]}"
-            yield made(rule, f"seed {seed}: {text}", _end(stories[seed]))
+            lines = [text] if isinstance(text, SourceText) and text.frames else _end(stories[seed])
+            yield made(rule, f"seed {seed}: {text}", lines)
     elif isinstance(report, ScheduleReport) and report.failure is not None:
         told = report.failure.told
         ways = (location(e.lines, root, f"{e.task} {e.text}") for e in told.steps[-MOST_STEPS:])
@@ -83,8 +86,7 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
         found = made(f"schedules/{report.failure.kind}", str(report), _end(told))
         yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
     elif isinstance(report, LintReport):
-        for fault in report.findings:
-            text = f"{report.kernel} for sm_{report.arch}: {fault}"
+        for fault, text in zip(report.findings, report.texts(), strict=True):
             yield made(f"lint/{fault.rule}", text, [fault.where])
     else:
         yield from (made(result.check, text, ()) for text in result.findings)

@@ -56,9 +56,9 @@ def panels(result: JobResult) -> Iterator[Panel]:
         ]
         text = str(report).partition("\nwith ")[0]  # the views tell the rest
         yield Panel(f"{failure.kind}: {result.check}, {title}", text, views, True)
-    elif isinstance(report, LintReport) and report.findings:
-        places = [fault.where for fault in report.findings]
-        yield Panel(f"{report.findings[0].rule}: {title}", str(report), [], True, places)
+    elif isinstance(report, LintReport):
+        for fault, text in zip(report.findings, report.texts(), strict=True):
+            yield Panel(f"{fault.rule}: {title}", text, [], True, [fault.where])
     else:
         for text in result.findings:
             yield Panel(f"{result.check}: {title}", text, [], True)

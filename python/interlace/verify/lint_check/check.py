@@ -10,6 +10,7 @@ other types, alignments or constants may compile to something else: lint what yo
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,10 @@ class LintReport(Measurement):
     def clean(self) -> bool:
         """Whether there is no finding."""
         return not self.findings
+
+    def texts(self) -> tuple[str, ...]:
+        """A line for each finding, with the kernel and what it was compiled for."""
+        return tuple(f"{self.kernel} for sm_{self.arch}: {fault}" for fault in self.findings)
 
     def __str__(self) -> str:
         head = f"{self.kernel} for sm_{self.arch}: "
@@ -212,6 +217,27 @@ def settled(report: LintReport, ordering: Iterable[SourceText]) -> LintReport:
     ran = {_statement(line) for line in ordering}
     kept = [f for f in report.findings if f.rule not in MODELLED or _statement(f.where) not in ran]
     return replace(report, findings=tuple(kept))
+
+
+def by_cause(reports: Sequence[LintReport]) -> list[LintReport]:
+    """``reports`` with each fault once, in the first form of its kernel that has it, and how many do."""
+    forms = Counter(
+        key for report in reports for key in {_cause(report, f) for f in report.findings}
+    )
+    told = []
+    for report in reports:
+        mine = {key: f for f in report.findings if forms[key := _cause(report, f)]}
+        others = {key: f" (and in {forms[key] - 1} more forms of it)" for key in mine}
+        findings = (
+            replace(f, message=f.message + others[k] * (forms[k] > 1)) for k, f in mine.items()
+        )
+        told.append(replace(report, findings=tuple(findings)))
+        forms -= Counter(dict.fromkeys(mine, len(reports)))
+    return told
+
+
+def _cause(report: LintReport, fault: Fault) -> tuple[str, ...]:
+    return report.kernel, fault.rule, fault.where or fault.message
 
 
 def _statement(where: SourceText) -> tuple[str, str]:

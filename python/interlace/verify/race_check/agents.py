@@ -56,6 +56,10 @@ class Agent:
     def learn(self, other: Any) -> None:
         self.clock = joined(self.clock, other)
 
+    def now(self) -> tuple[int, int]:
+        """The time of the lanes, and of the one thread."""
+        return int(self.clock[self.lanes]), int(self.clock[self.thread])
+
     def tick(self) -> None:
         self.clock[self.lanes] += 1
         self.clock[self.thread] += 1
@@ -107,6 +111,10 @@ class ThreadsAgent(Agent):
         self.fences: dict[int, dict[int, Any]] = {}
         self.before = known
         self.barrier()
+
+    def now(self) -> tuple[int, int]:
+        latest = int(self.times.max())
+        return latest, latest
 
     def end(self) -> Any:
         for late in self.waiting.values():

@@ -13,9 +13,11 @@ from interlace.runtime.places.sim.compiled import Rewrite, as_compiled, programs
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Programs, Scheduler
+from interlace.runtime.scheduler.source_lines import with_lines
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check.agents import Rules
+from interlace.verify.race_check.causes import Reach, by_cause
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector
 from interlace.verify.race_check.teller import RaceTeller
@@ -107,17 +109,23 @@ def races(  # type: ignore[misc]
     refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
     ordering: set[SourceText] = set()
+    reaches: dict[Any, Reach] = {}
     events = 0
     for seed in chosen:
         detector = Detector(seed)
         raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
-        error = "" if raised is None else f"{type(raised).__name__}: {raised}"
+        error = SourceText("")
+        if raised is not None:
+            told = with_lines(raised)
+            error = SourceText(f"{type(raised).__name__}: {told}", told.frames)
         of_its_kind = errors if refused(raised) is None else refusals
         differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
         if differs:
             of_its_kind.append((seed, error))
         events += detector.events
         ordering |= detector.ordering
+        for key, reach in detector.reaches.items():
+            reaches.setdefault(key, Reach()).join(reach)
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
         if new or differs:
@@ -135,7 +143,7 @@ def races(  # type: ignore[misc]
         world_size,
         tuple(chosen),
         events,
-        tuple(found.values()),
+        by_cause(found.values(), reaches),
         tuple(errors),
         tuple(launches.values()),
         tuple(stories),

@@ -47,13 +47,52 @@ class Access:
 
 
 @dataclass(frozen=True)
+class Signal:
+    """A word that one program wrote behind its access, and another saw before its own, in vain.
+
+    ``memory`` names the allocation, ``offset`` is the word's first byte and ``index`` its number in it;
+    ``writers`` counts who has written it.
+    """
+
+    memory: str
+    offset: int
+    index: int
+    writers: int
+    written: Access
+    seen: Access
+
+    def __str__(self) -> str:
+        others = f", one of {self.writers} writers" if self.writers > 1 else ""
+        return (
+            f"{self.memory}, byte {self.offset}, index {self.index}\n"
+            f"  written {self.written}{others}\n  seen    {self.seen}"
+        )
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a cause reaches. ``programs``: streams and user code too; ``seeds``: where it was found."""
+
+    elements: int
+    programs: int
+    ranks: int
+    seeds: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = self.elements, self.programs, self.ranks
+        elements, programs, ranks = map(_counted, counts, ("element", "program", "rank"))
+        return f"{elements}, {programs} of {ranks}, {_counted(len(self.seeds), 'schedule')}"
+
+
+@dataclass(frozen=True)
 class Finding:
-    """Two accesses that conflict. ``first`` came before ``second`` in the schedule of ``seed``.
+    """One cause: two accesses that conflict. ``first`` came before ``second`` in the schedule of ``seed``.
 
     ``memory`` names the allocation, ``offset`` is the first byte in it and ``count`` how many elements
-    of the second access were affected. ``kind`` is one of :data:`KINDS`; ``race`` the kind that it
-    would have without its cause. ``hint`` says what is missing. Of an access that is wrong by itself
-    ``first`` is None, and ``index`` says how the program came to that byte.
+    of the second access were affected; ``extent`` is that of the cause, and ``also`` where else it shows.
+    ``kind`` is one of :data:`KINDS`; ``race`` the kind that it would have without its cause. ``signal`` is
+    the one that should have ordered them, and ``hint`` says what is missing. Of an access that is wrong by
+    itself ``first`` is None, and ``index`` says how the program came to that byte.
     """
 
     kind: str
@@ -66,6 +105,9 @@ class Finding:
     race: str = ""
     hint: str = ""
     index: str = ""
+    signal: Signal | None = None
+    extent: Extent | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -76,20 +118,31 @@ class Finding:
         functions = tuple(line.rpartition(" ")[2] for line in self.second.lines)
         return (self.race or self.kind, self.first.what, self.first.lines, functions)
 
+    @property
+    def cause(self) -> tuple[Any, ...]:
+        """Equal for what one change mends: a signal between two lines, or else two lines of accesses."""
+        if self.first is None:
+            return self.key
+        at = (self.signal.written, self.signal.seen) if self.signal else (self.first, self.second)
+        return (self.kind, *sorted(access.lines for access in at))
+
     def __str__(self) -> str:
         race = f" ({self.race} race)" if self.race and self.race != self.kind else ""
-        elements = "1 element" if self.count == 1 else f"{self.count} elements"
         lines = [f"{self.kind}{race}: {KINDS[self.kind]}"]
         if self.first is not None:
             lines.append(f"  first   {self.first}")
         lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
+        elements = _counted(self.count, "element")
         lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
-        if self.index:
-            lines.append(f"  index   {self.index}")
-        if self.hint:
-            lines.append(f"  hint    {self.hint}")
+        lines += [f"  also    {text}" for text in self.also]
+        facts = ("index", self.index), ("signal", self.signal), ("hint", self.hint)
+        lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]
         lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
         return "\n".join(lines)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -118,11 +171,11 @@ class RaceReport:
 
     def __str__(self) -> str:
         count = len(self.seeds)
-        schedules = f"{count} schedule{'' if count == 1 else 's'}"
+        schedules = _counted(count, "schedule")
         head = f"{self.world_size} ranks, {schedules}, {self.events} accesses: "
         if self.clean:
             return head + "no findings"
-        parts = [f"{len(self.findings)} finding{'' if len(self.findings) == 1 else 's'}"]
+        parts = [_counted(len(self.findings), "finding")]
         if self.errors:
             parts.append(f"{len(self.errors)} failed")
         if self.refusals:

@@ -35,7 +35,6 @@ from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active_addresses
 from interlace.runtime.scheduler.memory_check import BadAccess
-from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import (
@@ -47,13 +46,13 @@ from interlace.verify.race_check.agents import (
     joined,
     reaches,
 )
-from interlace.verify.race_check.findings import Access, Finding
+from interlace.verify.race_check.collector import Collector
+from interlace.verify.race_check.findings import Finding
 from interlace.verify.race_check.shadow import (
     WRITES,
     Conflict,
     Index,
     KnownTimes,
-    ShadowMemory,
     ShadowSegment,
     byte_ranges,
 )
@@ -63,31 +62,27 @@ Spot = tuple[ShadowSegment, Index]
 WORD = 8
 
 
-class Detector(Observer):
+class Detector(Collector):
     def __init__(self, seed: int, rules: Rules | None = None) -> None:
-        self.seed = seed
+        super().__init__(seed)
         self.rules = rules or Rules()
         self.events = 0
         self.launches: list[KernelLaunch] = []
-        self._memory = ShadowMemory()
         self._agents: dict[Any, Agent] = {}
-        self._owners: list[Agent] = []  # by component
         self._tasks: dict[Task, Agent] = {}
         self._forks: dict[Task, Any] = {}
         self._parents: dict[Task, Task] = {}
         self._events: dict[Any, Any] = {}
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
-        self._sites: dict[Access, int] = {}
-        self._accesses: list[Access] = []  # by the number of the site
         self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
-        self.found: dict[tuple[Any, ...], Finding] = {}  # one per kind and pair of source lines
 
     def _agent(self, task: Task) -> Agent:
         agent = self._tasks.get(task)
         if agent is None:
             key = ("host", task.rank) if task.owner is None else ("stream", task.owner)
             agent = self._tasks[task] = self._named(key, task.rank, task.who)
+        self._acting = agent
         return agent
 
     def _named(self, key: Any, rank: int, who: str, threads: int = 0) -> Agent:
@@ -230,13 +225,14 @@ class Detector(Observer):
         site = self._site(agent, "stores" if stores else "loads", program_lines())
         for segment, cells in self._memory.find(addresses, size):
             self._access(agent, component, (segment, cells), site, size, stores=stores)
-            if not stores and (unwritten := segment.unwritten(cells)):
-                offset = unwritten[0] - segment.base
-                count = segment.elements(offset, len(unwritten), size)
-                where = segment.label, offset, count, self.seed
-                access, index = self._accesses[site], str(offset // size)
+            if not stores and len(unwritten := segment.unwritten(cells)):
+                offsets = segment.bytes_of(unwritten)
+                first = int(offsets[0])
+                count = segment.elements(first, len(unwritten), size)
+                where = segment.label, first, count, self.seed
+                access, index = self._accesses[site], str(first // size)
                 finding = Finding("uninitialised", None, access, *where, index=index)
-                self.found.setdefault(finding.key, finding)
+                self._found(finding, offsets, size)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of user code has read or written ``tensor``."""
@@ -371,6 +367,7 @@ class Detector(Observer):
                 known,
                 (site, extra),
             )
+        self._signals.note(agent, (address, size), site, writes=writes)
         messages = segment.messages.setdefault((address, size), {})
         self._receive(agent, messages, scope, atomic, thread)
         if writes:
@@ -457,35 +454,7 @@ class Detector(Observer):
         memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
         where = memory, bad.offset, bad.count, self.seed
         finding = Finding(bad.kind, None, access, *where, index=bad.index)
-        self.found.setdefault(finding.key, finding)
-
-    def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
-        """The number of an access, which stands for it in the shadow memory."""
-        access = self._access_of(agent, what, lines)
-        if access not in self._sites:
-            self._sites[access] = len(self._accesses)
-            self._accesses.append(access)
-        return self._sites[access]
-
-    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
-        return Access(agent.rank, agent.who, what, lines)
-
-    def _report(
-        self, kind: str, conflicts: Conflicts, site: int, segment: ShadowSegment, size: int
-    ) -> None:
-        for conflict in conflicts:
-            offset = conflict.cell * segment.cell
-            finding = Finding(
-                kind,
-                self._accesses[conflict.site],
-                self._accesses[site],
-                segment.label,
-                offset,
-                segment.elements(offset, conflict.cells, size),
-                self.seed,
-                kind,
-            )
-            self.found.setdefault(finding.key, finding)
+        self._found(finding, np.arange(bad.count), 1)
 
 
 def _stream_atomic(kind: str, sem: str) -> Atomic:

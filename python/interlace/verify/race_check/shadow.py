@@ -27,12 +27,12 @@ MARK = np.dtype([("time", "i8"), ("component", "i4"), ("site", "i4"), ("extra", 
 
 
 class Conflict(NamedTuple):
-    """An earlier access that is not ordered before the present one; what its marks have besides."""
+    """An earlier access that is not ordered before the present one, of which cells, and when."""
 
     component: int
     site: int
-    cell: int
-    cells: int
+    time: int
+    cells: Any
     extra: int = 0
 
 
@@ -137,8 +137,8 @@ class ShadowSegment:
         found = []
         for site in np.unique(sites[bad]):
             where = np.flatnonzero(bad & (sites == site))
-            cell = self._number(index, where[0])
-            found.append(Conflict(int(writer[where[0]]), int(site), cell, len(where)))
+            time, component = int(written["time"][where[0]]), int(writer[where[0]])
+            found.append(Conflict(component, int(site), time, self._numbers(index, where)))
         return found
 
     def unordered(
@@ -149,19 +149,18 @@ class ShadowSegment:
             found = mark[index]
             where = np.flatnonzero(known.lacks(found))
             if len(where):
-                _, component, site, extra = found[where[0]].tolist()
-                yield Conflict(component, site, self._number(index, where[0]), len(where), extra)
+                time, component, site, extra = found[where[0]].tolist()
+                yield Conflict(component, site, time, self._numbers(index, where), extra)
 
-    def unwritten(self, index: Index) -> list[int]:
-        """Addresses of cells that nobody is known to have written, and that hold poison."""
+    def unwritten(self, index: Index) -> Any:
+        """Cells that nobody is known to have written, and that hold poison."""
         if not self.poison:
-            return []
+            return ()
         never = self.written["time"][index] == 0
         for marks in self.atomics.values():
             never &= (marks["extra"][index] & WRITES) == 0
-        first = [self._number(index, position) for position in np.flatnonzero(never)]
-        addresses = [self.base + cell * self.cell for cell in first]
-        return [each for each in addresses if self._is_poison(each)]
+        cells = self._numbers(index, np.flatnonzero(never))
+        return cells[[self._is_poison(self.base + cell * self.cell) for cell in cells.tolist()]]
 
     def _is_poison(self, address: int) -> bool:
         begin = (address - self.base) % len(self.poison)
@@ -169,10 +168,14 @@ class ShadowSegment:
         poison = (self.poison * (1 + LARGEST_CELL))[begin : begin + size]
         return ctypes.string_at(address, size) == poison
 
-    def _number(self, index: Index, position: Any) -> int:
-        if isinstance(index, slice):
-            return int(index.start + position)
-        return int(index[position])
+    def _numbers(self, index: Index, positions: Any) -> Any:
+        """The cells at ``positions`` of an access."""
+        return index.start + positions if isinstance(index, slice) else index[positions]
+
+    def bytes_of(self, cells: Any) -> Any:
+        """The offsets of all bytes of cells."""
+        offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
+        return offsets[offsets < self.end - self.base]
 
     def elements(self, offset: int, cells: int, size: int) -> int:
         """How many elements of ``size`` bytes so many cells have, the first of them at ``offset``."""

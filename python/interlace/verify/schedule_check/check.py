@@ -19,6 +19,7 @@ from interlace import launcher
 from interlace.runtime.places.sim.compiled import programs
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.scheduler.scheduler import Programs, Scheduler
+from interlace.runtime.scheduler.source_lines import with_lines
 from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
@@ -300,9 +301,7 @@ def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:
     told = trial.run(seed, best, tell=True)
     text = "results differ from the first schedule's"
     if told.error is not None:
-        text = str(told.error).strip()
-        if not text or text.endswith(":"):
-            text = f"{text.removesuffix(':') or kind} without a message"
+        text = with_lines(told.error)
     switches = max(0, len(found.segments) - 1)
     return Failure(seed, kind, text, best, switches, told.story, found.story)
 

@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import re
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from interlace.runtime.scheduler.task import Task
 
 LONGEST = 200
 MOST_STEPS = 20_000
+_ELEMENTS = re.compile(r"(.*?)(\d+) elements?( at .*, byte )(\d+)(.*)")
 
 
 class Step(NamedTuple):
@@ -46,7 +49,7 @@ class Story:
         told: list[str] = []
         for task, steps in itertools.groupby(self.steps, lambda step: step.task):
             told.append(f"{task}:")
-            texts = (_with_line(step) for step in steps)
+            texts = _ranges(_with_line(step) for step in steps)
             for text, same in itertools.groupby(texts):
                 times = len(list(same))
                 told.append(f"    {text}" + (f"  ({times} times)" if times > 1 else ""))
@@ -61,6 +64,25 @@ class Story:
         frames = wait.where.frames
         own = (each.lines for each in self.steps[::-1] if each.rank == wait.rank and each.lines)
         return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
+
+
+def _ranges(texts: Iterable[str]) -> Iterator[str]:
+    """``texts``, in which neighbours that access bytes behind each other are one with all their elements."""
+    before, size = "", 0
+    for text in texts:
+        found, last = _ELEMENTS.fullmatch(text), _ELEMENTS.fullmatch(before)
+        if found and last and found.group(1, 3, 5) == last.group(1, 3, 5):
+            first, count, begin = int(last[4]), int(last[2]), int(found[4])
+            width = size or (begin - first) / count
+            if width in (1, 2, 4, 8) and begin == first + count * width:
+                size, count = int(width), count + int(found[2])
+                before = f"{last[1]}{_elements(count)}{last[3]}{first}{last[5]}"
+                continue
+        if before:
+            yield before
+        before, size = text, 0
+    if before:
+        yield before
 
 
 def _with_line(step: Step) -> str:

@@ -19,6 +19,7 @@ from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.verify.lint_check.check import (
     LintReport,
+    by_cause,
     lint_many,
     lint_request,
     settled,
@@ -26,7 +27,8 @@ from interlace.verify.lint_check.check import (
 )
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
-from interlace.verify.race_check.findings import RaceReport
+from interlace.verify.race_check.causes import on_more_ranks
+from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import ScheduleReport, schedules
 from interlace.verify.shims.imports import SHIMS, calls_a_shim
@@ -149,10 +151,13 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
 
 def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> JobOutcome:
     report = races(fn, world_size, seeds=seeds)
-    texts = [str(finding) for finding in report.findings]
-    texts += [f"seed {seed}: {text}" for seed, text in report.errors]
     refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
-    return f"{report.events} accesses", texts, replace(report, launches=()), refusals
+    return f"{report.events} accesses", _texts(report), replace(report, launches=()), refusals
+
+
+def _texts(report: RaceReport) -> list[str]:
+    errors = [f"seed {seed}: {text}" for seed, text in report.errors]
+    return [*map(str, report.findings), *errors]
 
 
 def _schedules(fn: Callable[[], Any], world_size: int, count: int, late: bool) -> JobOutcome:
@@ -179,7 +184,26 @@ def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None)
         name=lambda index: jobs[index].title,
         on_progress=lambda done: on_done(),
     )
-    return [result for _, result in sorted(results, key=itemgetter(0))]
+    return _by_cause([result for _, result in sorted(results, key=itemgetter(0))])
+
+
+def _by_cause(results: Sequence[JobResult]) -> list[JobResult]:
+    """``results`` with each cause of races once, told where it was found first."""
+    found: dict[Any, Finding] = {}
+    for result in results:
+        if isinstance(report := result.report, RaceReport):
+            for finding in report.findings:
+                key = result.subject, finding.cause
+                known = found.get(key)
+                found[key] = on_more_ranks(known, report.world_size) if known else finding
+    told = []
+    for result in results:
+        if isinstance(report := result.report, RaceReport):
+            mine = [found.pop((result.subject, each.cause), None) for each in report.findings]
+            report = replace(report, findings=tuple(filter(None, mine)))
+            result = replace(result, report=report, findings=tuple(_texts(report)))
+        told.append(result)
+    return told
 
 
 def lint_shipped(
@@ -233,11 +257,10 @@ def lint_launches(
         except (TypeError, ValueError) as error:
             text = f"{launch.name} cannot be linted: {error}"
             results.append(replace(_linted(subject, launch.name, ()), refusals=(text,)))
-    for linted in lint_many(requests, on_report=lambda report: on_done()):
-        report = settled(linted, ordering)
-        texts = () if report.clean else (str(report),)
+    reports = lint_many(requests, on_report=lambda report: on_done())
+    for report in by_cause([settled(report, ordering) for report in reports]):
         variant = f"{report.kernel} sm_{report.arch}"
-        results.append(_linted(subject, variant, texts, report.seconds, report))
+        results.append(_linted(subject, variant, report.texts(), report.seconds, report))
     return results
 
 

@@ -1,0 +1,82 @@
+"""Findings by their cause: one for what one change mends, with how far it reaches.
+
+Detectors give what conflicts, access by access: every element, program and schedule anew. Here it is
+counted, and what has the same cause (:attr:`Finding.cause`) becomes one finding.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from interlace.verify.race_check.findings import Access, Extent, Finding
+
+
+@dataclass
+class Reach:
+    """What conflicts of one kind between some lines have touched. ``marks``: bytes, by allocation."""
+
+    size: int = 1
+    marks: dict[str, Any] = field(default_factory=dict)
+    programs: set[tuple[int, str]] = field(default_factory=set)
+    seeds: set[int] = field(default_factory=set)
+    accesses: dict[str, None] = field(default_factory=dict)
+
+    def note(self, finding: Finding, bytes_: Any, size: int) -> None:
+        """A conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
+        self.size = max(self.size, size)
+        self.seeds.add(finding.seed)
+        for access in filter(None, (finding.first, finding.second)):
+            self.programs.add((access.rank, access.who.partition(" of launch ")[0]))
+            self.accesses[_what(access)] = None
+        where = finding.memory if finding.first else f"{finding.memory}, byte {finding.offset}"
+        marks = self.marks.get(where, np.zeros(0, np.bool_))
+        if (missing := int(bytes_.max()) + 1 - len(marks)) > 0:
+            marks = np.concatenate([marks, np.zeros(missing, np.bool_)])
+        marks[bytes_] = True
+        self.marks[where] = marks
+
+    def join(self, other: "Reach") -> None:
+        self.size = max(self.size, other.size)
+        self.programs |= other.programs
+        self.seeds |= other.seeds
+        self.accesses |= other.accesses
+        for memory, marks in other.marks.items():
+            mine = self.marks.get(memory, marks)
+            longer, shorter = sorted((mine, marks), key=len, reverse=True)
+            longer = longer.copy()
+            longer[: len(shorter)] |= shorter
+            self.marks[memory] = longer
+
+    def extent(self) -> Extent:
+        elements = sum(-(-int(marks.sum()) // self.size) for marks in self.marks.values())
+        ranks = {rank for rank, _ in self.programs}
+        return Extent(elements, len(self.programs), len(ranks), tuple(sorted(self.seeds)))
+
+
+def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple[Finding, ...]:
+    """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`."""
+    first: dict[Any, Finding] = {}
+    reach: dict[Any, Reach] = {}
+    for finding in findings:
+        first.setdefault(finding.cause, finding)
+        reach.setdefault(finding.cause, Reach()).join(reaches[finding.key])
+    return tuple(
+        replace(finding, extent=reach[cause].extent(), also=_others(finding, reach[cause]))
+        for cause, finding in first.items()
+    )
+
+
+def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
+    told = {_what(each) for each in (finding.first, finding.second) if each is not None}
+    return tuple(text for text in reach.accesses if text not in told)
+
+
+def _what(access: Access) -> str:
+    return f"{access.what} at {', called from '.join(access.lines)}"
+
+
+def on_more_ranks(finding: Finding, world_size: int) -> Finding:
+    """``finding``, which has been made on so many ranks, too."""
+    return replace(finding, also=(*finding.also, f"on {world_size} ranks"))

@@ -1,0 +1,55 @@
+"""Signals of a run: which words programs have written for each other, and who has seen which.
+
+For the report of a race: between two accesses that nothing orders there often is a signal that was meant
+to, and the finding names it.
+"""
+
+from typing import NamedTuple
+
+from interlace.verify.race_check.agents import Agent
+
+
+class Seen(NamedTuple):
+    """A word at ``address``, written at one site and seen at another; ``time``: of the writer then."""
+
+    address: int
+    size: int
+    written: int
+    seen: int
+    time: tuple[int, int]
+
+
+class SignalLog:
+    """What agents have written with atomics, and what others have read of it, the last of each pair."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, dict[int, tuple[int, tuple[int, int]]]] = {}
+        self._seen: dict[tuple[int, int], Seen] = {}
+        self._by_rank: dict[tuple[int, int], Seen] = {}
+
+    def note(self, agent: Agent, word: tuple[int, int], site: int, *, writes: bool) -> None:
+        """``agent`` has read, and perhaps written, the ``word``: its address, its size."""
+        address, size = word
+        by_writer = self._written.setdefault(address, {})
+        for writer, (written, time) in by_writer.items():
+            if writer != agent.number:
+                seen = Seen(address, size, written, site, time)
+                self._seen[agent.number, writer] = self._by_rank[agent.rank, writer] = seen
+        if writes:
+            by_writer[agent.number] = site, agent.now()
+
+    def between(self, first: Agent, component: int, time: int, second: Agent) -> Seen | None:
+        """The last signal that ``first`` wrote behind its access, at ``time``, and ``second`` has seen.
+
+        Or another one of its rank, for which it may have waited.
+        """
+        by_rank = self._by_rank.get((second.rank, first.number))
+        seen = self._seen.get((second.number, first.number), by_rank)
+        if seen is None or first is second:
+            return None
+        lanes, thread = seen.time
+        return seen if time <= (thread if component == first.thread else lanes) else None
+
+    def writers(self, address: int) -> int:
+        """How many have written the word."""
+        return len(self._written[address])
