@@ -53,7 +53,7 @@ class Observer:
     def on_undefined(self, memory: torch.Tensor) -> None:
         """What is in ``memory`` is undefined, and poison until somebody writes."""
 
-    def on_visible(self, task: Task, address: int, elements: int) -> None:
+    def on_visible(self, task: Task, address: int, elements: int, nbytes: int) -> None:
         """A store of ``task`` that was held back becomes visible."""
 
     def on_stuck(self) -> None:

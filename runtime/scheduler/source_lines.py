@@ -84,7 +84,7 @@ def place_of(frame: Any) -> SourceText:
 
 
 def with_lines(error: BaseException) -> SourceText:
-    """What ``error`` says, and where in kernels and user code it was raised, if it does not say so itself."""
+    """What ``error`` says, and where in kernels and user code it was raised, unless it says so itself."""
     text = str(error).strip()
     if not text or text.endswith(":"):
         text = f"{text.removesuffix(':') or type(error).__name__} without a message"

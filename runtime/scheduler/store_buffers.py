@@ -190,6 +190,6 @@ class StoreBuffers:
             pending.perform()
             gone.add(id(pending))
             low, count = int(pending.addresses[0]), len(pending.addresses)
-            self._observer.on_visible(pending.task, low, count)
+            self._observer.on_visible(pending.task, low, count, pending.high - pending.low)
         if gone:
             self._pending = [p for p in self._pending if id(p) not in gone]

@@ -77,13 +77,14 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
         stories = {story.seed: story for story in report.stories}
         for seed, text in report.errors:
             rule = f"races/{text.partition(':')[0]}"
-            lines = [text] if isinstance(text, SourceText) and text.frames else _end(stories[seed])
-            yield made(rule, f"seed {seed}: {text}", lines)
+            yield made(rule, f"seed {seed}: {text}", _end(text, stories[seed]))
     elif isinstance(report, ScheduleReport) and report.failure is not None:
         told = report.failure.told
         ways = (location(e.lines, root, f"{e.task} {e.text}") for e in told.steps[-MOST_STEPS:])
         flow = {"locations": [{"location": place} for place in ways if place]}
-        found = made(f"schedules/{report.failure.kind}", str(report), _end(told))
+        found = made(
+            f"schedules/{report.failure.kind}", str(report), _end(report.failure.text, told)
+        )
         yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
     elif isinstance(report, LintReport):
         for fault, text in zip(report.findings, report.texts(), strict=True):
@@ -92,8 +93,10 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield from (made(result.check, text, ()) for text in result.findings)
 
 
-def _end(story: Story) -> Lines:
-    """Where a run ended: at the wait that does not, or the last step that has a line."""
+def _end(text: str, story: Story) -> Lines:
+    """Where a run ended: where it raised, at the wait that does not end, or the last step with a line."""
+    if isinstance(text, SourceText) and text.frames:
+        return [text]
     ends = [*map(story.where, story.blocked), *(step.lines for step in story.steps[::-1])]
     return next(filter(None, ends), ())
 

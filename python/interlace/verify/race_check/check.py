@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SEEDS = 10
 
+MISSING = "nothing that was signalled behind the first access was waited for before the second"
+
 # Causes of races: the run again, with one of the detector's rules off.
 CAUSES = (
     (
@@ -232,5 +234,7 @@ def _explained(findings: list[Finding], relaxed: list[Detector], again: Detector
             ):
                 finding = replace(finding, kind=kind, hint=hint)
                 break
+        if finding.first and not finding.hint and finding.signal is None:
+            finding = replace(finding, hint=MISSING)
         explained.append(finding)
     return explained

@@ -1,4 +1,4 @@
-"""What a detector has seen: accesses by number, signals, and what it has found."""
+"""Accesses of a run by number, its signals, and all that a detector has found in it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,7 +8,7 @@ from interlace.runtime.core.errors import SourceText
 from interlace.runtime.scheduler.observer import Observer
 from interlace.verify.race_check.agents import Agent
 from interlace.verify.race_check.causes import Reach
-from interlace.verify.race_check.findings import Access, Finding, Signal
+from interlace.verify.race_check.findings import Access, FailedSignal, Finding
 from interlace.verify.race_check.shadow import Conflict, ShadowMemory, ShadowSegment
 from interlace.verify.race_check.signals import SignalLog
 
@@ -58,7 +58,7 @@ class Collector(Observer):
             self.found[key] = replace(finding, signal=signal)
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
 
-    def _signal(self, conflict: Conflict) -> Signal | None:
+    def _signal(self, conflict: Conflict) -> FailedSignal | None:
         """The signal that should have ordered the present access behind that of ``conflict``."""
         first = self._owners[conflict.component]
         seen = self._signals.between(first, conflict.component, conflict.time, self._acting)
@@ -68,4 +68,4 @@ class Collector(Observer):
         offset = seen.address - segment.base
         writers = self._signals.writers(seen.address)
         accesses = self._accesses[seen.written], self._accesses[seen.seen]
-        return Signal(segment.label, offset, offset // seen.size, writers, *accesses)
+        return FailedSignal(segment.label, offset, offset // seen.size, writers, *accesses)

@@ -47,7 +47,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Signal:
+class FailedSignal:
     """A word that one program wrote behind its access, and another saw before its own, in vain.
 
     ``memory`` names the allocation, ``offset`` is the word's first byte and ``index`` its number in it;
@@ -105,7 +105,7 @@ class Finding:
     race: str = ""
     hint: str = ""
     index: str = ""
-    signal: Signal | None = None
+    signal: FailedSignal | None = None
     extent: Extent | None = None
     also: tuple[str, ...] = ()
 

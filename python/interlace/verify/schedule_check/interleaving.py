@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import BlockedWait, DeadlockError, SourceText
 from interlace.runtime.interpreter.session import active_addresses
@@ -25,6 +27,7 @@ class Step(NamedTuple):
     """``task``, or the memory, did what ``text`` says; ``who`` is the task among those of its rank.
 
     ``lines`` of the source are innermost first. ``after``: numbers of the steps whose signals it has seen.
+    ``nbytes``: how many it accesses, if they lie behind each other.
     """
 
     task: str
@@ -33,6 +36,7 @@ class Step(NamedTuple):
     text: str
     lines: tuple[SourceText, ...] = ()
     after: tuple[int, ...] = ()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Story:
         told: list[str] = []
         for task, steps in itertools.groupby(self.steps, lambda step: step.task):
             told.append(f"{task}:")
-            texts = _ranges(_with_line(step) for step in steps)
+            texts = (_with_line(step) for step in _ranges(steps))
             for text, same in itertools.groupby(texts):
                 times = len(list(same))
                 told.append(f"    {text}" + (f"  ({times} times)" if times > 1 else ""))
@@ -66,23 +70,27 @@ class Story:
         return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
 
 
-def _ranges(texts: Iterable[str]) -> Iterator[str]:
-    """``texts``, in which neighbours that access bytes behind each other are one with all their elements."""
-    before, size = "", 0
-    for text in texts:
-        found, last = _ELEMENTS.fullmatch(text), _ELEMENTS.fullmatch(before)
-        if found and last and found.group(1, 3, 5) == last.group(1, 3, 5):
-            first, count, begin = int(last[4]), int(last[2]), int(found[4])
-            width = size or (begin - first) / count
-            if width in (1, 2, 4, 8) and begin == first + count * width:
-                size, count = int(width), count + int(found[2])
-                before = f"{last[1]}{_elements(count)}{last[3]}{first}{last[5]}"
-                continue
-        if before:
+def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
+    """``steps``, of which neighbours that do the same to bytes behind each other are one."""
+    before: Step | None = None
+    for step in steps:
+        both = before and _joined(before, step)
+        if before is not None and both is None:
             yield before
-        before, size = text, 0
-    if before:
+        before = both or step
+    if before is not None:
         yield before
+
+
+def _joined(one: Step, other: Step) -> Step | None:
+    last, found = _ELEMENTS.match(one.text), _ELEMENTS.match(other.text)
+    if not (last and found and one.nbytes and other.nbytes and one.lines == other.lines):
+        return None
+    behind = int(found[4]) == int(last[4]) + one.nbytes
+    if not behind or found.group(1, 3, 5) != last.group(1, 3, 5):
+        return None
+    text = f"{last[1]}{_elements(int(last[2]) + int(found[2]))}{last[3]}{last[4]}{last[5]}"
+    return one._replace(text=text, nbytes=one.nbytes + other.nbytes)
 
 
 def _with_line(step: Step) -> str:
@@ -110,10 +118,16 @@ class Storyteller(Observer):
         return Story(seed, first, steps[:end], tuple(error.blocked))
 
     def _note(
-        self, task: Task | None, text: str, lines: tuple[SourceText, ...], after: Any = ()
+        self,
+        task: Task | None,
+        text: str,
+        lines: tuple[SourceText, ...],
+        after: Any = (),
+        nbytes: int = 0,
     ) -> None:
         if task is not None:
-            self._add(Step(task.name, task.rank, self._who(task), text, lines, tuple(after)))
+            who = self._who(task)
+            self._add(Step(task.name, task.rank, who, text, lines, tuple(after), nbytes))
 
     def _who(self, task: Task) -> str:
         launch = f" of launch {task.number + 1}" if task.number and task.program else ""
@@ -136,16 +150,19 @@ class Storyteller(Observer):
             return
         place = self._place(task, int(addresses[0]))
         if place is not None:
-            self._note(task, f"{verb} {_elements(len(addresses))} at {place}", program_lines())
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            behind = bool((np.diff(addresses.astype(np.int64)) == size).all())
+            text = f"{verb} {_elements(len(addresses))} at {place}"
+            self._note(task, text, program_lines(), nbytes=len(addresses) * size * behind)
 
     def on_allocate(self, rank: int, memory: Any, label: str) -> None:
         self._memory.put(memory.data_ptr(), memory.nbytes, label)
 
-    def on_visible(self, task: Task, address: int, elements: int) -> None:
+    def on_visible(self, task: Task, address: int, elements: int, nbytes: int) -> None:
         place = self._memory.find(address)
         if place is not None:
             text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
-            self._add(Step("memory", task.rank, task.who, text))
+            self._add(Step("memory", task.rank, task.who, text, nbytes=nbytes))
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)

@@ -1,0 +1,83 @@
+"""Reports: a finding is a cause, which names its signal and counts what it touches, in every form alike."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from interlace.cli import main
+from interlace.verify import races, schedules, shims
+from interlace.verify.schedule_check.interleaving import Step, Story
+from mutants.mutations import mutant_of, mutated_function
+from peers.test_peers import TWO_SHOTS
+
+NO_BARRIER = "    if AFTER_STORES:\n        tl.debug_barrier()\n", ""
+
+
+def test_two_faulty_calls_are_two_findings_that_name_their_signals(tmp_path: pathlib.Path) -> None:
+    """Three meetings have no barrier in front, and what the last one orders is only loads."""
+    with shims.installed("torch"):
+        fn = TWO_SHOTS.loaded(TWO_SHOTS.mutant("no barrier", NO_BARRIER), tmp_path)
+        report = races(fn, 2, seeds=3)
+        assert not report.errors
+    first, second = report.findings
+    for finding in report.findings:
+        assert finding.kind == "no barrier" and finding.signal and finding.extent
+        functions = [line.rpartition(" ")[2] for line in finding.signal.written.lines]
+        assert functions == ["swap", "meet", "two_shot_all_reduce"]
+        assert finding.signal.memory.startswith("signal pad 0 of rank ")
+        assert finding.signal.index * 4 == finding.signal.offset and finding.signal.writers == 2
+        # parts of 16 elements of two tiles, in the buffers of two ranks
+        assert (finding.extent.programs, finding.extent.ranks) == (4, 2)
+        assert finding.extent.seeds == (0, 1, 2) and finding.extent.elements == 64
+    assert first.signal != second.signal and str(first.signal) in str(first)
+    assert [text.partition(" ")[0] for text in first.also] == ["stores"]
+
+
+def test_neighbours_are_one_step() -> None:
+    def told(*texts: str) -> tuple[str, ...]:
+        steps = (Step("rank 0 k", 0, "k", text, nbytes=16) for text in texts)
+        return Story(0, 0, tuple(steps)).lines()[1:]
+
+    parts = [f"loads 4 elements at a buffer, byte {first}" for first in (0, 16, 32)]
+    whole = "    loads 12 elements at a buffer, byte 0"
+    assert told(*parts) == (whole,)
+    assert told(*parts, parts[0]) == (whole, f"    {parts[0]}")
+    assert told(parts[0], parts[2]) == (f"    {parts[0]}", f"    {parts[2]}")
+    assert told(parts[0], parts[1].replace("loads", "stores"))[1].startswith("    stores 4")
+
+
+def test_an_error_in_a_kernel_has_its_line(tmp_path: pathlib.Path) -> None:
+    edit = "y = tl.load((mine", "y = tl.load(x) + tl.load((mine"
+    wrong = mutant_of("tests/sim/verify/user_exchange.py", "of a value", edit)
+    fn = mutated_function(wrong, "exchange", tmp_path)
+    line = (
+        f"{wrong.package}.py:{wrong.source()[: wrong.source().index(edit[1])].count(chr(10)) + 1}"
+    )
+    (error,) = [text for _, text in races(fn, 2, seeds=2).errors]
+    assert f" at {line} in exchange_kernel" in error
+    failure = schedules(fn, 2, n=1, workers=1, shrink=False).failure
+    assert failure and f" at {line} in exchange_kernel" in failure.text
+
+
+def test_text_json_page_and_sarif_say_the_same(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TWO_SHOTS.mutant("no barrier in all", NO_BARRIER).write(tmp_path)
+    (file,) = tmp_path.glob("*.py")
+    page, log = tmp_path / "page.html", tmp_path / "log.sarif"
+    arguments = ["verify", f"{file}::two_shots", "--shims", "torch", "--seeds", "1", "--arch", "90"]
+    arguments += ["--schedules", "1", "--html", str(page), "--sarif", str(log)]
+    assert main.run([*arguments, "--json"]) == 1
+    results = json.loads(capsys.readouterr().out)["results"]
+    texts = [text for each in results for text in each["findings"] if each["check"] == "races"]
+    assert len(texts) == 2 and all("also    on 4 ranks" in text for text in texts)
+    linted = [text for each in results for text in each["findings"] if each["check"] == "lint"]
+    assert len(linted) == len({re.sub(r" \(and .*", "", text) for text in linted}) > 0
+    messages = [r["message"]["text"] for r in json.loads(log.read_text())["runs"][0]["results"]]
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
+    panels = [panel["text"] for panel in data["panels"]]
+    for told in (messages, panels):
+        for text in texts + linted:
+            assert sum(each.endswith(text) for each in told) == 1
