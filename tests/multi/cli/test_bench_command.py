@@ -369,7 +369,7 @@ def test_no_rank_starts_for_a_function_that_cannot_be_called(
 def test_a_plot_of_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main.run(["bench", "all_reduce", "--plot", "x.foo"]) == 2
-    assert "--plot x.foo: 'foo' is none of" in " ".join(capsys.readouterr().err.split())
+    assert "--plot x.foo: the ending 'foo' is none of" in " ".join(capsys.readouterr().err.split())
 
 
 def test_looking_whether_a_file_can_be_written_leaves_it(tmp_path: pathlib.Path) -> None:

@@ -1,5 +1,6 @@
 """The words of the command line: help, errors before anything begins, lines of progress."""
 
+import contextlib
 import pathlib
 
 import pytest
@@ -146,6 +147,44 @@ def test_an_overlap_below_0_is_explained(shown: float) -> None:
     )
     notes = report.notes([SizeResult(measured)])
     assert any("one after the other" in note for note in notes) is (shown < 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("demo --place cuda", "--place cuda needs a CUDA device"),
+        ("demo --m 9999999999999999999", "argument --m: must be within 1..16777216"),
+        ("demo --k 16777216", "512 x 512 x 16777216 on 1 ranks needs"),
+        ("demo --trace=", "--trace '': the path is empty"),
+        ("demo --seed=", "within 0..2**64 - 1, got ''"),
+        ("demo --place ptx --html p.html", "--html needs --place sim or shm"),
+        ("verify --seeds 9999999999", "argument --seeds: must be within 1..16777216"),
+        (
+            "bench all_reduce --place sim --sizes 999999G",
+            "--sizes 1073740750258176 on 2 ranks needs",
+        ),
+        ("bench all_gather_matmul --place sim --n 1G --k 1G", "1024 x 1073741824 x 1073741824 on"),
+        ("bench all_reduce --repetitions 99999999", "the most is 16777216"),
+        ("tune --shapes none.txt", "--shapes none.txt: cannot be read: No such file"),
+        ("calibrate --cache=", "--cache '': the path is empty"),
+        ("build --nvshmem=", "--nvshmem '': the path is empty"),
+        (
+            "build --op all_reduce --out out --rows 0",
+            "argument --rows: must be a positive whole number",
+        ),
+        ("new kernel my_kernel --folder=", "--folder '': the path is empty"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_before_anything_is_printed(
+    words: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "need_interpreter", lambda *arguments: None)
+    monkeypatch.setattr("interlace.run", lambda *a, **k: pytest.fail("a rank has started"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with contextlib.suppress(SystemExit):
+        assert main.run(words.split()) == 2
+    printed = capsys.readouterr()
+    assert text in " ".join(printed.err.split()) and not printed.out
 
 
 # -- progress --------------------------------------------------------------------------------------

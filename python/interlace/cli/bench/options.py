@@ -11,7 +11,8 @@ from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
-from interlace.cli.output.options import CommandOptions, option
+from interlace.cli.output.machine import refuse_matmul, refuse_size
+from interlace.cli.output.options import MOST, CommandOptions, option
 from interlace.launcher import JOB_PLACES
 from interlace.launcher import PLACES as OWN_PLACES
 from interlace.runtime.compat import launchers
@@ -130,8 +131,10 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
     if "::" not in target and target not in OPS:
         known = ", ".join(OPS)
         raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
-    if options.repetitions < 1:
-        raise ValueError(f"--repetitions must be positive, got {options.repetitions}")
+    if not 1 <= options.repetitions <= MOST:
+        raise ValueError(
+            f"--repetitions must be positive, got {options.repetitions}; the most is {MOST}"
+        )
     if not 0 < options.timeout <= MOST_SECONDS:
         raise ValueError(
             f"--timeout must be positive, got {options.timeout}; the most is {MOST_SECONDS:g} s"
@@ -153,7 +156,19 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
             kernel.arguments_for(loaded(target), target, each.arguments)
         else:
             OPS[target].refuse(world_size, each.m, each.dtype)
+            if not under_torchrun():
+                _refuse_size(each, world_size, place_of(options))
     return requests
+
+
+def _refuse_size(request: BenchRequest, world_size: int, place: str) -> None:
+    """Raise ValueError if there is no memory for the tensors of all ranks."""
+    if request.nbytes is not None:
+        refuse_size(f"--sizes {request.nbytes}", request.nbytes, world_size, place)
+    elif request.m and request.n and request.k:
+        refuse_matmul(
+            (request.m, request.n, request.k), DTYPES[request.dtype].itemsize, world_size, place
+        )
 
 
 def _check_place(options: BenchOptions, request: BenchRequest) -> None:

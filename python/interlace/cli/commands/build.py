@@ -11,8 +11,8 @@ from typing import Any
 
 from interlace import __version__, aot, formulas
 from interlace.cli.output import consoles
-from interlace.cli.output.files import refuse_no_folder
-from interlace.cli.output.options import CommandOptions, arches, option
+from interlace.cli.output.files import refuse_empty, refuse_no_folder
+from interlace.cli.output.options import CommandOptions, arches, option, positive_int
 from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport
 from interlace.runtime.compiler.build import build as build_entries
@@ -64,9 +64,11 @@ class BuildOptions(CommandOptions):
     path: str | None = option(
         None, choices=("auto", "tma", "pointers"), help="of loads; default auto"
     )
-    rows: int | None = option(None, type=int, metavar="N", help="of a rank; default 4096")
-    columns: int | None = option(None, type=int, metavar="N", help="of the weight; default 4096")
-    inner: int | None = option(None, type=int, metavar="N", help="K; default 4096")
+    rows: int | None = option(None, type=positive_int, metavar="N", help="of a rank; default 4096")
+    columns: int | None = option(
+        None, type=positive_int, metavar="N", help="of the weight; default 4096"
+    )
+    inner: int | None = option(None, type=positive_int, metavar="N", help="K; default 4096")
     set: tuple[str, ...] | None = option(
         None,
         action="append",
@@ -90,6 +92,8 @@ def build(console: Any, options: BuildOptions) -> int:
     for name in _OF_ONE_OP:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
+    if options.nvshmem is not None:
+        refuse_empty("--nvshmem", options.nvshmem)
     kernels = options.kernel
     chosen = options.arch or (ARCHES if options.full else (90,))
     some: Callable[[list[Entry]], list[Entry]] = list if options.full else one_of_each
@@ -213,9 +217,6 @@ def _options(given: BuildOptions) -> KernelOptions:
         chosen["dtype"] = named[chosen["dtype"]]
     if chosen.get("bias") == "none":
         chosen["bias"] = ""
-    for name in ("rows", "columns", "inner"):
-        if chosen.get(name, 1) < 1:
-            raise ValueError(f"--{name} must be positive, got {chosen[name]}")
     overrides = dict(_override(text) for text in chosen.pop("set", ()))
     return KernelOptions(**chosen, overrides=overrides)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cli.output.consoles import write
+from interlace.cli.output.files import refuse_empty
 from interlace.cli.output.options import CommandOptions, option
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.one_host.blame import FRESH_SECONDS, follow
@@ -56,6 +57,7 @@ def inspect(console: Any, options: InspectOptions) -> int:
     """Print a table of each group, culprits first; returns 0."""
     groups: dict[tuple[str, str], Found] = defaultdict(dict)
     for target in options.target:
+        refuse_empty("PID, FILE or FOLDER", target)
         for job, record in _records(console, target):
             found, base = groups[job, record.group], _base(record)
             found.update({base + rank: found.get(base + rank) for rank in range(len(record.ranks))})

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.files import refuse_empty, refuse_unwritable
 from interlace.cli.output.options import CommandOptions, option
 
 FILES = {"{}.py": "new_kernel.txt", "test_{}.py": "new_kernel_test.txt"}
@@ -26,6 +26,7 @@ class NewOptions(CommandOptions):
 
 def new(console: Any, options: NewOptions) -> int:
     """Write the files; ValueError if one is there, or if the name cannot be one."""
+    refuse_empty("--folder", options.folder)
     name, folder = options.name, pathlib.Path(options.folder)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(

@@ -23,6 +23,7 @@ from interlace.runtime.scheduler import chrome_trace
 from interlace.runtime.scheduler.recording import Recording
 
 TIMEOUT = 1800.0
+RECORDED = ("sim", "shm")  # places whose kernels are interpreted, and report their tiles
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def demo(console: Console, options: DemoOptions) -> int:
             outcome = run_case(case, work, options)
         outcomes.append(outcome)
         report(console, outcome, number)
-    if options.place == "cuda":
+    if options.place not in RECORDED:
         console.print("No timeline: compiled kernels do not report their tiles.", style="dim")
     console.print()
     _write(console, options, outcomes)
@@ -75,9 +76,11 @@ def _load(options: DemoOptions) -> Workload:
         if path is not None:
             refuse_unreadable(name, path)
     for name, path in outputs.items():
-        if path is not None and options.place == "cuda":
+        if path is not None and options.place not in RECORDED:
             raise ValueError(f"{name} needs --place sim or shm: no compiled kernel is recorded")
     refuse_outputs(outputs, inputs)
+    if options.place == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--place cuda needs a CUDA device, torch sees none; use sim, shm or ptx")
     if options.plot is not None:
         refuse_format(options.plot)
     dtype, sizes = workload.DTYPES[options.dtype], (options.m, options.n, options.k)
@@ -106,7 +109,7 @@ def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult
         ratio = reference.worst_ratio(output, right, allowed)
         error = (output.double() - right).abs()
         errors.append((float(error.max()) if error.numel() else 0.0, ratio))
-    return CaseResult(case, errors, runs[0][1] if runs else None)
+    return CaseResult(case, errors, runs[0][1] if place in RECORDED else None)
 
 
 def _on_rank(case: int, work: Workload) -> torch.Tensor:
@@ -122,12 +125,13 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
         "sim": f"simulated in this process, schedule {options.seed}",
         "shm": "one process each, kernels interpreted",
         "cuda": "sharing the current GPU",
+        "ptx": f"simulated, the PTX of kernels run on this CPU, schedule {options.seed}",
     }[options.place]
     console.print(f"[bold]interlace demo[/bold]: {ranks}, {where}")
     write(console, f"  input   {work.origin}")
     sizes = f"x [{m}, {k}], weight1 [{k}, {n}], weight2 [{n}, {k}]"
     write(console, f"  shapes  {sizes}, {options.dtype}")
-    if options.place != "cuda":
+    if options.place in RECORDED:
         console.print(timeline.legend(console.options.ascii_only))
 
 

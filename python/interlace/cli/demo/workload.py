@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.cli.output.machine import refuse_matmul
 from interlace.cli.output.options import (
     CommandOptions,
     option,
@@ -85,6 +86,7 @@ def from_text(
     words = re.findall(r"\w+|[^\w\s]", text)
     if not words:
         raise ValueError(f"--text {path}: no words in it")
+    refuse_matmul((m, n, k), 8, 1, "sim")
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(VOCABULARY, k, generator=generator)
     tokens = torch.tensor([zlib.crc32(words[i % len(words)].lower().encode()) for i in range(m)])
@@ -124,6 +126,7 @@ def from_file(
         hidden = weights["weight2"].shape[0] if "weight2" in weights else n or DEFAULT_N
     if n is not None and n != hidden:
         raise ValueError(f"{where}: --n {n}, but the weights have n = {hidden}")
+    refuse_matmul((activations.shape[0], hidden, inner), 8, 1, "sim")
     generated = _weights(inner, hidden, torch.Generator().manual_seed(seed))
     shapes = (("(k, n)", (inner, hidden)), ("(n, k)", (hidden, inner)))
     for key, weight, (form, shape) in zip(KEYS[1:], generated, shapes, strict=True):

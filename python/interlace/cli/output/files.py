@@ -87,7 +87,9 @@ def refuse_format(path: str) -> None:
     known = require_matplotlib()().canvas.get_supported_filetypes()
     suffix = pathlib.Path(path).suffix.lstrip(".").lower()
     if suffix not in known:
-        raise ValueError(f"--plot {path}: {suffix!r} is none of {', '.join(sorted(known))}")
+        raise ValueError(
+            f"--plot {path}: the ending {suffix!r} is none of {', '.join(sorted(known))}"
+        )
 
 
 def require_matplotlib() -> Any:

@@ -167,6 +167,29 @@ def _launched() -> str | None:
     return f"{here}of {found['WORLD_SIZE']} ranks, this is rank {found['RANK']}"
 
 
+def refuse_size(what: str, nbytes: int, world_size: int, place: str) -> None:
+    """Raise ValueError if ``what``, of ``nbytes`` on each rank, is more than there is memory for."""
+    if place == "cuda":
+        devices = torch.cuda.device_count()
+        most = torch.cuda.get_device_properties(0).total_memory
+        most *= devices if devices >= world_size else 1
+    elif "SC_PHYS_PAGES" in os.sysconf_names:
+        most = _memory()
+    else:
+        return
+    if world_size * nbytes > most:
+        raise ValueError(
+            f"{what} on {world_size} ranks needs {world_size * nbytes / 2**30:,.0f} GiB, there are "
+            f"{most / 2**30:,.0f} in place {place}"
+        )
+
+
+def refuse_matmul(mnk: tuple[int, int, int], itemsize: int, world_size: int, place: str) -> None:
+    """The same for a matmul: its operands and its product."""
+    m, n, k = mnk
+    refuse_size(f"{m} x {n} x {k}", (m * k + k * n + m * n) * itemsize, world_size, place)
+
+
 def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.tuning.chips import BUILDABLE
 
+MOST = 1 << 24
 Options = TypeVar("Options", bound="CommandOptions")
 
 
@@ -57,9 +58,11 @@ def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Option
 
 
 def positive_int(text: str) -> int:
-    """For ``type=``: an int of at least 1."""
+    """For ``type=``: an int of at least 1, and no more than anybody counts to."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+    if int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"must be within 1..{MOST}, got {text}")
     return int(text)
 
 
@@ -78,7 +81,9 @@ def seed_number(text: str) -> int:
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 64:
-        raise argparse.ArgumentTypeError(f"must be a whole number within 0..2**64 - 1, got {text}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number within 0..2**64 - 1, got {text!r}"
+        )
     return number
 
 

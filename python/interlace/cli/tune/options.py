@@ -1,7 +1,6 @@
 """The options of ``interlace tune``, and the shapes that they stand for."""
 
 import itertools
-import os
 import pathlib
 import re
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from interlace.arguments.words import RunPlace
 from interlace.benchmark.subjects.requests import DTYPES, FUSED
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
+from interlace.cli.output.files import refuse_unreadable
+from interlace.cli.output.machine import refuse_matmul
 from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import PLACES
 from interlace.runtime.tuning.chips import BUILDABLE
@@ -129,28 +130,8 @@ def check(options: TuneOptions) -> None:
     shapes = shapes_of(options)
     if not options.dry_run:
         for shape in shapes:
-            _refuse_size(options, shape)
-
-
-def _refuse_size(options: TuneOptions, shape: MatmulShape) -> None:
-    """Raise ValueError if the operands and the product of all ranks are more than there is memory."""
-    m, n, k = shape
-    size, place = world_size_of(options), place_of(options)
-    if place == "cuda":
-        devices = torch.cuda.device_count()
-        most = torch.cuda.get_device_properties(0).total_memory * (
-            devices if devices >= size else 1
-        )
-    elif "SC_PHYS_PAGES" in os.sysconf_names:
-        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
-    needed = size * (m * k + k * n + m * n) * dtype_of(options).itemsize
-    if needed > most:
-        raise ValueError(
-            f"{m} x {n} x {k} on {size} ranks needs {needed / 2**30:,.0f} GiB, there are "
-            f"{most / 2**30:,.0f} in place {place}"
-        )
+            itemsize, place = dtype_of(options).itemsize, place_of(options)
+            refuse_matmul(shape, itemsize, world_size_of(options), place)
 
 
 def shapes_of(options: TuneOptions) -> list[MatmulShape]:
@@ -159,6 +140,7 @@ def shapes_of(options: TuneOptions) -> list[MatmulShape]:
     if options.shapes is not None:
         if any(each is not None for each in sizes):
             raise ValueError("--shapes has the shapes: leave --m, --n and --k")
+        refuse_unreadable("--shapes", options.shapes)
         shapes = read_shapes(pathlib.Path(options.shapes))
     else:
         defaults = SHAPES[place_of(options)]
