@@ -3,11 +3,12 @@
 import importlib
 import multiprocessing
 import sys
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+CPUS = 4.0
 sys.modules["ray.util"] = util = ModuleType("ray.util")
 util.get_node_ip_address = lambda: "127.0.0.1"  # type: ignore[attr-defined]
 
@@ -45,15 +46,23 @@ class Actor:
         return answer
 
 
+class Unplaced:
+    """An actor for which there is no room: its calls wait."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: Future())
+
+
 class Remote:
     def __init__(self, kind: type) -> None:
-        self._kind = kind
+        self._kind, self._cpus = kind, 1
 
-    def options(self, **_: Any) -> "Remote":
+    def options(self, num_cpus: int = 1) -> "Remote":
+        self._cpus = num_cpus
         return self
 
-    def remote(self) -> Actor:
-        return Actor(self._kind)
+    def remote(self) -> Actor | Unplaced:
+        return Actor(self._kind) if self._cpus <= CPUS else Unplaced()
 
 
 remote = Remote
@@ -63,13 +72,25 @@ def get(future: Future[Any], timeout: float | None = None) -> Any:
     return future.result(timeout)
 
 
-def wait(futures: list[Future[Any]]) -> tuple[list[Future[Any]], list[Future[Any]]]:
-    done = wait_for(futures, return_when=FIRST_COMPLETED).done
-    first = next(each for each in futures if each in done)
-    return [first], [each for each in futures if each is not first]
+def wait(
+    futures: list[Future[Any]], num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[Future[Any]], list[Future[Any]]]:
+    when = FIRST_COMPLETED if num_returns == 1 else ALL_COMPLETED
+    done = wait_for(futures, timeout, when).done
+    first = [each for each in futures if each in done][:num_returns]
+    return first, [each for each in futures if each not in first]
 
 
-def kill(actor: Actor) -> None:
+def cluster_resources() -> dict[str, float]:
+    return {"CPU": CPUS}
+
+
+available_resources = cluster_resources
+
+
+def kill(actor: Actor | Unplaced) -> None:
+    if isinstance(actor, Unplaced):
+        return
     actor.process.kill()
     actor.process.join()
     actor._calls.shutdown(wait=False)

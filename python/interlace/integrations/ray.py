@@ -8,11 +8,16 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 from interlace.groups.groups import shutdown
 from interlace.launcher import check_run
 from interlace.runtime.compat import launchers
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.place import positive_seconds
+
+T = TypeVar("T")
 
 __all__ = ["join", "meeting", "run"]
 
@@ -85,23 +90,28 @@ class RayRank:
 
 
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     world_size: int,
     *args: Any,
     options: Mapping[str, Any] | None = None,
+    start_timeout: float | timedelta = 300.0,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` actors of Ray, its ranks; what it returned, by rank.
 
     Parameters
     ----------
     options : of the actors, as ``Actor.options`` takes them: ``{"num_gpus": 1}``, a placement group.
+    start_timeout : seconds, or a timedelta, in which Ray has to start all actors. ``fn`` may take longer;
+        its ops have the timeout of their group.
 
     Raises
     ------
+    PlaceUnavailableError : the cluster has had no room for all actors in that time.
     Exception : what ``fn`` or joining raised first on a rank, as Ray hands it on; the actors end.
     """
     check_run(fn, world_size)
+    seconds = positive_seconds("start_timeout", start_timeout)
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options must be a mapping or None, got {type(options).__name__}")
     try:
@@ -110,15 +120,22 @@ def run(
         raise ImportError("actors as ranks need Ray: pip install ray") from error
     actors = [ray.remote(RayRank).options(**(options or {})).remote() for _ in range(world_size)]
     try:
-        where = ray.get(actors[0].meeting.remote())
+        meetings = [actor.meeting.remote() for actor in actors]
+        started, absent = ray.wait(meetings, num_returns=world_size, timeout=seconds)
+        if absent:
+            raise PlaceUnavailableError(
+                f"Ray has started {len(started)} of {world_size} actors in {seconds:g} s; with options "
+                f"{dict(options or {})} the others find no room: the cluster has "
+                f"{ray.cluster_resources()}, free are {ray.available_resources()}"
+            )
+        where = ray.get(meetings[0])
         given = world_size, where, fn, args, kwargs
         waiting = [actor.run.remote(rank, *given) for rank, actor in enumerate(actors)]
         order = {each: rank for rank, each in enumerate(waiting)}
         results: list[Any] = [None] * world_size
         while waiting:
-            (ended,), waiting = ray.wait(
-                waiting
-            )  # the first that fails, not that of the lowest rank
+            # the first that fails, not that of the lowest rank
+            (ended,), waiting = ray.wait(waiting)
             results[order[ended]] = ray.get(ended)
         return results
     finally:

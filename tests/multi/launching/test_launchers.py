@@ -1,5 +1,6 @@
 """The commands of docs/launching.md: torchrun, srun, sbatch, mpirun and Ray start its programs."""
 
+import importlib
 import os
 import re
 import shutil
@@ -119,6 +120,21 @@ def test_actors_are_told_what_is_wrong(
 def test_options_of_actors_are_a_mapping() -> None:
     with pytest.raises(TypeError, match="options must be a mapping or None, got int"):
         on_ray.run(print, 2, options=1)  # type: ignore[arg-type]
+
+
+def test_actors_that_find_no_room_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Ray where it is installed, else of the stand-in."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        monkeypatch.setitem(sys.modules, "ray.util", None)  # which the stand-in replaces
+        monkeypatch.setitem(sys.modules, "ray", importlib.import_module("stand_ins.ray_stand_in"))
+    with pytest.raises(
+        interlace.PlaceUnavailableError, match=r"0 of 2 actors in 2 s; .*'num_cpus': 9"
+    ):
+        on_ray.run(print, 2, options={"num_cpus": 9999}, start_timeout=2)
+    with pytest.raises(ValueError, match="start_timeout must be positive, got 0"):
+        on_ray.run(print, 2, start_timeout=0)
 
 
 STEP = {
