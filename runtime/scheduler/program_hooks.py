@@ -47,6 +47,8 @@ class ProgramHooks:
     progress: Callable[[], None]
     give_up_on_polls: Callable[[], None]
     spawn_programs: Callable[[KernelLaunch, int], Callable[[], bool]]
+    user_stream: Callable[[], Any] = staticmethod(lambda: None)
+    """The stream on which running user code enqueues, where it has streams."""
 
     def __init__(
         self,
@@ -177,11 +179,18 @@ class ProgramHooks:
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        """The running task launches a kernel on its current stream and goes on when it has ended."""
+        """The running task launches a kernel on its current stream.
+
+        Without streams of its own it goes on when the kernel has ended.
+        """
         task = self.current
         name = kernel.__name__
         warps, stages = options.get("num_warps", 4), options.get("num_stages", 3)
         launch = KernelLaunch(kernel, grid, arguments, name, num_warps=warps, num_stages=stages)
+        stream = self.user_stream()
+        if stream is not None:
+            stream.launch(launch)
+            return
 
         def describe() -> BlockedWait:
             where = user_line(task)

@@ -112,7 +112,7 @@ class Scheduler(ProgramHooks):
         self._tasks: list[Task] = []
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
-        self._generators = torch_state.Generators()
+        self.rank_states: list[torch_state.RankState] = [torch_state.Generators()]
         self._woken = 0
         self._stuck_after = 0
         self._spawned: Counter[tuple[int, str]] = Counter()
@@ -229,7 +229,8 @@ class Scheduler(ProgramHooks):
                     self._step()
             finally:
                 self._end_all()
-                self._generators.turn_to(None)
+                for state in self.rank_states:
+                    state.turn_to(None)
 
     @contextlib.contextmanager
     def _watchdog(self) -> Iterator[None]:
@@ -275,7 +276,7 @@ class Scheduler(ProgramHooks):
             self._builder.grid_dim = task.program.grid
             self._builder.grid_idx = task.program.position
         try:
-            torch_state.switch(task, self._generators)
+            torch_state.switch(task, self.rank_states)
         except greenlet.GreenletExit:
             raise
         except OverdueError:
@@ -358,7 +359,7 @@ class Scheduler(ProgramHooks):
                 self._current = task
                 for _ in range(100):
                     try:
-                        torch_state.switch(task, self._generators, ended_by=greenlet.GreenletExit)
+                        torch_state.switch(task, self.rank_states, ended_by=greenlet.GreenletExit)
                     except BaseException:
                         break
                     if task.greenlet.dead:

@@ -5,11 +5,10 @@ through a table of the peers' addresses; the handle's barrier is between what st
 """
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
-
-import interlace
 
 TOKENS, WIDTH, ROUNDS = 6, 16, 2
 
@@ -40,10 +39,13 @@ def choices(world_size, step):
 
 
 def two_rounds():
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     room = symm_mem.empty(world_size * TOKENS, WIDTH)
     back = symm_mem.empty(TOKENS, WIDTH)
-    there, here = symm_mem.rendezvous(room), symm_mem.rendezvous(back)
+    there, here = (
+        symm_mem.rendezvous(room, dist.group.WORLD),
+        symm_mem.rendezvous(back, dist.group.WORLD),
+    )
     for step in range(ROUNDS):
         experts = choices(world_size, step)
         tokens = torch.arange(TOKENS * WIDTH).view(TOKENS, WIDTH) + 1000.0 * rank + step

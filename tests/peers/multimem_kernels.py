@@ -5,11 +5,10 @@ to all by one store to it. All ranks meet before, when inputs are there, and aft
 """
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
-
-import interlace
 
 PART, ROUNDS = 64, 2
 
@@ -63,11 +62,14 @@ def all_reduce(multicast_ptr, counts_ptr, step, rank, WORLD_SIZE: tl.constexpr, 
 
 
 def two_rounds():
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = symm_mem.empty(world_size * PART)
     counts = symm_mem.empty(world_size, dtype=torch.int32)
     counts.zero_()
-    handle, words = symm_mem.rendezvous(tensor), symm_mem.rendezvous(counts)
+    handle, words = (
+        symm_mem.rendezvous(tensor, dist.group.WORLD),
+        symm_mem.rendezvous(counts, dist.group.WORLD),
+    )
     handle.barrier()
     for step in range(ROUNDS):
         tensor.copy_(torch.arange(world_size * PART) + 1000.0 * rank + step)

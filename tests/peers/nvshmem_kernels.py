@@ -1,13 +1,12 @@
 """A ring in the style of torch's NVSHMEM functions: blocks travel with their signals to the next rank."""
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 import triton
 import triton.language as tl
 from torch.distributed._symmetric_memory._nvshmem_triton import requires_nvshmem
-
-import interlace
 
 ELEMENTS = 48
 EQUAL, SET = 0, 9  # NVSHMEM_CMP_EQ, NVSHMEM_SIGNAL_SET
@@ -38,13 +37,13 @@ def ring_kernel(
 
 
 def gather():
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     gathered = symm_mem.empty(world_size * ELEMENTS)
-    symm_mem.rendezvous(gathered)
+    symm_mem.rendezvous(gathered, dist.group.WORLD)
     signal = symm_mem.empty(world_size, dtype=torch.int64)
-    symm_mem.rendezvous(signal)
+    symm_mem.rendezvous(signal, dist.group.WORLD)
     signal.zero_()
-    interlace.barrier()
+    dist.barrier()
     mine = torch.arange(ELEMENTS) + 1000.0 * rank
     output = torch.empty(world_size, ELEMENTS)
     ring_kernel[(1,)](mine, gathered, signal, output, world_size - 1, ELEMENTS, 64)

@@ -73,7 +73,7 @@ def nvshmem_kernel(numbers, counts, BLOCK: tl.constexpr):
 
 def by_nvshmem():
     numbers = symm_mem.empty(20, dtype=torch.int32)
-    handle = symm_mem.rendezvous(numbers)
+    handle = symm_mem.rendezvous(numbers, "0")
     counts = nvshmem_create_tensor((2,), torch.int64)
     counts.zero_()
     numbers.zero_()[:4] = torch.arange(4, dtype=torch.int32) + 10 * handle.rank
@@ -99,7 +99,7 @@ def words_kernel(words, seen):
 
 def by_words():
     words = nvshmem_create_tensor(4, torch.int64).zero_()
-    symm_mem.rendezvous(words).barrier()
+    symm_mem.rendezvous(words, "0").barrier()
     seen = torch.zeros(1, dtype=torch.int64)
     words_kernel[(1,)](words, seen)
     return words.tolist(), seen.item()

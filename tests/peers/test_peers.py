@@ -125,15 +125,35 @@ MUTANTS = [
     (
         PROGRESS,
         ("write-read",),
+        "no wait for the progress of a shard",
+        (
+            '        while tl.atomic_add(progress_ptr + source, 0, sem="acquire", scope="sys") == 0:\n'
+            "            pass\n",
+            "",
+        ),
+    ),
+    (
+        PROGRESS,
+        ("write-read",),
         "the word before the copy",
         (
-            "            handle.get_buffer(peer, gathered.shape, gathered.dtype)[rank].copy_(shard)\n"
-            "            flags = progress.get_buffer(peer, words.shape, words.dtype)\n"
-            "            progress.stream_write_value32(flags, rank, step + 1)\n",
-            "            flags = progress.get_buffer(peer, words.shape, words.dtype)\n"
-            "            progress.stream_write_value32(flags, rank, step + 1)\n"
-            "            handle.get_buffer(peer, gathered.shape, gathered.dtype)[rank].copy_(shard)\n",
+            "            gathered[source].copy_(handle.get_buffer(source, shard.shape, shard.dtype))\n"
+            "            handle.stream_write_value32(progress, offset=source, val=1)\n",
+            "            handle.stream_write_value32(progress, offset=source, val=1)\n"
+            "            gathered[source].copy_(handle.get_buffer(source, shard.shape, shard.dtype))\n",
         ),
+    ),
+    (
+        PROGRESS,
+        ("mixed access", "write-read"),
+        "the stream does not wait for what the current one has been given",
+        ("    stream.wait_stream(torch.cuda.current_stream())\n", ""),
+    ),
+    (
+        PROGRESS,
+        ("read-write",),
+        "the next call gathers into what this one may still read",
+        ("    torch.cuda.current_stream().wait_stream(stream)\n", ""),
     ),
     (
         EXPERTS,

@@ -8,7 +8,9 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed._symmetric_memory as of_torch
+from torch._C._distributed_c10d import _SymmetricMemory
 
 import interlace
 from interlace.cli import main
@@ -79,7 +81,7 @@ def test_the_shims_go_when_the_block_ends() -> None:
         import torch.distributed._symmetric_memory as here
         from triton_dist.utils import finalize_distributed
 
-        assert here.__name__ == "interlace.symmetric_memory"
+        assert issubclass(here._SymmetricMemory, interlace.symmetric_memory.SymmetricMemory)
         with pytest.raises(
             NotImplementedError, match=r"shim of triton_dist\.utils has no finalize"
         ):
@@ -87,6 +89,7 @@ def test_the_shims_go_when_the_block_ends() -> None:
     import torch.distributed._symmetric_memory as after
 
     assert after is of_torch and "triton_dist" not in sys.modules
+    assert after._SymmetricMemory is _SymmetricMemory and not torch.cuda.is_available()
 
 
 def test_a_shim_that_is_not_there() -> None:

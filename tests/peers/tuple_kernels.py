@@ -7,11 +7,10 @@ reset and a captured launch can be repeated.
 """
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
-
-import interlace
 
 BLOCK, TILES, ROUNDS = 16, 2, 2
 
@@ -101,7 +100,7 @@ def two_shot_all_reduce(input_ptr, buffers, pads_ptr, output_ptr, rank: tl.const
 def two_rounds():
     shape = (TILES * BLOCK, BLOCK)
     tensor = symm_mem.empty(shape, dtype=torch.float32)
-    handle = symm_mem.rendezvous(tensor)
+    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
     rank, world_size = handle.rank, handle.world_size
     buffers = tuple(handle.get_buffer(r, shape, tensor.dtype) for r in range(world_size))
     output = torch.empty(shape)
@@ -112,14 +111,14 @@ def two_rounds():
             BLOCK,
         )  # fmt: skip
         if not torch.all(output == sum(1.0 + r + step for r in range(world_size))):
-            raise AssertionError(f"rank {interlace.get_rank()} has a wrong sum in step {step}")
+            raise AssertionError(f"rank {dist.get_rank()} has a wrong sum in step {step}")
 
 
 def two_shots():
-    world_size = interlace.get_world_size()
+    world_size = dist.get_world_size()
     shape = (TILES * world_size * BLOCK,)
     tensor = symm_mem.empty(shape, dtype=torch.float32)
-    handle = symm_mem.rendezvous(tensor)
+    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
     buffers = tuple(handle.get_buffer(r, shape, tensor.dtype) for r in range(world_size))
     output = torch.empty(shape)
     for step in range(ROUNDS):

@@ -17,6 +17,7 @@ import mmap
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlace.arguments import checks
@@ -36,8 +37,8 @@ def _table(addresses: Sequence[int]) -> torch.Tensor:
     # small memory of a Python that is not position-independent, such as Debian's, may lie below 2**31:
     # Triton would type its address int32, of which no pointer can be made
     memory = mmap.mmap(-1, 8 * len(addresses))
-    table = torch.frombuffer(memory, dtype=torch.int64)
-    return table.copy_(torch.tensor(addresses, dtype=torch.int64))
+    np.frombuffer(memory, np.int64)[:] = addresses
+    return torch.frombuffer(memory, dtype=torch.int64)
 
 
 class SymmetricMemory:
@@ -98,7 +99,6 @@ class SymmetricMemory:
         self._buffer_table, self._pad_table = map(_table, (self.buffer_ptrs, self.signal_pad_ptrs))
         for table in (self._buffer_table, self._pad_table):
             communicator.place.announce(table)
-        self._status: dict[int, torch.Tensor] = {}
 
     @property
     def buffer_ptrs_dev(self) -> int:
@@ -204,13 +204,13 @@ class SymmetricMemory:
             if timeout_ms < 0:
                 raise ValueError(f"timeout_ms must not be negative, got {timeout_ms}")
         place = self._communicator.place
-        status = self._status.setdefault(channel, torch.zeros(1, dtype=torch.int64))
+        status = np.zeros(1, np.int64)
         launch = KernelLaunch(
             kernel,
             1,
             {
                 "pads_ptr": self._pad_table,
-                "status_ptr": status,
+                "status_ptr": torch.from_numpy(status),
                 "rank": self.rank,
                 "world_size": self.world_size,
                 "channel": channel,

@@ -8,12 +8,14 @@ Torch code of the user runs at once in the user task, so waiting for an op block
 an output before waiting reads what is there: the same mistake as on a GPU, with the same effect.
 """
 
+import contextvars
 import functools
 import sys
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +67,7 @@ class SimWorld:
         self.scheduler = scheduler
         self.observer = scheduler.observer
         self.groups: defaultdict[Any, _SimGroup] = defaultdict(_SimGroup)
+        self.user_streams: Any = None  # of ``user_code.py``, where user code has streams
 
 
 class SimEvent(Event):
@@ -78,7 +81,7 @@ class SimEvent(Event):
         return self.completed
 
     def synchronize(self) -> None:
-        self._place.hold_current(self, "an event")
+        self._place.hold_host(self, "an event")
 
 
 class SimStream(Stream):
@@ -95,7 +98,7 @@ class SimStream(Stream):
     def _enqueue(
         self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
     ) -> None:
-        where = line_of(user_frame(sys._getframe(2)) if self._scheduler.observed else None)
+        where = line_of(user_frame(sys._getframe(1)) if self._scheduler.observed else None)
         told = SourceText(f"{label}, enqueued at {where}" if where else label, where.frames)
         self._items.append((told, label, item, copied_to))
         if not self._busy:
@@ -270,12 +273,20 @@ class SimPlace(Place):
 
     def _in_step(self, box: dict[int, Any], doing: str) -> None:
         """Meet, and order all work before it on any rank before all work after it."""
+        self._finish_stream()
         task = self._scheduler.current
         self._observer.on_meeting(task, id(box), self.world_size)
         self._meet(box, doing)
         self._observer.on_met(task, id(box))
 
+    def _finish_stream(self) -> None:
+        """Where user code has streams, the host waits for its current one."""
+        stream = self._scheduler.user_stream()
+        if stream is not None:
+            stream.synchronize()
+
     def arrive(self) -> None:
+        self._finish_stream()
         meeting = ("barrier", self._key, self._barriers)
         self._observer.on_meeting(self._scheduler.current, meeting, self.world_size)
 
@@ -389,11 +400,24 @@ class SimPlace(Place):
         return SimStream(self, name)
 
     def record_current(self) -> Event:
+        stream = self._scheduler.user_stream()
+        return self.host_point() if stream is None else stream.record()
+
+    def host_point(self) -> Event:
+        """What the host has done so far."""
         event = SimEvent(self, completed=True)
         self._observer.on_record(self._scheduler.current, event)
         return event
 
     def hold_current(self, event: Event, waiting_for: str) -> None:
+        stream = self._scheduler.user_stream()
+        if stream is None:
+            self.hold_host(event, waiting_for)
+        else:
+            stream.wait_event(event)
+
+    def hold_host(self, event: Event, waiting_for: str) -> None:
+        """Block the user task until ``event``."""
         if not event.is_completed():
             self._scheduler.block(event.is_completed, self._waiting(lambda: waiting_for))
         self._observer.on_wait_event(self._scheduler.current, event)
@@ -408,6 +432,14 @@ class SimPlace(Place):
 
     def close(self) -> None:
         """Nothing to do: memory ends with the run."""
+
+
+Around = Callable[[SimWorld], AbstractContextManager[Callable[[SimPlace], None]]]
+
+AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar(
+    "interlace_around_runs", default=lambda world: nullcontext(lambda place: None)
+)
+"""Entered around each run; gives what a rank does before its code. See ``user_code.py``."""
 
 
 def run_sim(
@@ -436,13 +468,16 @@ def run_sim(
     scheduler.observer.attach(lambda: scheduler.steps)
 
     def main(rank: int) -> None:
-        results[rank] = on_rank(SimPlace(world, members, rank, "world"))
+        place = SimPlace(world, members, rank, "world")
+        begin(place)
+        results[rank] = on_rank(place)
         scheduler.finished.append(f"rank {rank} has returned")
 
     for rank in members:
         scheduler.spawn(rank, "user code", functools.partial(main, rank))
     try:
-        scheduler.run()
+        with AROUND.get()(world) as begin:
+            scheduler.run()
     except TaskFailed as failure:
         assert failure.__cause__ is not None
         if isinstance(failure.__cause__, KeyboardInterrupt):

@@ -59,7 +59,6 @@ from interlace.verify.race_check.shadow import (
 
 Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
-WORD = 8
 
 
 class Detector(Collector):
@@ -316,16 +315,16 @@ class Detector(Collector):
         agent = self._agent(task)
         site = self._site(agent, f"publishes ({op})", task_lines(task))
         atomic = _stream_atomic("xchg", "release")
-        self._one_atomic(agent, slot.data_ptr(), WORD, atomic, True, site)
+        self._one_atomic(agent, slot.data_ptr(), slot.element_size(), atomic, True, site)
         agent.has_released(all_threads=not self.rules.barriers)
 
     def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
         agent = self._agent(task)
         site = self._site(agent, "waits", task_lines(task))
         atomic = _stream_atomic("load", "acquire")
+        size = slots.element_size()
         for index in range(slots.numel()):
-            address = slots.data_ptr() + WORD * index
-            self._one_atomic(agent, address, WORD, atomic, True, site)
+            self._one_atomic(agent, slots.data_ptr() + size * index, size, atomic, True, site)
 
     def _one_atomic(
         self,

@@ -16,6 +16,12 @@ from interlace.runtime.scheduler.scheduler import Scheduler
 
 # operators whose result is poison in a check, see ``sampling.poisoned_memory``
 _UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# and those that ask their argument for its shape and dtype alone, or for its op
+_SHAPES_ONLY = _UNDEFINED | {
+    "wait_tensor",
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full"),
+}
 
 
 class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,7 +53,8 @@ class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, writes in given:
             storages.add(tensor.untyped_storage().data_ptr())
             detector.know(tensor, task.rank)
-            detector.touch(task, tensor, name, stores=writes)
+            if name not in _SHAPES_ONLY:
+                detector.touch(task, tensor, name, stores=writes)
         for tensor in _tensors(result):
             if tensor.untyped_storage().data_ptr() not in storages:
                 detector.new(task, tensor, name, writes=name not in _UNDEFINED)

@@ -1,16 +1,24 @@
 """The modules that shims stand for, and the time for which ``import`` finds them."""
 
 import contextlib
-import importlib
+import functools
+import importlib.machinery
 import inspect
+import pathlib
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import interlace
+from interlace.runtime.places.sim import place, user_code
+from interlace.symmetric_memory.registration import NAMES
+
 _HERE = "interlace.verify.shims"
 _EXTRA = "triton_dist.language.extra"
 _TORCH = "torch.distributed._symmetric_memory"
+_LIBRARIES = ("site-packages", "dist-packages")
 
 # By name: the module that is stood for, and the module that does; parents first, "" for an empty one.
 SHIMS: dict[str, dict[str, str]] = {
@@ -31,8 +39,11 @@ SHIMS: dict[str, dict[str, str]] = {
         "nvshmem.core": "",
     },
     "torch": {
-        _TORCH: "interlace.symmetric_memory",
         f"{_TORCH}._nvshmem_triton": f"{_HERE}.torch_nvshmem",
+        "cuda": "",
+        "cuda.bindings": "",
+        "cuda.bindings.driver": f"{_HERE}.cuda_driver",
+        "cuda.cuda": f"{_HERE}.cuda_driver",
     },
 }
 
@@ -56,6 +67,8 @@ def installed(*names: str) -> Iterator[None]:
         for name in names:
             for real, shim in SHIMS[name].items():
                 _stand_in(leaving, real, shim)
+        if "torch" in names:
+            leaving.enter_context(_torch_of_a_gpu())
         yield
 
 
@@ -78,21 +91,70 @@ def calls_a_shim(kernel: Any) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _torch_of_a_gpu() -> Iterator[None]:
+    """Within, code of a process and a GPU per rank runs on simulated ranks."""
+    # what few need
+    from interlace.symmetric_memory import torch_ops
+    from interlace.verify.shims import torch_cuda, torch_distributed, torch_memory
+
+    importlib.import_module("torch._dynamo")  # by the first mode of dispatch: with the real functions
+    known = set(sys.modules)
+    symmetric, c10d = sys.modules[_TORCH], torch_distributed.dist.distributed_c10d
+    of_torch: Any = sys.modules["torch._C._distributed_c10d"]
+    made = torch_memory._SymmetricMemory
+    replaced = (
+        (torch_cuda.torch.cuda, torch_cuda.REPLACED),
+        (torch_distributed.dist, torch_distributed.REPLACED),
+        (c10d, torch_distributed.REPLACED),
+        (symmetric, {"_SymmetricMemory": made, "is_nvshmem_available": lambda: True}),
+        (of_torch, {"_SymmetricMemory": made}),
+        # called as ops of torch they would wait within pybind11, which ends the process when ranks take turns
+        (torch_cuda.torch.ops.symm_mem, {name: getattr(torch_ops, name) for name in NAMES}),
+    )
+
+    def modules() -> list[types.ModuleType]:
+        return [symmetric, *(m for name, m in sys.modules.items() if name not in known and _own(m))]
+
+    setup = user_code.Setup(
+        modules,
+        torch_distributed.state,
+        lambda streams: [torch_cuda.OnOneCpu(streams)],
+        torch_distributed.join,
+    )
+    token = place.AROUND.set(functools.partial(user_code.entered, setup))
+    try:
+        with contextlib.ExitStack() as leaving:
+            for module, names in replaced:
+                for name, value in names.items():
+                    _put(leaving, vars(module), name, value)
+            yield
+    finally:
+        place.AROUND.reset(token)
+
+
+def _own(module: types.ModuleType) -> bool:
+    """Whether a module is of the files that are checked: of no library."""
+    path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
+    libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
+    return not any(map(path.is_relative_to, libraries)) and not {*path.parts} & {*_LIBRARIES}
+
+
 def _stand_in(leaving: contextlib.ExitStack, real: str, shim: str) -> None:
     module = importlib.import_module(shim) if shim else types.ModuleType(real)
+    if not shim:
+        module.__spec__ = importlib.machinery.ModuleSpec(real, None)
     parent, _, last = real.rpartition(".")
     _put(leaving, sys.modules, real, module)
     if parent:
         # `import a.b as c` takes the attribute of a, not the entry of sys.modules
-        _put(leaving, vars(sys.modules[parent]), last, module)
+        _put(leaving, vars(importlib.import_module(parent)), last, module)
 
 
-def _put(
-    leaving: contextlib.ExitStack, where: dict[str, Any], key: str, module: types.ModuleType
-) -> None:
+def _put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: Any) -> None:
     """Set an entry until ``leaving`` is left."""
     if key in where:
         leaving.callback(where.__setitem__, key, where[key])
     else:
         leaving.callback(where.pop, key, None)
-    where[key] = module
+    where[key] = value

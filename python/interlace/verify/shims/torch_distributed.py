@@ -1,0 +1,97 @@
+"""``torch.distributed`` on simulated ranks: each is in a default group from its first line on.
+
+``dist.get_rank()``, ``dist.group.WORLD``, ``dist.all_reduce`` and so on are torch's functions, unchanged: what
+they find is a process group of this project's backend, over the simulated group. ``init_process_group``
+finds it made, and ``destroy_process_group`` leaves it to the run.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace import new_group as new_simulated_group
+from interlace.groups import groups, rank_lists
+from interlace.process_group.group import InterlaceProcessGroup
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place
+
+_c10d: Any = dist.distributed_c10d
+
+
+class SimulatedGroup(InterlaceProcessGroup):
+    """A process group of torch over simulated ranks. ``found``: their communicator, when it is asked for."""
+
+    def __init__(self, place: Place, found: Callable[[], Communicator], name: str) -> None:
+        super(InterlaceProcessGroup, self).__init__(place.rank, place.world_size)
+        self._found = found
+        self._place, self._waits = place, SimpleNamespace(options=None)
+        self._store = self._gloo = None
+        self._timeout = timedelta(seconds=DEFAULT_TIMEOUT)
+        self._group_name, self._group_description = name, "undefined"
+        self._has_gpus = self._high_priority = False
+
+    @property
+    def interlace_communicator(self) -> Communicator:  # type: ignore[override]
+        return self._found()
+
+    def _own(self, tensors: Any) -> Any:
+        """All of them: the dispatch modes of a check are no reason to go through torch's dispatcher."""
+        return tensors
+
+
+def join(place: Place) -> None:
+    """Register the group of all ranks as torch's default group, for the rank of ``place``."""
+    group = SimulatedGroup(place, groups.default_group, rank_lists.DEFAULT_NAME)
+    _c10d._world.default_pg = _registered(group, range(place.world_size))
+
+
+def _registered(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
+    world, name = _c10d._world, group.getGroupName()
+    world.pg_map[group] = ("interlace", dist.HashStore())
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = "cpu:interlace,cuda:interlace"
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.pg_to_tag[group] = ""
+    return group
+
+
+def init_process_group(*args: Any, **kwargs: Any) -> None:
+    """The group is there."""
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """The group ends with the run."""
+
+
+def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """The group of ``ranks``, for its members. Collective over all ranks."""
+    made = new_simulated_group(ranks)
+    if not isinstance(made, Communicator):
+        return made
+    name = rank_lists.name_of(groups.default_group(), made)
+    return _registered(SimulatedGroup(made.place, lambda: made, name), made.ranks)
+
+
+def resolve_process_group(name: str) -> Any:
+    """The calling rank's group of that name. RuntimeError, as torch's, if it has none."""
+    for group, known in _c10d._world.pg_names.items():
+        if known == name:
+            return group
+    raise RuntimeError(f"Could not resolve the process group registered under the name {name}")
+
+
+REPLACED: dict[str, Any] = {
+    **{each.__name__: each for each in (init_process_group, destroy_process_group, new_group)},
+    "_resolve_process_group": resolve_process_group,
+}
+"""Names of ``torch.distributed`` and its ``distributed_c10d``, and what stands for them."""
+
+
+def state() -> tuple[Any, ...]:
+    """What torch keeps of groups, which each rank has for itself."""
+    tables = (value for name, value in vars(_c10d).items() if name.startswith(("_pg_", "_tags_")))
+    return vars(_c10d._world), *tables

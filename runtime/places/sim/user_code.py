@@ -1,0 +1,272 @@
+"""User code that was written for a process and a GPU of its own per rank: its streams, its modules.
+
+Normally torch code of a user runs at once, in the user task. Here it does what it does with a GPU: what
+it computes and launches goes to the current stream of its rank, one of ``SimStream``'s queues, and the
+host goes on. Streams run in order of their own; the scheduler interleaves them with each other and with
+the host, and the race detector orders an item after what the host had done when it enqueued it, after the
+items before it, and after the events that its stream was told to wait for; after nothing else.
+
+=========================  =====================================================================
+views, ``torch.empty``     at once: they read and write nothing
+``copy_``                  a copy of the stream, in pieces: the copy engine
+other ops of torch's       an item each. Results are allocated at once, with the shapes and strides
+                           that the op gives meta tensors
+``item()``, ``tolist()``,  at once, when the stream has come so far: the host waits
+all that has no such shape
+launches                   an item
+=========================  =====================================================================
+"""
+
+import contextvars
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
+from interlace.runtime.scheduler.rank_globals import RankGlobals
+
+_current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
+    "interlace_user_stream", default=None
+)
+_C: Any = torch._C
+_ON_CPU: Any = _C.DispatchKeySet(_C.DispatchKey.CPU)
+_WAITING = ("c10d", "_c10d_functional")  # whose ops know streams, by the place's events
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How ranks run such code: ``modules`` whose globals each rank has for itself, and other ``state``;
+    what is entered around the run, given its streams; ``begin``, called by each rank before its code."""
+
+    modules: Callable[[], Sequence[ModuleType]]
+    state: Callable[[], Sequence[Any]]
+    entered: Callable[["UserStreams"], Sequence[AbstractContextManager[Any]]]
+    begin: Callable[[SimPlace], None]
+
+
+class UserStream(SimStream):
+    """A stream that user code has. An item comes after what the host had done when it was enqueued."""
+
+    number = 0
+
+    def _enqueue(
+        self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
+    ) -> None:
+        host = self._place.host_point()
+
+        def after_host() -> None:
+            self._observer.on_wait_event(self._scheduler.current, host)
+            item()
+
+        super()._enqueue(label, after_host, copied_to)
+
+    def wait_value(self, word: torch.Tensor, until: Callable[[int], bool], value: int) -> None:
+        """Hold the stream until the one element of ``word`` is as ``until`` says; acquires."""
+
+        def item() -> None:
+            seen = word.numpy()
+            if not until(int(seen[0])):
+                memory, address = self._scheduler.memory, word.data_ptr()
+                memory.of_number(address, self._place.global_rank)  # which may find its tensor
+                what = f"a value at {memory.name(address)}"
+                self._block(lambda: until(int(seen[0])), what, lambda: (int(seen[0]), value))
+            self._observer.on_signals_seen(self._scheduler.current, word)
+
+        self._enqueue(f"wait for the value {value}", item)
+
+    def synchronize(self) -> None:
+        """Block the host until all that was enqueued has ended."""
+        self.record().synchronize()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Within, the caller enqueues here."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def make_current(self) -> None:
+        _current.set(self)
+
+
+class UserStreams:
+    """The streams of all ranks of a run; of each the first is the default one."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self._scheduler = world.scheduler
+        self.kept: list[Any] = []  # what is freed when the run ends
+        self._of_rank: defaultdict[int, list[UserStream]] = defaultdict(list)
+
+    def add(self, place: SimPlace) -> UserStream:
+        """One more stream of the rank of ``place``."""
+        streams = self._of_rank[place.global_rank]
+        stream = UserStream(place, str(len(streams)))
+        stream.number = len(streams)
+        streams.append(stream)
+        return stream
+
+    def mine(self) -> list[UserStream]:
+        """Of the rank whose user code is running; none outside of user code."""
+        scheduler = self._scheduler
+        task = scheduler.current if scheduler.inside else None
+        if task is None or task.program is not None or task.owner is not None:
+            return []
+        return self._of_rank[task.rank]
+
+    def current(self) -> UserStream | None:
+        """Where running user code enqueues; None outside of user code."""
+        mine = self.mine()
+        return (_current.get() or mine[0]) if mine else None
+
+
+@contextmanager
+def entered(chosen: Setup, world: SimWorld) -> Iterator[Callable[[SimPlace], None]]:
+    """Around a run; what each rank does before its code. For ``place.AROUND``."""
+    streams = world.user_streams = UserStreams(world)
+    world.scheduler.rank_states.append(RankGlobals(chosen.modules(), chosen.state()))
+    world.scheduler.user_stream = streams.current
+
+    def begin(place: SimPlace) -> None:
+        streams.add(place)
+        chosen.begin(place)
+
+    with ExitStack() as stack:
+        stack.enter_context(Asynchronous(streams))
+        for each in chosen.entered(streams):
+            stack.enter_context(each)
+        yield begin
+
+
+class Asynchronous(TorchDispatchMode):
+    """Puts what torch's operators of user code do on its current stream."""
+
+    def __init__(self, streams: UserStreams) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stream = self._streams.current()
+        if stream is None or func.namespace in _WAITING or _touches_nothing(func):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if _is_users(func):
+            with self:  # what it calls is put on the stream
+                return func.redispatch(_ON_CPU, *args, **kwargs)
+        if func is torch.ops.aten.copy_.default and _plain_copy(args[0], args[1]):
+            stream.copy(args[0].data, args[1].data.expand_as(args[0]), name)
+            return args[0]
+        if written := _written(func):
+            if torch.Tag.nondeterministic_seeded in func.tags:  # numbers are drawn by the host, in order
+                func(drawn := torch.empty_like(args[0]), *args[1:], **kwargs)
+                func, args, kwargs = torch.ops.aten.copy_.default, (args[0], drawn), {}
+            stream.call(partial(_run, func, args, kwargs), name)
+            return _chosen(func, written, args, kwargs)
+        results = _allocated(func, args, kwargs)
+        if results is None:
+            stream.synchronize()
+            return func(*args, **kwargs)
+        outputs, source = results
+        stream.call(partial(_fill, outputs, source or partial(func, *args, **kwargs)), name)
+        return outputs
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with _C._AutoDispatchBelowADInplaceOrView():  # the host has been through autograd
+        return func(*args, **kwargs)
+
+
+def _fill(outputs: Any, source: Callable[[], Any]) -> None:
+    with _C._AutoDispatchBelowADInplaceOrView():
+        for output, result in zip(tree_leaves(outputs), tree_leaves(source()), strict=True):
+            if isinstance(output, torch.Tensor):
+                output.data.copy_(result)
+
+
+def _plain_copy(destination: Any, source: Any) -> bool:
+    return destination.layout == source.layout == torch.strided
+
+
+@cache
+def _is_users(func: Any) -> bool:
+    """Whether the op is of another library than torch's own, with code for CPUs."""
+    computed = _C._dispatch_has_computed_kernel_for_dispatch_key
+    return func.namespace != "aten" and bool(computed(func.name(), "CPU"))
+
+
+@cache
+def _touches_nothing(func: Any) -> bool:
+    """Whether the op makes views, undefined memory, or changes shapes only."""
+    aliases = [value.alias_info for value in func._schema.returns]
+    views = any(alias is not None and not alias.is_write for alias in aliases)
+    return (
+        views
+        or torch.Tag.inplace_view in func.tags
+        or func.overloadpacket.__name__
+        in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
+    )
+
+
+@cache
+def _written(func: Any) -> tuple[str, ...]:
+    """The names of the arguments that the op writes, if it returns nothing else."""
+    schema = func._schema
+    names = {
+        frozenset(argument.alias_info.before_set): argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    sets = [value.alias_info and frozenset(value.alias_info.before_set) for value in schema.returns]
+    return tuple(names.values()) if all(each in names for each in sets) else ()
+
+
+def _chosen(func: Any, written: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+    """What an op returns that returns arguments."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    found = [given[name] for name in written]
+    if not func._schema.returns:
+        return None
+    return found[0] if len(func._schema.returns) == 1 else tuple(found)
+
+
+def _allocated(func: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any] | None] | None:
+    """The op's results, allocated, and where they come from if not from the op; None if it has to run."""
+    tags, given = func.tags, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    writes = any(a.alias_info is not None for a in func._schema.arguments)
+    if writes or any(t.layout != torch.strided for t in given):
+        return None
+    if not given or torch.Tag.nondeterministic_seeded in tags:
+        now = func(*args, **kwargs)  # a constant, or drawn by the host
+        return tree_map_only(torch.Tensor, torch.empty_like, now), lambda: now
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return None
+    try:
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        shapes = func(*tree_map_only(torch.Tensor, _meta, args), **kwargs)
+    except Exception:  # the op itself says better what is wrong
+        return None
+    if not all(isinstance(each, torch.Tensor) for each in tree_leaves(shapes)):
+        return None
+    return tree_map_only(torch.Tensor, _like, shapes), None
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "meta":
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _like(meta: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+
