@@ -107,7 +107,9 @@ def _take_state() -> tuple[Any, bool, list[Any], bool, Any, Any]:
 def _modes() -> tuple[list[Any], list[Any]]:
     """Of dispatch, and of functions; the innermost last."""
     of_dispatch = [_C._get_dispatch_stack_at(i) for i in range(_C._len_torch_dispatch_stack())]
-    return of_dispatch, [_C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack())]
+    return of_dispatch, [
+        _C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack())
+    ]
 
 
 def _put_modes(modes: tuple[list[Any], list[Any]]) -> None:

@@ -1,8 +1,8 @@
 """An all-gather into a matmul in the style of torch's asynchronous tensor parallelism and of Kraken.
 
 A stream of its own pulls the peers' shards, by the copy engine, and behind each shard writes a progress
-word. Meanwhile one kernel on the current stream multiplies, and waits for the word of a shard before it loads
-from it; its own shard it reads in place.
+word. Meanwhile one kernel on the current stream multiplies, and waits for the word of a shard before it
+loads from it; its own shard it reads in place.
 """
 
 import torch

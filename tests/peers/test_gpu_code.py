@@ -1,4 +1,4 @@
-"""Code for a process and a GPU per rank runs unchanged on simulated ranks; its streams are really streams."""
+"""Code for a process and a GPU per rank runs unchanged on simulated ranks, and its streams are streams."""
 
 import functools
 import pathlib
@@ -48,5 +48,7 @@ def test_a_stream_waits_for_a_value_and_autograd_goes_through_streams(function: 
 
 def test_a_stream_that_waits_in_vain_is_a_deadlock(function: Any) -> None:
     fn = functools.partial(function("waits_for_values"), told=False)
-    with pytest.raises(interlace.DeadlockError, match=r"rank 0 stream 2.* a value at .*int32 tensor"):
+    with pytest.raises(
+        interlace.DeadlockError, match=r"rank 0 stream 2.* a value at .*int32 tensor"
+    ):
         interlace.run(fn, 1)

@@ -38,6 +38,7 @@ _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
 )
 _C: Any = torch._C
 _ON_CPU: Any = _C.DispatchKeySet(_C.DispatchKey.CPU)
+_WITHOUT_DATA = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _WAITING = ("c10d", "_c10d_functional")  # whose ops know streams, by the place's events
 
 
@@ -57,6 +58,15 @@ class UserStream(SimStream):
 
     number = 0
 
+    @property
+    def rank(self) -> int:
+        return self._place.global_rank
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is enqueued or running."""
+        return self._busy
+
     def _enqueue(
         self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
     ) -> None:
@@ -75,7 +85,7 @@ class UserStream(SimStream):
             seen = word.numpy()
             if not until(int(seen[0])):
                 memory, address = self._scheduler.memory, word.data_ptr()
-                memory.of_number(address, self._place.global_rank)  # which may find its tensor
+                memory.of_number(address, self.rank)  # which may find its tensor
                 what = f"a value at {memory.name(address)}"
                 self._block(lambda: until(int(seen[0])), what, lambda: (int(seen[0]), value))
             self._observer.on_signals_seen(self._scheduler.current, word)
@@ -105,6 +115,7 @@ class UserStreams:
     def __init__(self, world: SimWorld) -> None:
         self._scheduler = world.scheduler
         self.kept: list[Any] = []  # what is freed when the run ends
+        self._used: defaultdict[int, list[Any]] = defaultdict(list)
         self._of_rank: defaultdict[int, list[UserStream]] = defaultdict(list)
 
     def add(self, place: SimPlace) -> UserStream:
@@ -114,6 +125,13 @@ class UserStreams:
         stream.number = len(streams)
         streams.append(stream)
         return stream
+
+    def keep(self, stream: UserStream, tensors: Any) -> None:
+        """Do not give memory of ``tensors`` out again while a stream of the rank may still use it."""
+        rank = stream.rank
+        if not any(each.busy for each in self._of_rank[rank]):
+            self._used[rank].clear()
+        self._used[rank].append(tensors)
 
     def mine(self) -> list[UserStream]:
         """Of the rank whose user code is running; none outside of user code."""
@@ -157,7 +175,14 @@ class Asynchronous(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         stream = self._streams.current()
-        if stream is None or func.namespace in _WAITING or _touches_nothing(func):
+        if stream is None or func.namespace in _WAITING:
+            return func(*args, **kwargs)
+        result = self._enqueued(stream, func, args, kwargs)
+        self._streams.keep(stream, result)
+        return result
+
+    def _enqueued(self, stream: UserStream, func: Any, args: Any, kwargs: Any) -> Any:
+        if _touches_nothing(func):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if _is_users(func):
@@ -167,7 +192,9 @@ class Asynchronous(TorchDispatchMode):
             stream.copy(args[0].data, args[1].data.expand_as(args[0]), name)
             return args[0]
         if written := _written(func):
-            if torch.Tag.nondeterministic_seeded in func.tags:  # numbers are drawn by the host, in order
+            if (
+                torch.Tag.nondeterministic_seeded in func.tags
+            ):  # numbers are drawn by the host, in order
                 func(drawn := torch.empty_like(args[0]), *args[1:], **kwargs)
                 func, args, kwargs = torch.ops.aten.copy_.default, (args[0], drawn), {}
             stream.call(partial(_run, func, args, kwargs), name)
@@ -194,14 +221,14 @@ def _fill(outputs: Any, source: Callable[[], Any]) -> None:
 
 
 def _plain_copy(destination: Any, source: Any) -> bool:
-    return destination.layout == source.layout == torch.strided
+    return bool(destination.layout == source.layout == torch.strided)
 
 
 @cache
 def _is_users(func: Any) -> bool:
     """Whether the op is of another library than torch's own, with code for CPUs."""
     computed = _C._dispatch_has_computed_kernel_for_dispatch_key
-    return func.namespace != "aten" and bool(computed(func.name(), "CPU"))
+    return bool(func.namespace != "aten" and computed(func.name(), "CPU"))
 
 
 @cache
@@ -209,12 +236,8 @@ def _touches_nothing(func: Any) -> bool:
     """Whether the op makes views, undefined memory, or changes shapes only."""
     aliases = [value.alias_info for value in func._schema.returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
-    return (
-        views
-        or torch.Tag.inplace_view in func.tags
-        or func.overloadpacket.__name__
-        in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
-    )
+    name = func.overloadpacket.__name__
+    return bool(views or torch.Tag.inplace_view in func.tags or name in _WITHOUT_DATA)
 
 
 @cache
@@ -269,4 +292,3 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _like(meta: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
-

@@ -1,7 +1,7 @@
 """``cuda.bindings.driver``: stream memory operations, on streams of the simulated GPU.
 
-Semantics: CUDA driver API, "Stream Memory Operations". A write comes after all that its stream has been given
-before, and is seen by whoever acquires its value; a wait holds its stream, and acquires.
+Semantics: CUDA driver API, "Stream Memory Operations". A write comes after all that its stream has been
+given before, and is seen by whoever acquires its value; a wait holds its stream, and acquires.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
 
 
-class CUstreamWaitValue_flags(enum.IntFlag):  # noqa: N801  # the driver's name
+class CUstreamWaitValue_flags(enum.IntFlag):  # the driver's name
     CU_STREAM_WAIT_VALUE_GEQ = 0
     CU_STREAM_WAIT_VALUE_EQ = 1
     CU_STREAM_WAIT_VALUE_AND = 2
@@ -34,14 +34,14 @@ _UNTIL: tuple[Callable[[int, int], bool], ...] = (
 )
 
 
-def cuStreamWaitValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:  # noqa: N802
+def cuStreamWaitValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
     """Hold the stream until the word is as ``flags`` says."""
     until, value = _UNTIL[int(flags) & 3], int(value)
     _of(stream).wait_value(_word(addr), lambda seen: until(seen, value), value)
     return (CUresult.CUDA_SUCCESS,)
 
 
-def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:  # noqa: N802
+def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
     """Write the word after what the stream has been given before."""
     with _of(stream).current():
         SymmetricMemory.stream_write_value32(_word(addr), 0, int(value))

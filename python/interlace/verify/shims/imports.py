@@ -11,6 +11,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import interlace
 from interlace.runtime.places.sim import place, user_code
 from interlace.symmetric_memory.registration import NAMES
@@ -98,19 +101,21 @@ def _torch_of_a_gpu() -> Iterator[None]:
     from interlace.symmetric_memory import torch_ops
     from interlace.verify.shims import torch_cuda, torch_distributed, torch_memory
 
-    importlib.import_module("torch._dynamo")  # by the first mode of dispatch: with the real functions
+    importlib.import_module(
+        "torch._dynamo"
+    )  # by the first mode of dispatch: with the real functions
     known = set(sys.modules)
-    symmetric, c10d = sys.modules[_TORCH], torch_distributed.dist.distributed_c10d
+    symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]
     made = torch_memory._SymmetricMemory
-    replaced = (
-        (torch_cuda.torch.cuda, torch_cuda.REPLACED),
-        (torch_distributed.dist, torch_distributed.REPLACED),
+    replaced: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (torch.cuda, torch_cuda.REPLACED),
+        (dist, torch_distributed.REPLACED),
         (c10d, torch_distributed.REPLACED),
         (symmetric, {"_SymmetricMemory": made, "is_nvshmem_available": lambda: True}),
         (of_torch, {"_SymmetricMemory": made}),
-        # called as ops of torch they would wait within pybind11, which ends the process when ranks take turns
-        (torch_cuda.torch.ops.symm_mem, {name: getattr(torch_ops, name) for name in NAMES}),
+        # as ops of torch they would wait within pybind11, and ranks that take turns there end the process
+        (torch.ops.symm_mem, {name: getattr(torch_ops, name) for name in NAMES}),
     )
 
     def modules() -> list[types.ModuleType]:
@@ -137,7 +142,8 @@ def _own(module: types.ModuleType) -> bool:
     """Whether a module is of the files that are checked: of no library."""
     path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
-    return not any(map(path.is_relative_to, libraries)) and not {*path.parts} & {*_LIBRARIES}
+    inside = any(path.is_relative_to(each) for each in libraries)
+    return not inside and not {*path.parts} & {*_LIBRARIES}
 
 
 def _stand_in(leaving: contextlib.ExitStack, real: str, shim: str) -> None:

@@ -1,9 +1,9 @@
 """``torch.cuda`` for code that was written for a GPU per rank: streams, events, devices, on a CPU.
 
-A rank's GPU is ``cuda:rank``, an sm_90 with as few SMs as programs may wait for each other here. Tensors for
-it are made on the CPU; in the files that are checked their ``device`` and ``is_cuda`` say what they would.
-Streams are the rank's streams of ``runtime/places/sim/user_code.py``. There is no clock: the time between
-events is not known, and asking for it is a NotImplementedError. Outside of a run there is no GPU.
+A rank's GPU is ``cuda:rank``, an sm_90 with as few SMs as programs may wait for each other here. Tensors
+for it are made on the CPU; in the files that are checked their ``device`` and ``is_cuda`` say what they
+would there. Streams are those of ``runtime/places/sim/user_code.py``. There is no clock: who asks for the
+time between events gets a NotImplementedError. Outside of a run there is no GPU.
 """
 
 import contextlib

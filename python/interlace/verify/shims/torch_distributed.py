@@ -1,8 +1,8 @@
 """``torch.distributed`` on simulated ranks: each is in a default group from its first line on.
 
-``dist.get_rank()``, ``dist.group.WORLD``, ``dist.all_reduce`` and so on are torch's functions, unchanged: what
-they find is a process group of this project's backend, over the simulated group. ``init_process_group``
-finds it made, and ``destroy_process_group`` leaves it to the run.
+``dist.get_rank()``, ``dist.group.WORLD``, ``dist.all_reduce`` and so on are torch's functions, unchanged:
+what they find is a process group of this project's backend, over the simulated group. There is nothing to
+do for ``init_process_group``, and ``destroy_process_group`` leaves the group to the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from interlace import new_group as new_simulated_group
 from interlace.groups import groups, rank_lists
 from interlace.process_group.group import InterlaceProcessGroup
+from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place
 
@@ -22,7 +23,7 @@ _c10d: Any = dist.distributed_c10d
 
 
 class SimulatedGroup(InterlaceProcessGroup):
-    """A process group of torch over simulated ranks. ``found``: their communicator, when it is asked for."""
+    """A process group of torch over simulated ranks. ``found``: their communicator, once it is needed."""
 
     def __init__(self, place: Place, found: Callable[[], Communicator], name: str) -> None:
         super(InterlaceProcessGroup, self).__init__(place.rank, place.world_size)
@@ -50,7 +51,7 @@ def join(place: Place) -> None:
 
 def _registered(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
     world, name = _c10d._world, group.getGroupName()
-    world.pg_map[group] = ("interlace", dist.HashStore())
+    world.pg_map[group] = ("interlace", torch_groups.HashStore())
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     world.pg_backend_config[group] = "cpu:interlace,cuda:interlace"
