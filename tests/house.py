@@ -40,7 +40,7 @@ FOLDERS = {
     "runtime/record": "runtime/core",
     "runtime/places/one_host": "runtime/compat runtime/core runtime/record",
     "runtime/places/shm/machine_code": "",
-    "runtime/scheduler": "runtime/compat runtime/core runtime/interpreter",
+    "runtime/scheduler": "runtime/core runtime/interpreter",
     "runtime/places/shm": (
         "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
         "runtime/places/shm/machine_code runtime/record runtime/scheduler"
@@ -158,7 +158,7 @@ FOLDERS = {
         "face interlace interlace/cli/output interlace/groups runtime/scheduler runtime/tuning"
     ),
     "interlace/verify/shims": (
-        "face interlace interlace/groups interlace/process_group interlace/symmetric_memory "
+        "face interlace/groups interlace/process_group interlace/symmetric_memory "
         "runtime/compat runtime/core runtime/places/sim"
     ),
     "interlace/verify/suite": (

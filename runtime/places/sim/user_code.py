@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
-from interlace.runtime.scheduler.rank_globals import RankGlobals
+from interlace.runtime.places.sim.rank_globals import RankGlobals
 
 _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
     "interlace_user_stream", default=None
@@ -43,7 +43,7 @@ _WAITING = ("c10d", "_c10d_functional")  # whose ops know streams, by the place'
 
 
 @dataclass(frozen=True)
-class Setup:
+class UserCode:
     """How ranks run such code: ``modules`` whose globals each rank has for itself, and other ``state``;
     what is entered around the run, given its streams; ``begin``, called by each rank before its code."""
 
@@ -148,7 +148,7 @@ class UserStreams:
 
 
 @contextmanager
-def entered(chosen: Setup, world: SimWorld) -> Iterator[Callable[[SimPlace], None]]:
+def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], None]]:
     """Around a run; what each rank does before its code. For ``place.AROUND``."""
     streams = world.user_streams = UserStreams(world)
     world.scheduler.rank_states.append(RankGlobals(chosen.modules(), chosen.state()))

@@ -107,7 +107,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
     known = set(sys.modules)
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]
-    made = torch_memory._SymmetricMemory
+    made = torch_memory.MemoryOfTorch
     replaced: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.cuda, torch_cuda.REPLACED),
         (dist, torch_distributed.REPLACED),
@@ -121,7 +121,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
     def modules() -> list[types.ModuleType]:
         return [symmetric, *(m for name, m in sys.modules.items() if name not in known and _own(m))]
 
-    setup = user_code.Setup(
+    setup = user_code.UserCode(
         modules,
         torch_distributed.state,
         lambda streams: [torch_cuda.OnOneCpu(streams)],

@@ -43,7 +43,7 @@ def _current() -> UserStream:
     return stream
 
 
-class Stream:
+class RankStream:
     """A stream of the calling rank."""
 
     def __init__(self, device: Any = None, priority: int = 0, **known: UserStream) -> None:
@@ -53,15 +53,15 @@ class Stream:
         self.cuda_stream = self.of_run.number  # 0 is the default stream, as in CUDA
         self._entered: list[Any] = []
 
-    def wait_stream(self, stream: "Stream") -> None:
+    def wait_stream(self, stream: "RankStream") -> None:
         """What is enqueued from now on comes after all that ``stream`` has been given so far."""
         self.of_run.wait_event(stream.of_run.record())
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "RankEvent") -> None:
         event.wait(self)
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = Event() if event is None else event
+    def record_event(self, event: "RankEvent | None" = None) -> "RankEvent":
+        event = RankEvent() if event is None else event
         event.record(self)
         return event
 
@@ -71,7 +71,7 @@ class Stream:
     def query(self) -> bool:
         return self.record_event().query()
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "RankStream":
         within = self.of_run.current()
         within.__enter__()
         self._entered.append(within)
@@ -81,24 +81,24 @@ class Stream:
         self._entered.pop().__exit__(*error)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.of_run is other.of_run
+        return isinstance(other, RankStream) and self.of_run is other.of_run
 
     def __hash__(self) -> int:
         return hash(self.of_run)
 
 
-class Event:
+class RankEvent:
     """A point in a stream; the last one that was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._point: Point | None = None
         self._asked = 0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: RankStream | None = None) -> None:
         self._asked = 0
         self._point = (_current() if stream is None else stream.of_run).record()
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: RankStream | None = None) -> None:
         """What is enqueued on ``stream`` from now on comes after the event."""
         if self._point is not None:  # CUDA: an event that was never recorded is complete
             (_current() if stream is None else stream.of_run).wait_event(self._point)
@@ -117,7 +117,7 @@ class Event:
         _place().world.scheduler.pause()
         return self._point.is_completed()
 
-    def elapsed_time(self, end: "Event") -> float:
+    def elapsed_time(self, end: "RankEvent") -> float:
         raise NotImplementedError("a check has no clock, so there is no time between two events")
 
 
@@ -125,19 +125,19 @@ def _place() -> Any:
     return groups.default_group().place
 
 
-def current_stream(device: Any = None) -> Stream:
-    return Stream(of_run=_current())
+def current_stream(device: Any = None) -> RankStream:
+    return RankStream(of_run=_current())
 
 
-def default_stream(device: Any = None) -> Stream:
-    return Stream(of_run=run_streams().mine()[0])
+def default_stream(device: Any = None) -> RankStream:
+    return RankStream(of_run=run_streams().mine()[0])
 
 
-def set_stream(stream: Stream) -> None:
+def set_stream(stream: RankStream) -> None:
     stream.of_run.make_current()
 
 
-def stream(stream: Stream | None) -> Any:
+def stream(stream: RankStream | None) -> Any:
     """Within, ``stream`` is the current one; None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 
@@ -195,7 +195,7 @@ def _nothing_within(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-class device(contextlib.nullcontext[None]):
+class RankDevice(contextlib.nullcontext[None]):
     """A rank has one device, so within it is the current one."""
 
     def __init__(self, device: Any = None) -> None:
@@ -203,11 +203,14 @@ class device(contextlib.nullcontext[None]):
 
 
 REPLACED: dict[str, Any] = {
+    "Stream": RankStream,
+    "Event": RankEvent,
+    "device": RankDevice,
     **{
         each.__name__: each
         for each in (
-            *(Stream, Event, current_stream, default_stream, set_stream, stream, synchronize),
-            *(is_available, device_count, current_device, device),
+            *(current_stream, default_stream, set_stream, stream, synchronize),
+            *(is_available, device_count, current_device),
             *(get_device_capability, get_device_properties, get_device_name),
         )
     },

@@ -16,7 +16,7 @@ from interlace.verify.shims.torch_cuda import run_streams
 _groups: dict[int, str] = {}  # of allocations that were told one, by address
 
 
-class _SymmetricMemory(handle.SymmetricMemory):
+class MemoryOfTorch(handle.SymmetricMemory):
     """The handle, and the functions that torch has on its class."""
 
     signal_pad_size: Any = functions.DEFAULT_SIGNAL_PAD_SIZE
@@ -34,7 +34,7 @@ class _SymmetricMemory(handle.SymmetricMemory):
 
         ``alloc_id``, which asks for the same memory again, is ignored.
         """
-        functions.set_signal_pad_size(_SymmetricMemory.signal_pad_size)
+        functions.set_signal_pad_size(MemoryOfTorch.signal_pad_size)
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         whole = functions.empty(max(elements, 0), dtype=dtype)
         run_streams().kept.append(whole)
