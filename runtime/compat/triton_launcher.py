@@ -8,8 +8,9 @@ What differs by release, and how it is used::
                own cache keeps it
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from interlace.runtime.compat.releases import installed, needed, release, was_tried
@@ -43,6 +44,20 @@ def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str
         kind = GluonASTSource
     source = kind(fn=fn, **arguments)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**FUSED, **options})
+
+
+@functools.cache
+def ready_to_compile() -> None:
+    """What Triton does once, before it compiles: imports, a digest of itself, versions of its tools."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    make_backend(GPUTarget("cuda", 80, 32)).hash()
+    _ = tool("nvdisasm").version
+    with suppress(ImportError):  # of a release that has it elsewhere: then every fork does it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def cached(digest: str) -> Any:

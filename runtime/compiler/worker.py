@@ -1,8 +1,8 @@
 """Compile one kernel for a GPU that need not be here, and measure what came out.
 
-This is what the processes of ``pool.py`` do: they run without ``TRITON_INTERPRET``, whatever
-the parent does, and answer each pickled :class:`Compilation` with a :class:`Measurement`. Triton's cache,
-which keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
+This is what the processes of ``server.py`` do: they run without ``TRITON_INTERPRET``, whatever
+the caller does, and make a :class:`Measurement` of each :class:`Compilation`. Triton's cache, which
+keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
 """
 
 import gzip
@@ -12,16 +12,12 @@ import importlib.machinery
 import importlib.util
 import os
 import pathlib
-import pickle
 import re
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import replace
-from io import BufferedReader
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from interlace.runtime.compat.triton_launcher import cached, compiled, knobs, tool
 from interlace.runtime.compiler import artifacts
@@ -204,25 +200,18 @@ def _refused(request: Compilation, error: BaseException) -> SourceText:
     return describe((Frame(kernel.fn.__code__.co_filename, first + line - 1),))
 
 
-def serve(requests: BufferedReader, answers: IO[bytes]) -> None:
-    """Answer requests with measurements, one by one, until there are no more."""
-    while requests.peek(1):
-        begin = time.monotonic()
-        request: Compilation = pickle.load(requests)
-        try:
-            measurement = measure(request)
-        except (Exception, ReenteredError) as error:
-            measurement = Measurement(error=_describe(error), where=_refused(request, error))
-        measurement = replace(measurement, seconds=time.monotonic() - begin)
-        pickle.dump(measurement, answers)
-        answers.flush()
+def refused_file(request: Compilation) -> Measurement | None:
+    """Load the file of ``request``; what came of it if it cannot be."""
+    try:
+        load(request)
+    except (Exception, ReenteredError) as error:
+        return Measurement(error=_describe(error), where=_refused(request, error))
+    return None
 
 
-def main() -> None:
-    """Serve stdin and stdout. Whatever the compiler prints must not get between the answers."""
-    # A file of kernels may well set TRITON_INTERPRET itself; what is set here goes before that.
-    knobs.runtime.interpret = False
-    answers_fd = os.dup(1)
-    os.dup2(2, 1)
-    with os.fdopen(answers_fd, "wb") as out, os.fdopen(0, "rb", closefd=False) as requests:
-        serve(requests, out)
+def measured(request: Compilation) -> Measurement:
+    """:func:`measure`, or the error that it is."""
+    try:
+        return measure(request)
+    except (Exception, ReenteredError) as error:
+        return Measurement(error=_describe(error), where=_refused(request, error))

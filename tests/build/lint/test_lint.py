@@ -365,6 +365,34 @@ def test_a_compiling_process_brings_no_torch_and_all_of_interlace_if_asked(
     assert [made.error for made in compile_all(requests, workers=1)] == [None, None]
 
 
+CRASHES = """
+import os, pathlib, triton, triton.language as tl
+
+with pathlib.Path(__file__).with_suffix(".loaded").open("a") as file:
+    file.write("once ")
+
+@tl.core.builtin
+def crash(_semantic=None):
+    os._exit(9)
+
+@triton.jit
+def crashing_kernel(x_ptr):
+    tl.store(x_ptr, crash())
+"""
+
+
+def test_a_file_is_loaded_once_and_a_crash_is_of_its_kernel_alone(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "crashes.py"
+    file.write_text(CRASHES + KERNEL)
+    asked = [
+        Compilation("no_such_module", kernel, str(file), arch, {"x_ptr": "*i32"}, {})
+        for kernel, arch in (("filed_kernel", 80), ("crashing_kernel", 90), ("filed_kernel", 90))
+    ]
+    made = compile_all(asked)
+    assert [each.error for each in made] == [None, "the compiler ended with code 9: ", None]
+    assert file.with_suffix(".loaded").read_text() == "once "
+
+
 def children() -> set[str]:
     tasks = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
     return {pid for task in tasks for pid in task.read_text().split()}

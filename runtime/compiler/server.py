@@ -1,0 +1,123 @@
+"""The compiling process: it loads files of kernels, once, and compiles each kernel in a fork of itself.
+
+A user's file often imports torch, which takes seconds, and Triton has to read itself before it compiles
+anything. Forks have all that. One that crashes, as compilers do, is the kernel's result; a file that ends
+this process is the result of the kernel that it was loaded for, and the caller starts another.
+"""
+
+import os
+import pickle
+import selectors
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from typing import IO, Any
+
+from interlace.runtime.compat.triton_launcher import knobs, ready_to_compile
+from interlace.runtime.compiler import worker
+from interlace.runtime.compiler.request import Compilation, Measurement
+
+
+@dataclass
+class Fork:
+    """A process that compiles the request of that ``index``: its answer, and what it and its tools say."""
+
+    index: int
+    pid: int
+    answer: IO[bytes]
+    said: IO[bytes]
+
+    def end(self) -> Measurement:
+        """Its measurement, once it has one, or the error that it has ended without."""
+        data = self.answer.read()
+        self.answer.close()
+        _, status = os.waitpid(self.pid, 0)
+        self.said.seek(0)
+        said = self.said.read().decode(errors="replace")
+        self.said.close()
+        if not data:
+            code = os.waitstatus_to_exitcode(status)
+            return Measurement(error=ended_with(code, said))
+        measurement: Measurement = pickle.loads(data)
+        if measurement.error is None:
+            return measurement
+        return replace(measurement, error="; ".join([measurement.error, *_diagnostics(said)]))
+
+
+def ended_with(code: int, said: str) -> str:
+    """The error of a process that has ended without an answer."""
+    return f"the compiler ended with code {code}: {' '.join(said.strip().splitlines()[-3:])}"
+
+
+def _diagnostics(said: str) -> list[str]:
+    """The compiler's own complaints, of all that it prints: a pass that fails prints the module."""
+    lines = [line.strip() for line in said.splitlines() if " error: " in line]
+    return [line for line in lines if "Failures have been detected" not in line][:3]
+
+
+def _fork(index: int, request: Compilation, begin: float) -> Fork:
+    reading, writing = os.pipe()
+    said = tempfile.TemporaryFile()  # noqa: SIM115  # outlives this function
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return Fork(index, pid, os.fdopen(reading, "rb"), said)
+    try:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        with os.fdopen(writing, "wb") as answer:
+            pickle.dump(replace(worker.measured(request), seconds=time.monotonic() - begin), answer)
+    finally:
+        os._exit(0)
+
+
+def serve(asked: BufferedReader, answers: IO[bytes], count: int) -> None:
+    """Answer a list of requests with (index, measurement), ``count`` at a time, in the order of their ends.
+
+    Before a file is loaded there is (index, None). Nobody waits any more once ``asked`` is closed.
+    """
+
+    def answer(*what: Any) -> None:
+        pickle.dump(what, answers)
+        answers.flush()
+
+    requests: Sequence[Compilation] = pickle.load(asked)
+    todo = list(enumerate(requests))[::-1]
+    forks: dict[Any, Fork] = {}
+    with selectors.DefaultSelector() as events:
+        events.register(asked, selectors.EVENT_READ)
+        while todo or forks:
+            while todo and len(forks) < count:
+                index, request = todo.pop()
+                answer(index, None)
+                begin = time.monotonic()
+                if (refused := worker.refused_file(request)) is not None:
+                    answer(index, refused)
+                    continue
+                ready_to_compile()
+                fork = _fork(index, request, begin)
+                forks[fork.answer] = fork
+                events.register(fork.answer, selectors.EVENT_READ)
+            for key, _ in events.select() if forks else ():
+                if key.fileobj is asked:
+                    for fork in forks.values():
+                        os.kill(fork.pid, signal.SIGKILL)
+                    return
+                events.unregister(key.fileobj)
+                fork = forks.pop(key.fileobj)
+                answer(fork.index, fork.end())
+
+
+def main() -> None:
+    """Serve stdin and stdout. Whatever files and compilers print must not get between the answers."""
+    # A file of kernels may well set TRITON_INTERPRET itself; what is set here goes before that.
+    knobs.runtime.interpret = False
+    answers_fd = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(answers_fd, "wb") as answers, os.fdopen(0, "rb", closefd=False) as asked:
+        if asked.peek(1):
+            serve(asked, answers, int(sys.argv[1]))
