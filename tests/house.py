@@ -159,7 +159,7 @@ FOLDERS = {
     ),
     "interlace/verify/shims": (
         "face interlace/groups interlace/process_group interlace/symmetric_memory "
-        "runtime/compat runtime/core runtime/places/sim"
+        "runtime/compat runtime/compiler runtime/core runtime/places/sim"
     ),
     "interlace/verify/suite": (
         "face interlace/groups interlace/verify/lint_check "

@@ -22,6 +22,9 @@ _TYPE = re.compile(
     r"tensordesc<(bf16|fp\d+|fp8[a-z0-9]+|[iu]\d+)\[\d+(, *\d+)*\]>"
 )
 
+STOOD_FOR: list[str] = []
+"""Packages that modules of this process stand for, as the shims of ``verify`` do."""
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -35,7 +38,8 @@ class Compilation:
     ``ignore`` names rules that do not apply. With ``artifacts``, the SASS and how to launch it are
     left in files of that name (``artifacts.py``). ``libraries`` are paths of bitcode by name; what
     is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
-    thread; 0 leaves it to ptxas.
+    thread; 0 leaves it to ptxas. ``absent`` are packages that the file may import and that are not there:
+    those for which something stands in this process.
     """
 
     module: str
@@ -51,6 +55,7 @@ class Compilation:
     artifacts: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
     max_registers: int = 0
+    absent: tuple[str, ...] = field(default_factory=lambda: tuple(STOOD_FOR), compare=False)
 
 
 @dataclass(frozen=True)

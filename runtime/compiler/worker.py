@@ -8,6 +8,7 @@ keeps disassemblies too, makes the second time of an unchanged kernel a matter o
 import gzip
 import hashlib
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -40,11 +42,49 @@ class ReenteredError(BaseException):
 
 def load(request: Compilation) -> Any:
     """The kernel of ``request``, compiled where ``@triton.jit`` compiles."""
-    module = _imported(request.module, request.path) or _loaded(request.path, request.kernel)
+    sys.meta_path.append(finder := Absent(request.absent))
+    try:
+        module = _imported(request.module, request.path) or _loaded(request.path, request.kernel)
+    finally:
+        sys.meta_path.remove(finder)
     kernel = getattr(module, request.kernel)
     while not hasattr(kernel, "raw_src") and hasattr(kernel, "fn"):
         kernel = kernel.fn  # under an autotuner or heuristics
     return kernel
+
+
+class Nothing(ModuleType):
+    """What there is in a package that is not there: a file that imports it for its host side is loaded."""
+
+    def __getattr__(self, name: str) -> "Nothing":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Nothing":
+        return self
+
+    def __or__(self, other: Any) -> "Nothing":
+        return self
+
+    __ror__ = __or__
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``packages`` where nobody else does, with nothing in them."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name.partition(".")[0] in self._packages:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return Nothing(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
 
 
 def _imported(name: str, path: str) -> ModuleType | None:

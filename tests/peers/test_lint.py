@@ -6,7 +6,7 @@ import pytest
 
 from interlace.cli import main
 from interlace.verify import shims
-from interlace.verify.suite.jobs import CheckPlan, lint_launches
+from interlace.verify.suite.jobs import CheckPlan, lint_launches, load_function
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
 from tiers import thorough
@@ -61,6 +61,14 @@ def test_the_command_finds_nothing_in_what_is_right(
     named = [word for shim in peer.shims for word in ("--shims", shim)]
     code = main.run(["verify", target, *named, "--ranks", str(peer.world_size), *LITTLE])
     assert code == 0, capsys.readouterr().out
+
+
+@thorough
+def test_a_file_that_imports_what_is_not_installed_is_linted() -> None:
+    with shims.installed("torch"):
+        fn = load_function(f"{pathlib.Path(__file__).with_name('gpu_code.py')}::waits_for_values")
+        results = lint_launches("", fn, CheckPlan((2,), 1, 1, (90,)))
+    assert [(r.variant, r.findings) for r in results] == [("twice_kernel sm_90", ())]
 
 
 @thorough

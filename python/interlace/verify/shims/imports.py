@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.runtime.compiler.request import STOOD_FOR
 from interlace.runtime.places.sim import place, user_code
 from interlace.symmetric_memory.registration import NAMES
 
@@ -147,6 +148,9 @@ def _own(module: types.ModuleType) -> bool:
 
 
 def _stand_in(leaving: contextlib.ExitStack, real: str, shim: str) -> None:
+    if "." not in real:
+        STOOD_FOR.append(real)
+        leaving.callback(STOOD_FOR.remove, real)
     module = importlib.import_module(shim) if shim else types.ModuleType(real)
     if not shim:
         module.__spec__ = importlib.machinery.ModuleSpec(real, None)
