@@ -80,6 +80,13 @@ def _next(place, phase, PLACES: gl.constexpr):
 
 
 @jit
+def _before(place, PLACES):
+    # Not a second name that a loop carries: where that has the value that `place` had at the start of the
+    # body, Triton takes it for a name that the loop does not change.
+    return gl.where(place == 0, PLACES, place) - 1
+
+
+@jit
 def share(start, rows, N, TILES: gl.constexpr):
     """A part's tiles: how many along M and N, this program's first, and the end."""
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
@@ -151,7 +158,6 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
     output_phase = 0
     for _ in range(tiles):
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
-        before = place
         for k in range(0, K, TILES.BLOCK_K):
             mbarrier.wait(ring.full.index(place), phase)
             b = ring.b.index(place)
@@ -160,11 +166,11 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
             acc = hopper.warpgroup_mma(ring.a.index(place), b, acc, use_acc=k > 0, is_async=True)
             # The step before this one is through, so its place may be written again.
             acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+            before = _before(place, ring.full.shape[0])
             mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
-            before = place
             place, phase = _next(place, phase, ring.full.shape[0])
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(ring.empty.index(before), count=1)
+        mbarrier.arrive(ring.empty.index(_before(place, ring.full.shape[0])), count=1)
         if PARTS == 1:
             parts = (acc,)
         elif PARTS == 2:
