@@ -49,7 +49,7 @@ def run(
         ``"ptx"``, as ``"sim"``, but kernels are compiled for a GPU and their PTX is run on this CPU.
     processes : for ``"cuda"``. Ranks that share a GPU then take turns on it, which is slow.
     seed : the schedule of ``"sim"`` and ``"ptx"``; the same seed is the same schedule.
-    arch : for ``"ptx"``, the GPU that kernels are compiled for: 80, the default, is sm_80.
+    arch : for ``"ptx"``, the GPU that kernels are compiled for: 80, the default, is sm_80; or 90.
     timeout : seconds, or a timedelta, after which the run is given up with a ``CollectiveTimeoutError``.
 
     Raises

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,6 +48,17 @@ class Atomic:
         return self.sem in ("release", "acq_rel")
 
 
+class AsyncAccess(NamedTuple):
+    """An access of the async proxy: its number in a queue, from 1, and the thread that has started it.
+
+    Of a queue it can be seen that all up to a number have ended.
+    """
+
+    queue: Any
+    time: int
+    thread: int
+
+
 class Hooks(Protocol):
     """Hooks of a session, called for each memory operation of a program.
 
@@ -65,7 +76,8 @@ class Hooks(Protocol):
     def origin(self, address: int) -> Any:
         """What a number that becomes a pointer points to, None if unknown; see ``provenance.py``."""
 
-    def barrier(self) -> None: ...
+    def barrier(self, threads: Any = None) -> None:
+        """All threads meet, or ``threads``, where they are told apart."""
 
     def fence(self, sem: str, scope: str, threads: Any = None) -> None:
         """``threads``: those that fence, where they are told apart."""

@@ -444,6 +444,21 @@ def _comparison(name: str, kind: ScalarType) -> Callable[[Any, Any], Array] | No
     return _ORDERED.get(name)
 
 
+@builds("brx")
+def build_indexed_branch(instruction: Instruction) -> Action:
+    """The machine jumps, threads apart where the index differs."""
+    instruction.flag("uni")
+    if not instruction.flag("idx") or instruction.symbols is None:
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])
+    instruction.finish(2)
+    read = instruction.reader(instruction.operands[0], TYPES["u32"])
+
+    def branch(threads: Threads) -> None:
+        threads.session.branch = read(threads)
+
+    return branch
+
+
 @builds("bra")
 def build_branch(instruction: Instruction) -> Action:
     instruction.flag("uni")

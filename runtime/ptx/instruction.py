@@ -64,9 +64,9 @@ class Instruction:
     """``qualifiers`` are those that nobody has taken yet, ``registers`` those that are declared here.
 
     It runs unless predicate register ``guard`` (-1: none) differs from ``wanted``. ``target``: the index of
-    the instruction that a branch goes to. ``symbols`` and ``parameters``: of a whole kernel, else None.
-    ``members``: a mask of the lanes that run it together, if it names them. ``generic``: what it
-    accesses is in shared memory, its address one of 64 bits.
+    the instruction that a branch goes to; ``targets``: those of a table. ``symbols`` and ``parameters``:
+    of a whole kernel, else None. ``members``: a mask of the lanes that run it together, if it names them.
+    ``generic``: what it accesses is in shared memory, its address one of 64 bits.
     """
 
     opcode: str
@@ -77,6 +77,7 @@ class Instruction:
     guard: int = -1
     wanted: int = 1
     target: int = -1
+    targets: tuple[int, ...] = ()
     symbols: Mapping[str, int] | None = None
     parameters: Mapping[str, ScalarType] | None = None
     members: Reader | None = None
@@ -177,6 +178,8 @@ class Instruction:
             return constant(kind.raw.type(literal))
         if self.symbols is not None and text in self.symbols:
             return constant(kind.raw.type(self.symbols[text]))
+        if (self.parameters or {}).get(text) is TYPES["b8"]:  # the address of an array
+            return lambda threads: threads.session.parameters[text].astype(kind.raw)
         if text in SPECIAL and text not in self.registers:
             special = SPECIAL[text]
             return lambda threads: special(threads).astype(kind.raw)

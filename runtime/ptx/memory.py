@@ -80,7 +80,7 @@ def address_of(
     if match is None:
         raise instruction.error("an address is written in brackets, as [register+4]")
     shared = shared and not instruction.generic
-    base = instruction.reader(match[1], TYPES["u32" if shared else "u64"])
+    base = instruction.reader(match[1], TYPES["u32" if shared else "u64"], wider=shared)
     offset = instruction.literal(match[2] or "0", TYPES["u64"])
     if offset is None:
         raise instruction.error(f"the offset in '{text}' must be a whole number")
@@ -162,8 +162,19 @@ def pointers_of(
     return handle
 
 
-def _handle(bits: Array, kind: ScalarType) -> Any:
+def handle_of(bits: Array, kind: ScalarType) -> Any:
     return TensorHandle(bits.view(kind.stored), kind.memory)
+
+
+def fetched(pointers: Any, mask: Any, kind: ScalarType) -> Any:
+    """What is in memory now, as ``kind`` is stored; 0 where the mask is not."""
+    zero = np.zeros(pointers.data.shape, kind.stored)
+    return atomics.load(pointers.data, mask.data, zero, zero.dtype)
+
+
+def put(pointers: Any, value: Any, mask: Any) -> None:
+    """Into memory, now."""
+    atomics.store(pointers.data, value.data, mask.data)
 
 
 # -- loads and stores ------------------------------------------------------------------------------
@@ -257,11 +268,9 @@ def load_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = Fal
     def load(threads: Threads, addresses: Array) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, True
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
-        zero = np.zeros(addresses.shape, kind.stored)
 
         def perform(mask: Any = mask) -> Any:
-            found = atomics.load(pointers.data, mask.data, zero, zero.dtype)
-            return TensorHandle(found, kind.memory)
+            return TensorHandle(fetched(pointers, mask, kind), kind.memory)
 
         found: Array = threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
         return found
@@ -277,10 +286,10 @@ def store_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = Fa
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
-        value = _handle(bits, kind)
+        value = handle_of(bits, kind)
 
         def perform(mask: Any = mask) -> None:
-            atomics.store(pointers.data, value.data, mask.data)
+            put(pointers, value, mask)
 
         threads.session.hooks.store(pointers, value, mask, perform)
 
@@ -307,7 +316,7 @@ def _atomic(
 
         def perform(mask: Any = mask) -> Any:
             if not mask.data.all():
-                return _handle(np.zeros(addresses.shape, kind.raw), kind)
+                return handle_of(np.zeros(addresses.shape, kind.raw), kind)
             return TensorHandle(change(pointers.data, ORDERS[sem]).view(kind.stored), kind.memory)
 
         alone = threads.alone
@@ -378,7 +387,7 @@ def _compare_and_swap(
     access = _atomic(kind, "cas", sem, scope, shared=shared)
 
     def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
-        compare, swap = _handle(expected, kind), _handle(value, kind)
+        compare, swap = handle_of(expected, kind), handle_of(value, kind)
 
         def change(addresses: Any, order: Any) -> Any:
             return atomics.atomic_cas(addresses, compare.data, swap.data, order)

@@ -48,7 +48,8 @@ class Parser:
         """One by one, when what is declared before is known. Branches have no target before the end."""
         asm = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", asm)
         asm = re.sub(r"\$\{(\d+)\}", r"$\1", asm.replace("${:uid}", "0"))
-        branches, count = [], 0
+        branches, count, label = [], 0, ""
+        tables: dict[str, list[str]] = {}
         for self._line, self._text in _statements(asm):
             text = self._text
             if text == "{":
@@ -64,21 +65,25 @@ class Parser:
                 if label in self._labels.maps[0]:
                     raise self._error(f"'{label}' is defined twice")
                 self._labels[label] = count
+            elif text.startswith(".branchtargets"):
+                tables[label] = split(text.partition(" ")[2])
             elif text.startswith("."):
                 self._declare(text)
             else:
                 found = self._instruction(text)
-                if found.mnemonic == "bra":
+                if found.mnemonic in ("bra", "brx"):
                     branches.append((found, self._labels))
                 yield found
                 count += 1
         if len(self._labels.maps) > 1:
             raise self._error("a '{' is never closed")
         for branch, labels in branches:
-            label = branch.operands[0]
-            if label not in labels:
-                raise branch.error(f"label '{label}' is not defined")
-            branch.target = labels[label]
+            label = branch.operands[-1]
+            wanted = tables.get(label, [label])
+            if missing := [each for each in wanted if each not in labels]:
+                raise branch.error(f"label '{missing[0]}' is not defined")
+            branch.targets = tuple(labels[each] for each in wanted)
+            branch.target = branch.targets[0]
 
     def _error(self, problem: str) -> Exception:
         return error(problem, self._line, self._text)

@@ -15,11 +15,13 @@ CLOCK_STEP = 1000
 
 @dataclass(eq=False)
 class PtxSession:
-    """State that all threads of a session share."""
+    """State that all threads of a session share. ``barrier``: the last that some met at, and of how many
+    threads it is, 0 for all."""
 
     builder: Any
     hooks: Any
     clock: int = 0
+    barrier: tuple[int, int] = (0, 0)
 
     def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
         """Of programs that have shared memory."""

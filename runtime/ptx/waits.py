@@ -1,7 +1,7 @@
 """PTX that orders or waits: fences, barriers, sleep, and asynchronous copies.
 
 Asynchronous copies and proxies do not exist in the interpreter, so waiting for the ones and fencing
-between the others is nothing.
+between the others is nothing; where a whole kernel is run, observers are told of proxy fences.
 """
 
 import re
@@ -14,8 +14,8 @@ from interlace.runtime.ptx.memory import SCOPES
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES
 
-BLOCK_BARRIER, WARP_BARRIER = -1, -2
-"""What the action of a barrier returns; the threads meet in ``threads.py``."""
+BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT = -1, -2, -3
+"""What the action of a barrier returns; the threads meet in ``threads.py`` and ``machine.py``."""
 
 WAITS, builds = builders()
 
@@ -23,6 +23,8 @@ WAITS, builds = builders()
 @builds("fence", "membar")
 def build_fence(instruction: Instruction) -> Action:
     if instruction.flag("proxy"):
+        return _fence_of_proxies(instruction)
+    if instruction.flag("mbarrier_init"):
         return _nothing
     if instruction.mnemonic == "membar":
         sem, scopes = "sc", {"cta": "cta", "gl": "gpu", "sys": "sys"}
@@ -37,9 +39,22 @@ def build_fence(instruction: Instruction) -> Action:
     return lambda threads: threads.session.hooks.fence(sem, within, threads.who())
 
 
+def _fence_of_proxies(instruction: Instruction) -> Action:
+    if not instruction.flag("async"):
+        return _nothing
+
+    def fence(threads: Threads) -> None:
+        if threads.told_apart:
+            threads.session.hooks.proxy_fence(threads.who())
+
+    return fence
+
+
 @builds("bar", "barrier")
 def build_barrier(instruction: Instruction) -> Action:
-    warp = instruction.flag("warp")
+    warp, cluster = instruction.flag("warp"), instruction.flag("cluster")
+    if cluster:
+        return _of_a_cluster(instruction)
     if not warp:
         instruction.flag("cta")
         instruction.flag("aligned")
@@ -50,13 +65,31 @@ def build_barrier(instruction: Instruction) -> Action:
     instruction.members = reads[0] if warp else None
 
     def barrier(threads: Threads) -> int:
-        if len(reads) == 2 and (threads.active(reads[1](threads)) != threads.block).any():
+        if warp:
+            return WARP_BARRIER
+        number, count = (*(int(threads.active(read(threads))[0]) for read in reads), 0)[:2]
+        if count not in (0, threads.block) and not threads.told_apart:
             raise instruction.error(
                 f"only barriers of all threads are known, which are taken to be {threads.block}"
             )
-        return WARP_BARRIER if warp else BLOCK_BARRIER
+        threads.session.barrier = number, 0 if count == threads.block else count
+        return BLOCK_BARRIER
 
     return barrier
+
+
+def _of_a_cluster(instruction: Instruction) -> Action:
+    """A cluster is one program: the wait is a barrier of it."""
+    waits = instruction.flag("wait")
+    instruction.choose("arrive", "acquire", "release", "relaxed")
+    instruction.flag("aligned")
+    instruction.finish(0)
+
+    def meet(threads: Threads) -> int | None:
+        threads.session.barrier = -1, 0
+        return BLOCK_BARRIER if waits else None
+
+    return meet
 
 
 def _nothing(threads: Threads) -> None:
@@ -73,6 +106,7 @@ _NOTHING_TO_WAIT_FOR = {
         "async.bulk.wait_group.read": 1,
     },
     "griddepcontrol": {"wait": 0, "launch_dependents": 0},
+    "setmaxnreg": {f"{way}.sync.aligned.u32": 1 for way in ("inc", "dec")},
 }
 
 

@@ -5,12 +5,12 @@ the race detector of ``interlace.verify`` another. Observers look on: they never
 so a seed means the same schedule with and without them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.accesses import AsyncAccess, Atomic
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.scheduler.task import Task
 
@@ -38,11 +38,39 @@ class Observer:
     def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
         """An atomic was performed; ``result`` is the handle of what it returned."""
 
-    def on_barrier(self, task: Task | None) -> None:
-        """All threads of a program have met."""
+    def on_barrier(self, task: Task | None, threads: Any = None) -> None:
+        """All threads of a program have met, or ``threads``, where they are told apart."""
 
     def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
         """PTX has fenced, with an order and within a scope; in these threads, if they are told apart."""
+
+    def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
+        """Threads have fenced between their accesses and those of the async proxy."""
+
+    def on_async(
+        self, task: Task | None, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+    ) -> None:
+        """An asynchronous access begins, of everything that ``pointers`` point to."""
+
+    def on_async_end(
+        self, task: Task | None, queue: Any, time: int, threads: Any, *, reads_only: bool
+    ) -> None:
+        """``threads`` have seen the end of all in ``queue`` up to number ``time``, or of their reads."""
+
+    def on_arrival(
+        self,
+        task: Task | None,
+        mbarrier: int,
+        threads: Iterable[int] = (),
+        copies: tuple[Any, int] | None = None,
+    ) -> None:
+        """Threads have arrived at the mbarrier of an address, or ``copies`` of a queue up to a number."""
+
+    def on_phase(self, task: Task | None, mbarrier: int) -> None:
+        """The phase of an mbarrier is complete."""
+
+    def on_awaited(self, task: Task | None, mbarrier: int, threads: Any) -> None:
+        """``threads`` have seen that."""
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         """``memory`` is new symmetric memory of ``rank``; ``label`` names it in messages."""

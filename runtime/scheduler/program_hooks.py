@@ -144,12 +144,12 @@ class ProgramHooks:
         allocation = self.memory.of_number(address, self.current.rank) if self.inside else None
         return None if allocation is None else Origin(allocation, address)
 
-    def barrier(self) -> None:
+    def barrier(self, threads: Any = None) -> None:
         if not self.inside:
             return
         if self.buffers is not None:
-            self.buffers.barrier(self.current)
-        self.observer.on_barrier(self.current)
+            self.buffers.barrier(self.current, threads)
+        self.observer.on_barrier(self.current, threads)
 
     def fence(self, sem: str, scope: str, threads: Any = None) -> None:
         if not self.inside:
@@ -158,6 +158,9 @@ class ProgramHooks:
             self.buffers.release(self.current, scope, threads=threads)
             self.progress()
         self.observer.on_fence(self.current, sem, scope, threads)
+
+    def proxy_fence(self, threads: Any) -> None:
+        self.tell("on_proxy_fence", threads)
 
     def begin(self, base: int, nbytes: int) -> None:
         """A program whose threads are told apart begins, with shared memory at ``base``."""
@@ -171,6 +174,36 @@ class ProgramHooks:
     def shared_atomic(self, atomic: Atomic, result: Any) -> None:
         """A program has changed its shared memory."""
         self.observer.on_atomic(self.current, atomic, result)
+
+    def tell(self, event: str, *arguments: Any, **named: Any) -> None:
+        """Observers hear of an event of asynchronous accesses of the program that runs."""
+        getattr(self.observer, event)(self.current, *arguments, **named)
+
+    def asynchronous(
+        self,
+        pointers: Any,
+        mask: Any,
+        perform: Perform,
+        *,
+        value: Any = None,
+        does: str = "loads",
+    ) -> Any:
+        """What an asynchronous access does when its time has come; observers know since it began.
+
+        ``value``: what it stores.
+        """
+        task = self.current
+        mask = self._check.allowed(task, pointers, mask, does, writes=does != "loads")
+        if self.buffers is not None:
+            self.buffers.before_load(task, pointers)
+        result = None
+        if does == "stores" and self.buffers is not None:
+            self.buffers.store(task, pointers, value, mask)
+        else:
+            result = perform(mask)
+        if does != "loads":
+            self.progress()
+        return result
 
     def pause(self) -> None:
         if self.inside:

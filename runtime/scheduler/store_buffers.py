@@ -111,10 +111,10 @@ class StoreBuffers:
             bits = pointers.get_element_ty().primitive_bitwidth
             self._drain_overlapping(task, addresses, max(1, bits // 8))
 
-    def barrier(self, task: Task) -> None:
-        """Order what all threads stored before whatever any of them does next."""
+    def barrier(self, task: Task, threads: Any = None) -> None:
+        """Order what all threads, or ``threads``, stored before whatever any of them does next."""
         for pending in self._pending:
-            if pending.task is task:
+            if pending.task is task and (threads is None or pending.own(threads)):
                 pending.ordered = True
 
     def release(

@@ -25,11 +25,11 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.kernel_arguments import leaves, specialised
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.machine.machine import PtxMachine
-from interlace.runtime.ptx.machine.module import PtxKernel, read
-from interlace.runtime.ptx.types import Array, ScalarType
+from interlace.runtime.ptx.machine.module import PtxKernel, PtxParameter, read
+from interlace.runtime.ptx.types import Array
 from interlace.runtime.scheduler.scheduler import Programs, interpreted
 
-ARCHES = (80,)  # whose PTX can be run
+ARCHES = (80, 90)  # whose PTX can be run
 Rewrite = Callable[[str, str], str]
 """(name of a kernel, its PTX) -> the PTX to run."""
 
@@ -130,7 +130,7 @@ def program(
             f"{kernel.name} has {len(kernel.parameters)} parameters, and was given {len(values)} values"
         )
     parameters = {
-        parameter.name: _bits(value, parameter.kind)
+        parameter.name: _bits(value, parameter)
         for parameter, value in zip(kernel.parameters, [*values, *[0] * missing], strict=True)
     }
 
@@ -142,7 +142,12 @@ def program(
     return run
 
 
-def _bits(value: Any, kind: ScalarType) -> Array:
+def _bits(value: Any, parameter: PtxParameter) -> Array | bytes:
+    kind = parameter.kind
+    if parameter.nbytes:
+        if not isinstance(value, bytes) or len(value) != parameter.nbytes:
+            raise TypeError(f"{parameter.name} is {parameter.nbytes} bytes, and not {value!r:.60}")
+        return value
     number = value.data_ptr() if hasattr(value, "data_ptr") else value
     if isinstance(number, float):
         return kind.raw.type(kind.bits_of(number))

@@ -3,8 +3,8 @@
 A program starts as one group. Where its threads branch apart it becomes several; groups that meet at an
 instruction are one again. Of several groups the one that is furthest behind goes on (``module.py`` has the
 order), so that threads wait where their ways meet, unless it is in a loop that looks at what others write:
-then it is the others' turn. A barrier holds a group until all threads of the program are there, and an
-instruction of a whole warp until the warp is.
+then it is the others' turn. A barrier holds a group until all threads that it is for are there, an
+instruction of a whole warp until the warp is, and a wait for an mbarrier until its phase is complete.
 
 Now and then, from one barrier to the next, warps go apart: drawn by the seed, block by block. Nothing but a
 barrier makes them one again, so what only happens to work while warps run together does not.
@@ -13,7 +13,7 @@ Between the accesses that the hooks see nothing is a step of its own to other pr
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ import numpy as np
 
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Instruction
+from interlace.runtime.ptx.machine.bulk_copies import finish
 from interlace.runtime.ptx.machine.module import PtxKernel
 from interlace.runtime.ptx.machine.shared import PtxProgram
 from interlace.runtime.ptx.machine.warps import complete
 from interlace.runtime.ptx.special import WARP, Threads
-from interlace.runtime.ptx.waits import BLOCK_BARRIER
+from interlace.runtime.ptx.waits import BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
 
 POISON = 0xA5  # what shared memory holds before the program writes it
 APART = 1 / 8  # of the intervals between barriers, those in which warps go apart
@@ -37,7 +38,8 @@ class _ThreadGroup:
     """Threads at the same instruction. ``waits``: for the others of their barrier or warp.
 
     ``rounds``: how often it has gone round in loops that look at what others write. ``team``: groups of
-    different teams do not become one.
+    different teams do not become one. ``barrier``: the number of that which it waits at, and how many it is
+    for; ``until``: whether what it waits for is there.
     """
 
     mask: Any
@@ -46,6 +48,8 @@ class _ThreadGroup:
     rounds: int = 0
     waits: bool = False
     team: int = 0
+    barrier: tuple[int, int] | None = None
+    until: Callable[[], bool] | None = None
 
 
 class PtxMachine:
@@ -64,10 +68,14 @@ class PtxMachine:
         nbytes = -(-(kernel.static_bytes + dynamic_bytes) // 16) * 16
         whole = np.full(nbytes + 128, POISON, np.uint8)  # aligned, as the hardware has it
         skipped = -whole.ctypes.data % 128
+        arrays = {name: each for name, each in parameters.items() if isinstance(each, bytes)}
+        addresses = {n: np.frombuffer(each, np.uint8).ctypes.data for n, each in arrays.items()}
         self.program = PtxProgram(
             builder,
             hooks,
-            parameters=dict(parameters),
+            parameters={**parameters, **{n: np.uint64(at) for n, at in addresses.items()}},
+            arrays={addresses[name]: value for name, value in arrays.items()},
+            draw=random.Random(f"{hooks.seed} {hooks.current.name}"),
             shared=whole[skipped : skipped + nbytes],
         )
         registers = [np.zeros(count, kind) for kind in kernel.kinds]
@@ -75,7 +83,7 @@ class PtxMachine:
         self.threads = Threads(self.program, registers, numbers, count, told_apart=True)
         self.step = kernel.steps[0]
         self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
-        self._random = random.Random(f"{hooks.seed} {hooks.current.name}")
+        self._random = self.program.draw
 
     def run(self) -> None:
         self._perhaps_part()
@@ -83,6 +91,7 @@ class PtxMachine:
         with np.errstate(all="ignore"):
             while self._groups:
                 self._go_on(self._next())
+        finish(self.program)
 
     def where(self) -> tuple[str, tuple[str, int] | None]:
         """The instruction that runs, as text, and the line of the source that it is from."""
@@ -95,6 +104,9 @@ class PtxMachine:
         """The group whose turn it is; those that have met are one."""
         if len(self._groups) > 1:
             self._merge()
+        for group in self._groups:
+            if group.until is not None and group.until():
+                group.waits, group.until = False, None
         ready = [group for group in self._groups if not group.waits]
         if not ready:
             steps = sorted({self.kernel.steps[group.at].text for group in self._groups})
@@ -102,7 +114,8 @@ class PtxMachine:
                 f"PTX: threads of a program of {self.kernel.name} wait for each other, at "
                 f"{'; '.join(steps)}"
             )
-        order, teams = self.kernel.order, sorted({group.team for group in ready})
+        rounds = min(group.rounds for group in ready)
+        order, teams = self.kernel.order, sorted({g.team for g in ready if g.rounds == rounds})
         team = teams[0] if len(teams) == 1 else self._random.choice(teams)
         own = [group for group in ready if group.team == team]
         return min(own, key=lambda group: (group.rounds, order[group.at]))
@@ -129,7 +142,7 @@ class PtxMachine:
                 met.mask = met.mask | group.mask
                 met.count += group.count
                 met.rounds = max(met.rounds, group.rounds)
-                met.waits = False  # to be seen: perhaps all are there now
+                met.waits, met.barrier, met.until = False, None, None  # perhaps all are there now
         self._groups = list(by_place.values())
 
     def _go_on(self, group: _ThreadGroup) -> None:
@@ -160,6 +173,11 @@ class PtxMachine:
                 at = step.target if count else at + 1
             elif not count:
                 at += 1
+            elif name == "brx":
+                threads.mask = taken
+                step.action(threads)
+                self._fan_out(group, step, taken)
+                return
             elif name in _ENDS:
                 group.mask = group.mask & ~taken
                 group.count -= count
@@ -177,7 +195,8 @@ class PtxMachine:
                     return
                 if count < group.count:
                     threads.mask = taken
-                if step.action(threads) == BLOCK_BARRIER and not self._meet(group):
+                event = step.action(threads)
+                if event is not None and not self._go_past(event, group, taken):
                     return
                 at += 1
             if not alone and at in kernel.joins:
@@ -191,20 +210,47 @@ class PtxMachine:
         group.count -= count
         group.at += 1
 
-    def _meet(self, group: _ThreadGroup) -> bool:
-        """At a barrier: whether ``group`` goes on, because all threads that have not ended are there."""
-        group.waits = True
-        if not all(each.waits and self._at_barrier(each) for each in self._groups):
+    def _fan_out(self, group: _ThreadGroup, step: Instruction, taken: Any) -> None:
+        """Each thread goes where its index says; those that do not branch go on."""
+        chosen = np.broadcast_to(self.program.branch, taken.shape)
+        for index in np.unique(chosen[taken]).tolist():
+            mask = taken & (chosen == index)
+            count = int(np.count_nonzero(mask))
+            at = step.targets[index]
+            self._groups.append(_ThreadGroup(mask, at, count, group.rounds, team=group.team))
+            group.count -= count
+        group.mask, group.at = group.mask & ~taken, group.at + 1
+        if not group.count:
+            self._groups.remove(group)
+
+    def _go_past(self, event: int, group: _ThreadGroup, taken: Any) -> bool:
+        """Whether ``group`` goes on after an instruction that orders or waits."""
+        if event == BLOCK_BARRIER:
+            return self._meet(group)
+        if event == WARP_BARRIER:
+            numbers = self.threads.numbers[taken]
+            for warp in np.unique(numbers // WARP):
+                self.program.hooks.barrier(numbers[numbers // WARP == warp])
+        elif event == MBARRIER_WAIT:
+            group.waits, group.until = True, self.program.until
             return False
-        self.program.hooks.barrier()
+        return True
+
+    def _meet(self, group: _ThreadGroup) -> bool:
+        """At a barrier: whether ``group`` goes on, because all threads that it is for are there."""
+        group.waits, group.barrier = True, self.program.barrier
+        number, count = group.barrier
+        there = [each for each in self._groups if each.barrier and each.barrier[0] == number]
+        everyone = sum(each.count for each in self._groups)
+        if sum(each.count for each in there) < (count or everyone):
+            return False
+        masks = np.logical_or.reduce([each.mask for each in there])
+        self.program.hooks.barrier(self.threads.numbers[masks] if count else None)
         alone = len(self._groups) == 1
-        for each in self._groups:
-            each.waits = False
+        for each in there:
+            each.waits, each.barrier = False, None
             each.rounds = each.team = 0
             each.at += 1
         self._merge()
         self._perhaps_part()
         return alone and self._groups == [group]
-
-    def _at_barrier(self, group: _ThreadGroup) -> bool:
-        return self.kernel.steps[group.at].mnemonic in ("bar", "barrier")

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.bits import BIT_OPERATIONS
 from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction
+from interlace.runtime.ptx.machine.bulk_copies import BULK
 from interlace.runtime.ptx.machine.matrices import MATRICES
+from interlace.runtime.ptx.machine.mbarriers import MBARRIERS
 from interlace.runtime.ptx.machine.shared import SHARED
+from interlace.runtime.ptx.machine.tensor_maps import TENSOR_MAPS
 from interlace.runtime.ptx.machine.warps import WARPS
 from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move
 from interlace.runtime.ptx.memory import MEMORY
@@ -32,9 +35,12 @@ BUILDERS: dict[str, Builder] = {
     **WAITS,
 }
 TOGETHER = {**WARPS, **MATRICES, **WGMMA}
-BUILDERS |= TOGETHER | SHARED | {"mov": build_move}  # which know what the others refuse
+# which know what the others refuse
+BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
-_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*$")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*(?:\[(\d+)\])?\s*$"
+)
 _SHARED = re.compile(
     r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*(\d*)\s*\])?\s*;"
 )
@@ -43,8 +49,11 @@ _LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PtxParameter:
+    """``nbytes``: of an array, 0 for a number."""
+
     name: str
     kind: ScalarType
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,9 @@ def read(ptx: str) -> PtxKernel:
 
 def _is_of_warps(step: Instruction) -> bool:
     barrier = step.mnemonic in ("bar", "barrier") and ".warp" in step.opcode
-    return barrier or (step.mnemonic in TOGETHER and step.mnemonic != "activemask")
+    if barrier or "cp_fenceproxy" in step.opcode:
+        return True
+    return step.mnemonic in TOGETHER and step.mnemonic != "activemask"
 
 
 def _places(ptx: str) -> dict[int, tuple[str, int]]:
@@ -145,7 +156,7 @@ def _parameter(text: str) -> PtxParameter:
     match = _PARAMETER.search(text.strip())
     if match is None or match[1] not in TYPES:
         raise InlineAssemblyError(f"PTX: parameter '{' '.join(text.split())}' is not known")
-    return PtxParameter(match[2], TYPES[match[1]])
+    return PtxParameter(match[2], TYPES[match[1]], int(match[3] or 0))
 
 
 def _shared_symbols(ptx: str) -> tuple[dict[str, int], int]:
@@ -170,8 +181,8 @@ def _shared_symbols(ptx: str) -> tuple[dict[str, int], int]:
 def _following(steps: Sequence[Instruction], index: int) -> list[int]:
     step = steps[index]
     following = [index + 1] if index + 1 < len(steps) else []
-    if step.mnemonic == "bra":
-        return [step.target] if step.guard < 0 else [step.target, *following]
+    if step.targets:
+        return [*dict.fromkeys((*step.targets, *(following if step.guard >= 0 else [])))]
     return [] if step.mnemonic in ("ret", "exit", "trap") and step.guard < 0 else following
 
 

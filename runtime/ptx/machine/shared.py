@@ -5,11 +5,14 @@ missing barrier shows. They see the store of an asynchronous copy twice, when it
 from the one to the other nobody else may use that memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.groups import (
     AsyncGroups,
@@ -44,13 +47,24 @@ _TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
 class PtxProgram(PtxSession):
     """What the threads of one program share.
 
-    ``groups``: asynchronous work by kind; ``unsettled``: by register, that which will write it.
+    ``groups``: asynchronous work by kind; ``unsettled``: by register, that which will write it. ``arrays``:
+    parameters that are, by address.
     """
 
     parameters: dict[str, Array] = field(default_factory=dict)
     shared: Any = None
     groups: dict[str, AsyncGroups] = field(default_factory=dict)
     unsettled: dict[int, AsyncWork] = field(default_factory=dict)
+
+    arrays: dict[int, bytes] = field(default_factory=dict)
+    # of asynchronous copies: objects by address, stores that are not seen yet, groups by thread
+    mbarriers: dict[int, Any] = field(default_factory=dict)
+    bulk_stores: list[Any] = field(default_factory=list)
+    bulk_groups: dict[int, int] = field(default_factory=dict)
+    draw: Random = field(default_factory=Random)
+    until: Callable[[], bool] | None = None
+    branch: Any = None
+    _queues: dict[Any, int] = field(default_factory=dict)
 
     @property
     def base(self) -> int:
@@ -74,6 +88,11 @@ class PtxProgram(PtxSession):
             self.hooks.shared_atomic(atomic, result)
         return result
 
+    def next_in(self, queue: Any, thread: int) -> AsyncAccess:
+        """The next access in a queue, by ``thread``."""
+        self._queues[queue] = self._queues.get(queue, 0) + 1
+        return AsyncAccess(queue, self._queues[queue], thread)
+
 
 def take_shared(instruction: Instruction) -> None:
     if instruction.symbols is None or instruction.choose(*SPACES) is None:
@@ -87,12 +106,15 @@ def _touched(
     *,
     stores: bool,
     lanes: Array | None = None,
+    constant: bool = False,
 ) -> Array:
-    """Offsets of ``addresses``, which observers are told of."""
+    """Offsets of ``addresses``, which observers are told of. ``constant``: all threads store the same."""
     program: Any = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
-        program.hooks.shared(pointers_of(threads, addresses, kind, lanes), stores=stores)
+        pointers = pointers_of(threads, addresses, kind, lanes)
+        pointers.constant = constant
+        program.hooks.shared(pointers, stores=stores)
     return offsets
 
 
@@ -105,9 +127,15 @@ def shared_bits(
 
 
 def put_shared(
-    threads: Threads, addresses: Array, bits: Array, kind: ScalarType, lanes: Array | None = None
+    threads: Threads,
+    addresses: Array,
+    bits: Array,
+    kind: ScalarType,
+    lanes: Array | None = None,
+    *,
+    constant: bool = False,
 ) -> None:
-    offsets = _touched(threads, addresses, kind, stores=True, lanes=lanes)
+    offsets = _touched(threads, addresses, kind, stores=True, lanes=lanes, constant=constant)
     threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)] = bits
 
 
@@ -158,12 +186,13 @@ def _build(instruction: Instruction) -> Action:
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = take_parts(instruction, outer, vector)
     at = address_of(instruction, inner, kind, len(parts), shared=True)
+    constant = all(instruction.literal(part, kind) is not None for part in parts)
 
     def get(threads: Threads, addresses: Array) -> Array:
         return shared_bits(threads, addresses, kind)
 
     def put(threads: Threads, addresses: Array, bits: Array) -> None:
-        put_shared(threads, addresses, bits, kind)
+        put_shared(threads, addresses, bits, kind, constant=constant)
 
     def addresses(threads: Threads) -> list[Array]:
         return [at(threads)]

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.groups import build_commit, build_wait, groups_of
 from interlace.runtime.ptx.machine.matrices import (
@@ -39,8 +40,8 @@ from interlace.runtime.ptx.machine.matrices import (
     sums_of,
     take_numbers,
 )
-from interlace.runtime.ptx.machine.shared import shared_bits
 from interlace.runtime.ptx.machine.swizzle import swizzled
+from interlace.runtime.ptx.memory import pointers_of
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array
@@ -111,23 +112,28 @@ def _build_product(instruction: Instruction) -> Action:
         count = len(threads.numbers)
         of_b, added = (np.broadcast_to(read(threads), count).copy() for read in (second, adds))
         of_a = None if from_registers else np.broadcast_to(first(threads), count).copy()
+        matrices = [(of_b, columns, right, turned[1])]
+        if of_a is not None:
+            matrices.append((of_a, 64, left, turned[0]))
+        access = _begun(threads, matrices)
 
         def perform(threads: Threads) -> None:
             lanes = threads.active(threads.numbers).reshape(-1, WARP)[:, 0]
             if of_a is None:
                 rows = rows_of(numbers_of(bits_of_warps(threads, factors), left), 2, packed)
             else:
-                rows = _matrix(threads, lanes, of_a[lanes], 64, left, turned[0])
+                rows = _matrix(threads, of_a[lanes], 64, left, turned[0])
                 rows = rows.reshape(-1, 4, 16, rows.shape[-1])[
                     np.arange(len(lanes)), lanes // WARP % 4
                 ]
-            others = _matrix(threads, lanes, of_b[lanes], columns, right, turned[1])
+            others = _matrix(threads, of_b[lanes], columns, right, turned[1])
             before = sums_of(bits_of_warps(threads, sums), total, 2)
             found = signs[0] * signs[1] * (rows @ others.swapaxes(1, 2))
             found = found + np.where(added[lanes][:, None, None], before, 0)
             registers = registers_of(found, total, clamps)
             for index, write in enumerate(writes):
                 write(threads, np.ascontiguousarray(registers[:, :, index]).ravel())
+            _ended(threads, access)
 
         work = groups_of(threads, "wgmma").start(threads, perform)
         threads.session.unsettled.update(dict.fromkeys(slots, work))
@@ -193,21 +199,49 @@ def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
     return along % width + along // width * across + depth % 8 * width + depth // 8 * down
 
 
-def _matrix(
-    threads: Threads, lanes: Array, descriptors: Array, rows: int, name: str, turned: bool
-) -> Array:
-    """(lanes, rows, k): what ``lanes``, the first of their warps, see by their ``descriptors``."""
+def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
+    """Offsets of (rows, k) numbers in shared memory."""
+    offsets = _offsets(descriptor & ~0x3FFF, rows, NUMBERS[name].bits // 8, turned)
+    places = offsets + ((descriptor & 0x3FFF) << 4)
+    return swizzled(places, _SWIZZLES[descriptor >> 62], descriptor >> 49 & 7)
+
+
+def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: bool) -> Array:
+    """(warps, rows, k): what warps see by their ``descriptors``."""
+    program: Any = threads.session
     kind = TYPES[f"b{NUMBERS[name].bits}"]
-    found = np.empty((len(lanes), rows, 256 // kind.bits), kind.raw)
+    size = kind.bits // 8
+    found = np.empty((len(descriptors), rows, 32 // size), kind.raw)
     for descriptor in np.unique(descriptors).tolist():
-        those = descriptors == descriptor
-        offsets = _offsets(descriptor & ~0x3FFF, rows, kind.bits // 8, turned)
-        places = offsets + ((descriptor & 0x3FFF) << 4)
-        places = swizzled(places, _SWIZZLES[descriptor >> 62], descriptor >> 49 & 7)
-        # all warps read all of it; it is looked up once, if nobody wants to know who
-        readers = lanes[those] if threads.session.hooks.observed else lanes[those][:1]
-        addresses = (places.ravel() + threads.session.base).astype(np.uint64)
-        addresses = np.broadcast_to(addresses, (len(readers), places.size))
-        bits = shared_bits(threads, addresses, kind, readers)
-        found[those] = bits.reshape(len(readers), *places.shape)
+        places = _places(descriptor, rows, name, turned)
+        program.offsets(places + program.base, size)
+        found[descriptors == descriptor] = program.shared.view(kind.raw)[places // size]
     return numbers_of(found, name)
+
+
+# -- what observers see: the async proxy reads -------------------------------------------------------
+
+
+def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> AsyncAccess | None:
+    """The threads that run begin to read matrices, each by (descriptors, rows, numbers, turned)."""
+    program: Any = threads.session
+    if not program.hooks.observed:
+        return None
+    numbers = threads.active(threads.numbers)
+    first = int(numbers[0])
+    access: AsyncAccess = program.next_in(("wgmma", first), first)
+    for descriptors, rows, name, turned in matrices:
+        seen = np.unique(descriptors[numbers]).tolist()
+        places = np.concatenate([_places(each, rows, name, turned).ravel() for each in seen])
+        addresses = (np.unique(places // 8) * 8 + program.base).astype(np.uint64)
+        pointers = pointers_of(threads, addresses, TYPES["b64"], np.full(len(addresses), first))
+        program.hooks.tell("on_async", access, pointers, does="loads", stores=False)
+    return access
+
+
+def _ended(threads: Threads, access: AsyncAccess | None) -> None:
+    if access is not None:
+        numbers = threads.active(threads.numbers)
+        threads.session.hooks.tell(
+            "on_async_end", access.queue, access.time, numbers, reads_only=True
+        )

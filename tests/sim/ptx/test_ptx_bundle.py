@@ -1,10 +1,11 @@
-"""A bundle built for sm_80 runs in the place ``ptx`` by its manifest alone: the loader's launches, its PTX.
+"""A bundle runs in the place ``ptx`` by its manifest alone: the loader's launches, its PTX.
 
 CuPy is stood for by ``cupy_stand_in.py``; here its launches are run.
 """
 
 import pathlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from interlace.runtime.compiler.bundle.ops import KernelOptions
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
 
-SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "copiers": 1}
+SMALL: dict[int, dict[str, Any]] = {  # by architecture; that for 9.0 loads and stores by TMA
+    80: {"block_m": 16, "block_n": 16, "block_k": 16, "copiers": 1},
+    90: {"block_m": 64, "block_n": 32, "block_k": 32, "copiers": 1, "output_descriptors": True},
+}
 ROWS, INNER, COLUMNS = 24, 32, 16
 
 
@@ -41,15 +45,27 @@ class Module(cupy_stand_in.RawModule):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("arch", SMALL)
 def test_a_bundle_runs_by_its_manifest(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    arch: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = KernelOptions(rows=ROWS, columns=COLUMNS, inner=INNER, overrides=SMALL)
-    target = BundleTarget("all_gather_matmul", options, [80], tmp_path / "bundle")
+    options = KernelOptions(rows=ROWS, columns=COLUMNS, inner=INNER, overrides=SMALL[arch])
+    target = BundleTarget("all_gather_matmul", options, [arch], tmp_path / "bundle")
     assert not any(report.problems() for report in write([target]))
     monkeypatch.setitem(sys.modules, "cupy", cupy_stand_in)
     monkeypatch.setattr(cupy_stand_in, "RawModule", Module)
-    monkeypatch.setattr(cupy_stand_in.cuda.Device, "compute_capability", "80")
+    monkeypatch.setattr(cupy_stand_in.cuda.Device, "compute_capability", str(arch))
+
+    kept = []
+
+    def alloc(nbytes: int) -> SimpleNamespace:
+        """Scratch memory for tensor maps."""
+        memory = torch.zeros(nbytes + 128, dtype=torch.uint8)
+        default_group().place.announce(memory)
+        kept.append(memory)
+        return SimpleNamespace(ptr=memory.data_ptr() + -memory.data_ptr() % 128)
+
+    monkeypatch.setattr(cupy_stand_in.cuda, "alloc", alloc)
 
     def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
         place, rank, world_size = default_group().place, interlace.get_rank(), 2

@@ -245,7 +245,10 @@ def test_copies_are_there_when_their_group_was_waited_for(wait: str, there: bool
             r"instruction 'frobnicate.b32' is not known.*line \d+: frobnicate",
         ),
         ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%r1}, {%r1}, {%r1}, {%r1};", "mma"),
-        ("cp.async.bulk.commit_group;", "instruction 'cp.async.bulk.commit_group' is not known"),
+        (
+            "cp.async.bulk.shared::cta.global [%r3], [%rd1], 16;",
+            "'cp.async.bulk.shared::cta.global'",
+        ),
         ("ld.local.b32 %r3, [%rd1];", "state space '.local' is not known"),
     ],
 )

@@ -12,10 +12,11 @@ from interlace.verify.suite.targets import TARGETS
 
 # those of a switch are compiled from 9.0 on
 COMPILED = [
-    (op, name)
+    (arch, op, name)
+    for arch in (80, 90)
     for op, target in TARGETS.items()
     for name in target.variants
-    if name not in ("multimem", "switch")
+    if arch == 90 or name not in ("multimem", "switch")
 ]
 GATHER = TARGETS["all_gather"].variants["kernel"]
 
@@ -34,10 +35,10 @@ def test_a_gather_is_that_of_sim() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("op", "name"), COMPILED)
-def test_every_algorithm_is_right(op: str, name: str) -> None:
+@pytest.mark.parametrize(("arch", "op", "name"), COMPILED)
+def test_every_algorithm_is_right(arch: int, op: str, name: str) -> None:
     """Targets check their own results, of several calls in flight."""
-    interlace.run(TARGETS[op].variants[name], 2, place="ptx", seed=1)
+    interlace.run(TARGETS[op].variants[name], 2, place="ptx", seed=1, arch=arch)
 
 
 @pytest.mark.thorough
@@ -106,7 +107,7 @@ def test_mutants_of_compiled_code_are_found(pattern: str, by: str, kinds: set[st
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match='arch is for place="ptx", got 80'):
         interlace.run(gathered, 2, arch=80)
-    with pytest.raises(ValueError, match="arch is 70; PTX is run of 80"):
+    with pytest.raises(ValueError, match="arch is 70; PTX is run of 80, 90"):
         interlace.run(gathered, 2, place="ptx", arch=70)
     with pytest.raises(ValueError, match="arch is 70"):
         verify.races(gathered, 2, arch=70)

@@ -1,5 +1,6 @@
 """Agents of a run, with vector clocks: who can act, what each one knows, how far its atomics reach."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +12,30 @@ SYS = SCOPES["sys"]
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that hold. Off: every release has a barrier, every atomic is acq_rel, or of scope sys."""
+    """The rules that hold.
+
+    Off: every release has a barrier, every atomic is acq_rel, or of scope sys, nothing needs a proxy fence.
+    """
 
     barriers: bool = True
     orders: bool = True
     scopes: bool = True
+    proxies: bool = True
 
 
 class Agent:
-    """One who acts. ``clock`` is what it knows of every component's time; its own begin with ``first``."""
+    """One who acts. ``clock`` is what it knows of every component's time; its own begin with ``first``.
+
+    Behind each agent's components are as many *mirrors*: how much of a component's time is known to be
+    ordered before accesses of the async proxy, too. Nothing but a proxy fence raises those.
+    """
 
     components = 2
 
     def __init__(self, number: int, first: int, rank: int, who: str) -> None:
         self.number, self.first, self.rank, self.who = number, first, rank, who
         self.lanes, self.thread = first, first + 1
-        self.clock = np.zeros(first + self.components, np.int64)
+        self.clock = np.zeros(first + 2 * self.components, np.int64)
         self.clock[self.lanes] = self.clock[self.thread] = 1
         self.barred = [0, 0]
         self.fenced: dict[int, Any] = {}
@@ -95,20 +104,25 @@ class ThreadsAgent(Agent):
     """A program whose accesses tell threads apart: a component for each.
 
     ``clock`` is what all threads know, since the last barrier; of the own components, what was before it.
-    ``times``: of every thread now. ``acquired``, ``pending`` and ``fenced``, by thread: what it alone
-    knows; what it has read without acquiring; what it has released with a fence, by scope.
+    ``times``: of every thread now; ``fenced_times``: at its last proxy fence. ``acquired``, ``pending`` and
+    ``fenced``, by thread: what it alone knows; what it has read without acquiring; what it has released
+    with a fence, by scope. ``mbarriers``, by address: what has been told to one in the present phase, and
+    what who waits for the one before learns. ``queues`` of asynchronous accesses, by name.
     """
 
     def __init__(self, number: int, first: int, rank: int, who: str, threads: int) -> None:
         self.components = threads
         super().__init__(number, first, rank, who)
         self.times = np.ones(threads, np.int64)
+        self.fenced_times = np.zeros(threads, np.int64)
 
     def begin(self, known: Any) -> None:
         self.learn(known)
         self.acquired: dict[int, Any] = {}
         self.waiting: dict[int, Any] = {}
         self.fences: dict[int, dict[int, Any]] = {}
+        self.mbarriers: dict[int, list[Any]] = {}
+        self.queues: dict[Any, AsyncAgent] = {}
         self.before = known
         self.barrier()
 
@@ -117,29 +131,44 @@ class ThreadsAgent(Agent):
         return latest, latest
 
     def end(self) -> Any:
-        for late in self.waiting.values():
-            self.learn(late)
+        late = [*self.waiting.values(), *(each.clock for each in self.queues.values())]
+        for clock in late:
+            self.learn(clock)
         self.barrier()
         return self.clock.copy()
 
-    def barrier(self) -> None:
-        for clock in self.acquired.values():
-            self.learn(clock)
+    def barrier(self, threads: Any = None) -> None:
+        """All threads have met, or only ``threads``."""
+        if threads is not None and len(threads) < self.components:
+            known = self._put_own(self._known_to(threads), threads)
+            self.acquired.update(dict.fromkeys(threads.tolist(), known))
+            self.times[threads] += 1
+            return
+        self.clock = self._put_own(self._known_to(self.acquired), slice(None))
         self.acquired.clear()
-        self.clock = self.clock.copy()
-        self.clock[self.first : self.first + self.components] = self.times
         self.times = np.full(self.components, self.times.max() + 1)
+
+    def _known_to(self, threads: Any) -> Any:
+        """What one of ``threads`` knows, of others."""
+        found = {
+            id(clock): clock for t in threads if (clock := self.acquired.get(int(t))) is not None
+        }
+        known = self.clock.copy()
+        for clock in found.values():
+            known = joined(known, clock)
+        return known
+
+    def _put_own(self, clock: Any, threads: Any) -> Any:
+        for first, times in ((0, self.times), (self.components, self.fenced_times)):
+            clock[self.first + first :][: self.components][threads] = times[threads]
+        return clock
 
     def known_by(self, thread: int) -> Any:
         return joined(self.acquired.get(thread), self.clock)
 
     def released_by(self, thread: int, *, all_threads: bool) -> Any:
         """What ``thread`` hands on: of the others' accesses, those before the last barrier."""
-        clock = self.known_by(thread).copy()
-        if all_threads:
-            clock[self.first : self.first + self.components] = self.times
-        clock[self.first + thread] = self.times[thread]
-        return clock
+        return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else thread)
 
     def has_released(self, threads: Any = None, *, all_threads: bool) -> None:
         """Later accesses of ``threads`` are not covered by the release."""
@@ -147,6 +176,34 @@ class ThreadsAgent(Agent):
 
     def acquire(self, thread: int, clock: Any) -> None:
         self.acquired[thread] = joined(self.acquired.get(thread), clock)
+
+    def change(self, threads: Any, changed: Callable[[Any], Any]) -> None:
+        """``changed`` makes of what each of ``threads`` knows what it knows then."""
+        made: dict[int, Any] = {}
+        for thread in threads.tolist():
+            known = self.acquired.get(thread)
+            if id(known) not in made:
+                made[id(known)] = changed(joined(known, self.clock).copy())
+            self.acquired[thread] = made[id(known)]
+
+
+class AsyncAgent(Agent):
+    """Asynchronous accesses that end one after another; that they began in that order orders nothing.
+
+    ``lanes`` is the component of what they read, ``thread`` of what they write. ``known``: what the present
+    one comes after, and what of that it may come after by the async proxy. ``time``: its number.
+    """
+
+    base = time = 0
+    known: Any = None
+
+    def owns(self, component: Any) -> Any:
+        return component < 0
+
+    def until(self, time: int, *, reads_only: bool) -> Any:
+        """(components, time) of all up to the one with this number."""
+        owned = [self.lanes] if reads_only else [self.lanes, self.thread]
+        return [*owned, *(each + self.components for each in owned)], self.base + time
 
 
 def joined(one: Any, other: Any) -> Any:

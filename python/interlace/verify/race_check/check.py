@@ -43,6 +43,7 @@ CAUSES = (
     ),
     ("narrow scope", 'signal and wait with scope="sys"', Rules(scopes=False)),
     ("weak order", 'signal with sem="release", wait with sem="acquire"', Rules(orders=False)),
+    ("no proxy fence", "fence.proxy.async between the two", Rules(proxies=False)),
     (
         "weak order",
         "barrier, release and acquire, or scope: more than one of them is missing",
@@ -86,7 +87,7 @@ def races(  # type: ignore[misc]
     fn : the function, as for :func:`interlace.run`. Its kernels may be anybody's, with inline PTX too.
     seeds : how many schedules, or which.
     store_buffers : let stores become visible late and out of order until they are released.
-    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80), and tell threads apart.
+    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80; or 90), and tell threads apart.
     rewrite : with ``arch``, changes the PTX of a kernel before it is run, given its name and the text: to
         see that a fault is found.
     timeout : seconds per schedule.

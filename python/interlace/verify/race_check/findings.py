@@ -19,6 +19,7 @@ KINDS = {
     "no barrier": "published without a barrier: the stores of the program's other threads may be late",
     "weak order": "the signal is not released by the one side, or not acquired by the other",
     "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
+    "no proxy fence": "TMA or wgmma accesses what a thread has stored, and no fence.proxy.async is between",
     "mixed access": "plain and atomic accesses of the same bytes that nothing orders",
     "out of bounds": "an access outside of the allocation that its pointer came from",
     "uninitialised": "a load of what nobody has written since the memory was allocated",

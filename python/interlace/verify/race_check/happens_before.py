@@ -46,7 +46,7 @@ from interlace.verify.race_check.agents import (
     joined,
     reaches,
 )
-from interlace.verify.race_check.collector import Collector
+from interlace.verify.race_check.async_proxy import AsyncProxy
 from interlace.verify.race_check.findings import Finding
 from interlace.verify.race_check.shadow import (
     WRITES,
@@ -61,7 +61,7 @@ Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
 
 
-class Detector(Collector):
+class Detector(AsyncProxy):
     def __init__(self, seed: int, rules: Rules | None = None) -> None:
         super().__init__(seed)
         self.rules = rules or Rules()
@@ -92,7 +92,7 @@ class Detector(Collector):
             given = len(self._agents), len(self._owners), rank, who
             agent = ThreadsAgent(*given, threads) if threads else Agent(*given)
             self._agents[key] = agent
-            self._owners += [agent] * agent.components
+            self._owners += [agent] * (2 * agent.components)
         agent.who = who
         return agent
 
@@ -111,17 +111,17 @@ class Detector(Collector):
 
     def _known_by(self, agent: ThreadsAgent, threads: Any) -> KnownTimes:
         """What accesses of ``threads``, one for each element, come after."""
-        more = {
-            agent.first + thread: self._lengthened(clock)
-            for thread, clock in agent.acquired.items()
-        }
+        found: dict[int, tuple[list[int], Any]] = {}
+        for thread, clock in agent.acquired.items():
+            found.setdefault(id(clock), ([], clock))[0].append(agent.first + thread)
+        more = [(threads, self._lengthened(clock)) for threads, clock in found.values()]
         return KnownTimes(self._whole(agent), agent, self._owners, agent.first + threads, more)
 
     # -- order ---------------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         agent = self._agent(task)
-        self._forks[task] = agent.clock.copy()
+        self._forks[task] = self.fenced(agent.clock)
         agent.tick()
         if hasattr(launch.kernel, "fn"):  # and is not PTX
             self.launches.append(launch)
@@ -277,6 +277,7 @@ class Detector(Collector):
             cells, each = segment.cells_of(addresses[which], size)
             by = np.repeat(threads[which].astype(np.int64), each)
             known = self._known_by(agent, by)
+            known.constant = site if getattr(pointers, "constant", False) else -1
             self._check(known, (segment, cells), site, size, stores=stores)
             if stores:
                 segment.note_store(cells, agent.first + by, agent.times[by], site)
@@ -413,9 +414,10 @@ class Detector(Collector):
             key = (agent, min(scope, sent_scope))
             messages[key] = joined(messages.get(key), clock)
 
-    def on_barrier(self, task: Task | None) -> None:
+    def on_barrier(self, task: Task | None, threads: Any = None) -> None:
         if task is not None:
-            self._agent(task).barrier()
+            agent: Any = self._agent(task)
+            agent.barrier(*([] if threads is None else [threads]))
 
     def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
         if task is None:

@@ -8,7 +8,7 @@ of the component; ``happens_before.py`` says what they mean.
 
 import ctypes
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,10 @@ PAGE = 1 << 16
 LARGEST_CELL = 8
 WRITES = 4  # in the extra of an atomic's marks, besides its scope
 
-SEVERAL = 8  # in the extra of a mark: threads of a program have done it, and this is one of them
+# In the extra of a mark: threads of a program have done it, and the component is that of one of them. Which
+# they are, the first and the last, is in the bits from THREADS on.
+SEVERAL = 8
+THREADS, THREAD_BITS = 16, 16
 Index = Any  # a slice, or an int array, of cells
 # Of a cell: who did something last, when (never: 0), and where in its source.
 MARK = np.dtype([("time", "i8"), ("component", "i4"), ("site", "i4"), ("extra", "i8")])
@@ -40,7 +43,7 @@ class KnownTimes:
     """What an access comes after: ``clock`` has the time of every component that it knows.
 
     Of its own agent it knows all components; where threads are told apart, that of each element, ``own``.
-    ``more``: clocks of threads that know more, by component. ``owners``: agents by component.
+    ``more``: clocks of threads that know more, with their components. ``owners``: agents by component.
     """
 
     def __init__(
@@ -49,31 +52,40 @@ class KnownTimes:
         agent: Agent,
         owners: list[Agent],
         own: Any = None,
-        more: dict[int, Any] | None = None,
+        more: Sequence[tuple[Any, Any]] = (),
     ) -> None:
-        self.clock, self.agent, self.own, self.more = clock, agent, own, more or {}
+        self.clock, self.agent, self.own, self.more = clock, agent, own, more
         self.owners = owners
+        self.constant = -1  # a site where all threads store the same
 
-    def all_of(self, component: int) -> int:
-        """The time that is known of all threads of the program that has a component."""
-        agent = self.owners[component]
-        return int(self.clock[agent.first : agent.first + agent.components].min())
+    def _behind(self, clock: Any, marks: Any) -> Any:
+        """Which of the marks ``clock`` does not have."""
+        component, time, extra = marks["component"], marks["time"], marks["extra"]
+        late = time > clock[component]
+        several = (extra & SEVERAL) != 0
+        if several.any():
+            of_threads = extra >> THREADS
+            for one, threads in set(zip(component[several], of_threads[several], strict=True)):
+                first = self.owners[one].first
+                low, high = threads & (1 << THREAD_BITS) - 1, threads >> THREAD_BITS
+                known = clock[first + low : first + high + 1].min()
+                those = several & (component == one) & (of_threads == threads)
+                late |= those & (time > known)
+        return late
 
     def lacks(self, marks: Any) -> Any:
         """Which of the marks the access does not come after."""
-        component, time = marks["component"], marks["time"]
-        late = time > self.clock[component]
-        several = (marks["extra"] & SEVERAL) != 0
-        for each in np.unique(component[several & ~late]):
-            late |= several & (component == each) & (time > self.all_of(int(each)))
+        late = self._behind(self.clock, marks)
         if not late.any():
             return late
+        component = marks["component"]
         if self.own is None:
             return late & ~self.agent.owns(component)
-        late &= (component != self.own) | several
-        for own, clock in self.more.items():
-            asked = late & (self.own == own) & ~several
-            late &= ~asked | (time > clock[component])
+        late &= (component != self.own) | (marks["extra"] & SEVERAL != 0)
+        for components, clock in self.more:
+            asked = late & np.isin(self.own, components)
+            if asked.any():
+                late[asked] = self._behind(clock, marks[asked])
         return late
 
 
@@ -135,7 +147,7 @@ class ShadowSegment:
         if not bad.any():
             return []
         found = []
-        for site in np.unique(sites[bad]):
+        for site in sorted({*sites[bad].tolist()} - {known.constant}):
             where = np.flatnonzero(bad & (sites == site))
             time, component = int(written["time"][where[0]]), int(writer[where[0]])
             found.append(Conflict(component, int(site), time, self._numbers(index, where)))
@@ -234,17 +246,23 @@ class ShadowSegment:
         mark = marks.get(known.agent.first)
         if mark is None:
             mark = marks[known.agent.first] = np.zeros(len(self.written), MARK)
-        before = mark[cells]
-        shared = (before["extra"] & SEVERAL) | np.where(
-            before["component"] != components, SEVERAL, 0
-        )
-        shared = np.where(before["time"] > known.clock[before["component"]], shared, 0)
-        order = np.argsort(cells, kind="stable")
-        again = np.zeros(len(cells), np.bool_)  # of the same access by another thread
-        same = np.diff(cells[order]) == 0
-        differs = same & (np.diff(components[order]) != 0)
-        again[order[1:][differs]] = True
-        shared = np.where(np.isin(cells, cells[again]), SEVERAL, shared)
+        first = known.agent.first
+        before, low = mark[cells], components - first
+        high = low
+        if len(np.unique(cells)) < len(cells):  # of the same access by other threads
+            lowest, highest = np.full(len(mark), len(known.owners)), np.zeros(len(mark), np.int64)
+            np.minimum.at(lowest, cells, low)
+            np.maximum.at(highest, cells, high)
+            low, high = lowest[cells], highest[cells]
+        counts = (before["time"] > known.clock[before["component"]]) & (before["time"] > 0)
+        several = (before["extra"] & SEVERAL) != 0
+        alone, threads = before["component"] - first, before["extra"] >> THREADS
+        earlier = np.where(several, threads & (1 << THREAD_BITS) - 1, alone)
+        later = np.where(several, threads >> THREAD_BITS, alone)
+        low = np.where(counts, np.minimum(low, earlier), low)
+        high = np.where(counts, np.maximum(high, later), high)
+        which = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
+        shared = np.where(low == high, 0, which)
         mark["time"][cells] = times
         mark["component"][cells] = components
         mark["site"][cells] = site

@@ -142,7 +142,7 @@ def schedules(  # type: ignore[misc]
     n : how many schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every
         third, 0, 3, ..., is the schedule that ``interlace.run(fn, world_size, seed=...)`` has.
     store_buffers : let stores become visible late and out of order until they are released.
-    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80).
+    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80; or 90).
     check : called with what the ranks returned; raises if that is wrong.
     deterministic : a result that differs from the first schedule's is a failure. Turn off for functions
         whose result is meant to depend on the order.

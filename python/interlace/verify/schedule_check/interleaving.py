@@ -191,7 +191,7 @@ class Storyteller(Observer):
         self._seen.update((task, step) for step in new)
         return new
 
-    def on_barrier(self, task: Task | None) -> None:
+    def on_barrier(self, task: Task | None, threads: Any = None) -> None:
         self._note(task, "barrier", program_lines())
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:

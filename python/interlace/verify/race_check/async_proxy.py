@@ -1,0 +1,167 @@
+"""The race detector's half for the async proxy: TMA, bulk copies, ``wgmma``, and mbarriers.
+
+An asynchronous access is done by nobody's thread, at any time from its start to its end. It comes after
+what the thread that starts it knows, and of stores by threads after those only that a proxy fence stands
+behind. Others come after it when they have seen its end: by waiting for its group, or at an mbarrier;
+the end is a proxy fence by itself. Of groups that were only read (``.read``) the stores may still come.
+
+A proxy fence counts on either side, and what it has covered is handed on like all that is known: by
+barriers, releases and mbarriers. A start of a kernel is one. That memory is written again which a thread
+has read needs none, nor does a tensor map; fences of one state space are taken for fences of all.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.scheduler.source_lines import program_lines
+from interlace.runtime.scheduler.task import Task
+from interlace.verify.race_check.agents import (
+    SCOPES,
+    Agent,
+    AsyncAgent,
+    Rules,
+    ThreadsAgent,
+    joined,
+)
+from interlace.verify.race_check.collector import Collector
+from interlace.verify.race_check.shadow import WRITES, KnownTimes
+
+
+class AsyncProxy(Collector):
+    rules: Rules
+    events: int
+    _agents: dict[Any, Agent]
+    _agent: Callable[[Task], Any]
+    _lengthened: Callable[[Any], Any]
+
+    def fenced(self, clock: Any) -> Any:
+        """``clock``, all of which the async proxy comes after."""
+        clock = self._lengthened(clock).copy()
+        bases, mirrors = self._components()
+        clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
+        return clock
+
+    def _components(self) -> tuple[Any, Any]:
+        """All components, and their mirrors."""
+        agents = self._agents.values()
+        bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
+        return bases, bases + np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
+
+    def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
+        if task is None:
+            return
+        agent = self._agent(task)
+        agent.fenced_times[threads] = agent.times[threads]
+        agent.change(threads, self.fenced)
+        agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_async(
+        self, task: Task | None, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+    ) -> None:
+        if task is None:
+            return
+        agent, size = self._agent(task), pointers.get_element_ty().primitive_bitwidth // 8
+        queue = self._started(agent, copy)
+        site = self._site(agent, f"{does} (async)", program_lines())
+        known, fenced = (KnownTimes(clock, queue, self._owners) for clock in queue.known)
+        time = queue.base + copy.time
+        for segment, cells in self._memory.find(pointers.data.ravel(), size):
+            self.events += 1
+            kind = "write-write" if stores else "write-read"
+            self._report(kind, segment.unordered_store(cells, fenced), site, segment, size)
+            atomics = segment.unordered(segment.atomics, cells, fenced)
+            if does != "reduces":
+                changes = (each for each in atomics if stores or each.extra & WRITES)
+                self._report("mixed access", changes, site, segment, size)
+            if stores:
+                loads = segment.unordered(segment.loads, cells, known)
+                self._report("read-write", loads, site, segment, size)
+            if does == "reduces":
+                extra = WRITES | SCOPES["gpu"]
+                segment.note(segment.atomics, cells, queue.thread, time, site, extra)
+            elif stores:
+                segment.note_store(cells, queue.thread, time, site)
+            else:
+                segment.note(segment.loads, cells, queue.lanes, time, site)
+
+    def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:
+        """The queue of ``copy``, which knows what its thread did when it started it."""
+        queue = agent.queues.get(copy.queue)
+        if queue is None:
+            key = "async", agent.number, copy.queue
+            queue = self._queue(key, agent)
+            queue.base, queue.time = int(queue.clock[queue.thread]), 0
+            agent.queues[copy.queue] = queue
+        if queue.time < copy.time:
+            queue.time = copy.time
+            components, time = queue.until(copy.time, reads_only=False)
+            queue.clock[components] = time
+            own = agent.released_by(copy.thread, all_threads=not self.rules.barriers)
+            fenced = self._lengthened(own)
+            if self.rules.proxies:
+                bases, mirrors = self._components()
+                fenced = fenced.copy()
+                fenced[bases] = fenced[mirrors]
+            queue.known = self._lengthened(own), fenced
+        return queue
+
+    def _queue(self, key: Any, agent: ThreadsAgent) -> AsyncAgent:
+        found = self._agents.get(key)
+        if found is None:
+            found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)
+            self._agents[key] = found
+            self._owners += [found] * (2 * found.components)
+        assert isinstance(found, AsyncAgent)
+        return found
+
+    def on_async_end(
+        self, task: Task | None, queue: Any, time: int, threads: Any, *, reads_only: bool
+    ) -> None:
+        if task is None:
+            return
+        agent = self._agent(task)
+        components, at = agent.queues[queue].until(time, reads_only=reads_only)
+
+        def ended(clock: Any) -> Any:
+            clock = self._lengthened(clock).copy()
+            clock[components] = np.maximum(clock[components], at)
+            return clock
+
+        agent.change(threads, ended)
+
+    def on_arrival(
+        self,
+        task: Task | None,
+        mbarrier: int,
+        threads: Iterable[int] = (),
+        copies: tuple[Any, int] | None = None,
+    ) -> None:
+        if task is None:
+            return
+        agent = self._agent(task)
+        told = agent.mbarriers.setdefault(mbarrier, [None, None])
+        for thread in threads:
+            own = agent.released_by(int(thread), all_threads=not self.rules.barriers)
+            told[0] = joined(told[0], own)
+            agent.has_released(np.array([thread]), all_threads=not self.rules.barriers)
+        if copies is not None:
+            components, time = agent.queues[copies[0]].until(copies[1], reads_only=False)
+            clock = np.zeros(len(self._owners), np.int64)
+            clock[components] = time
+            told[0] = joined(told[0], clock)
+
+    def on_phase(self, task: Task | None, mbarrier: int) -> None:
+        if task is not None:
+            told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
+            told[1] = told[0]
+
+    def on_awaited(self, task: Task | None, mbarrier: int, threads: Any) -> None:
+        if task is None:
+            return
+        agent = self._agent(task)
+        _, done = agent.mbarriers.get(mbarrier, (None, None))
+        if done is not None:
+            agent.change(threads, lambda clock: joined(clock, done))

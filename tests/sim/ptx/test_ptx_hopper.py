@@ -1,0 +1,100 @@
+"""Kernels compiled for sm_90 in the place ``ptx``: TMA and wgmma, and mutants of what is compiled."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace import verify
+from interlace.runtime.tuning.configuration import override
+
+SMALL: dict[str, Any] = {"block_m": 64, "block_n": 64, "block_k": 32, "programs": 2, "num_warps": 4}
+BY_TMA = {**SMALL, "copiers": 1, "output_descriptors": True}
+ROLES = {**SMALL, "copiers": 0, "output_descriptors": True, "warp_roles": True, "num_stages": 2}
+VARIANTS = {
+    "tma": {**SMALL, "copiers": 1},
+    "tma, stored too": BY_TMA,
+    "pointers": {**SMALL, "copiers": 1, "descriptors": False},
+    "two warpgroups": {**BY_TMA, "num_warps": 8, "block_m": 128, "epilogue_subtile": 2},
+    "roles": ROLES,
+    "roles, 3 stages, 2 parts": {**ROLES, "num_stages": 3, "epilogue_subtile": 2},
+}
+
+
+def step(
+    configuration: dict[str, Any], dtype: torch.dtype, rows: int = 80, *, turned: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both fused matmuls; whole numbers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(interlace.get_rank())
+    shard, weight = (
+        torch.randint(-2, 3, s, generator=generator).to(dtype) for s in ((rows, 64), (64, 64))
+    )
+    weight = weight.t().contiguous().t() if turned else weight
+    with override(**configuration):
+        return (
+            interlace.all_gather_matmul(shard, weight, algorithm="fused"),
+            interlace.matmul_reduce_scatter(shard, weight, algorithm="fused"),
+        )
+
+
+def compare(*arguments: Any, **options: Any) -> None:
+    found = interlace.run(step, 2, *arguments, place="ptx", arch=90, seed=1, **options)
+    for ones, others in zip(found, interlace.run(step, 2, *arguments, **options), strict=True):
+        for one, other in zip(ones, others, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_matmuls_by_tma_and_wgmma_are_those_of_sim() -> None:
+    compare(BY_TMA, torch.bfloat16)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("turned", [False, True], ids=["kn", "nk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_that_of_sim(variant: str, dtype: torch.dtype, turned: bool) -> None:
+    """150 rows: some programs have several tiles, and rings of roles go round."""
+    compare(VARIANTS[variant], dtype, 150, turned=turned)
+
+
+# -- mutants ---------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "wait_group 0 made .read": (r"wait_group\s+0", "wait_group.read 0", "write-read"),
+    "no fence.proxy.async": (r"fence\.proxy\.async[\w.:]*\s*;", "", "no proxy fence"),
+    "no mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete[^;]*;", "", "write-read"),
+    "no bar.sync": (r"bar\.sync\s+0(, \d+)?;", "", "write-read"),
+    ".sys narrowed": (r"\.sys\b", ".gpu", "narrow scope"),
+    ".release relaxed": (r"(?<=sys)\.release\b", ".relaxed", "weak order"),
+}
+
+
+def races(configuration: dict[str, Any], pattern: str, by: str) -> set[str]:
+    changed = []
+
+    def rewrite(name: str, ptx: str) -> str:
+        mutant = re.sub(pattern, by, ptx)
+        changed.append(mutant != ptx)
+        return mutant
+
+    report = verify.races(step, 2, configuration, torch.bfloat16, arch=90, seeds=1, rewrite=rewrite)
+    assert any(changed) == bool(pattern)
+    return {finding.kind for finding in report.findings} | ({"error"} if report.errors else set())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("configuration", [BY_TMA, ROLES], ids=["tma", "roles"])
+def test_what_is_compiled_has_no_races(configuration: dict[str, Any]) -> None:
+    assert races(configuration, "", "") == set()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("configuration", [BY_TMA, ROLES], ids=["tma", "roles"])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_compiled_code_are_found(mutant: str, configuration: dict[str, Any]) -> None:
+    """Warps with roles that wait for no mbarrier arrive more often than one expects: that is an error."""
+    pattern, by, kind = MUTANTS[mutant]
+    runs_ahead = mutant == "no mbarrier wait" and configuration is ROLES
+    assert ("error" if runs_ahead else kind) in races(configuration, pattern, by)
