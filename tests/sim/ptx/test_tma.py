@@ -1,5 +1,6 @@
 """TMA, mbarriers and the async proxy, by hand-written PTX: values, and mutants that running finds."""
 
+import re
 from typing import Any
 
 import pytest
@@ -87,6 +88,23 @@ def test_what_tma_refuses() -> None:
         map = map_of(NUMBERS, swizzle, words)
         with pytest.raises(ValueError, match=match):
             interlace.run(launched, 1, LOADED, NUMBERS, map, place="ptx")
+
+
+def test_a_map_that_is_a_parameter() -> None:
+    """As host code gives it: 128 bytes, of which the kernel takes the address."""
+    found = torch.zeros(ROWS * COLUMNS + 64, dtype=torch.int32)
+    made = text(LOADED).replace(".u64 kernel_param_1", ".align 64 .b8 kernel_param_1[128]")
+    made = re.sub(r"ld.param.b64 (%rd\d), \[kernel_param_1\]", r"mov.b64 \1, kernel_param_1", made)
+    raw = map_of(NUMBERS).numpy().tobytes()
+
+    def on_rank(*given: Any) -> None:
+        default_group().place.announce(NUMBERS)
+        verify.launch_ptx(made, 1, found, *given, shared_bytes=2048)
+
+    interlace.run(on_rank, 1, raw, place="ptx", arch=90)
+    assert found[: ROWS * COLUMNS].tolist() == NUMBERS.flatten().tolist()
+    with pytest.raises(TypeError, match="kernel_param_1 is 128 bytes, and not 0"):
+        interlace.run(on_rank, 1, place="ptx", arch=90)
 
 
 def test_a_box_is_stored_and_reduced() -> None:
