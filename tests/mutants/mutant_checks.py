@@ -1,11 +1,13 @@
 """Run one check of ``interlace.verify`` on one mutant; used by the tests and by mutant_table.py."""
 
+import os
 import pathlib
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import entries
@@ -66,7 +68,9 @@ def _lint(case: Case, folder: pathlib.Path) -> list[str]:
         entry = next(entry for entry in entries(ARCH) if entry.kernel == kernel)
         module = entry.module.replace("interlace.kernels", case.mutant.package)
         chosen.append(replace(entry, module=module))
-    with importable(folder):
+    # the cache goes by the text of a kernel: it would give it the lines of another mutant's files
+    own_cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
+    with importable(folder), own_cache:
         reports = build(chosen, workers=1)
     return [text for report in reports for text in report.problems()]
 
