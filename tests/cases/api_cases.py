@@ -432,6 +432,12 @@ def all_reduce_coalesced(dtype: torch.dtype, op: str, async_op: bool) -> None:
     done(interlace.all_reduce_coalesced(xs, reduce_op(op), async_op=async_op), async_op)
     for x, each in zip(xs, terms, strict=True):
         near(x, reduced(op, each), f"all_reduce_coalesced {op} {dtype}")
+    whole = terms[2][rank].clone()
+    done(
+        interlace.all_reduce_coalesced([whole, whole[1:]], reduce_op(op), async_op=async_op),
+        async_op,
+    )
+    near(whole, reduced(op, terms[2]), f"all_reduce_coalesced of shared memory {op} {dtype}")
 
 
 def reduce_scatter_tensor_coalesced(dtype: torch.dtype, op: str, async_op: bool) -> None:

@@ -26,6 +26,8 @@ LISTS_OF_PROFILED_BACKENDS = (
 class InterlaceAsGloo(InterlaceProcessGroup):
     """Takes the arguments of ``ProcessGroupGloo``."""
 
+    create_device = dist.ProcessGroupGloo.create_device
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(store, rank, size, timeout, name="as gloo")
         self.options = SimpleNamespace(

@@ -30,13 +30,16 @@ import torch
 HERE = Path(__file__).parent
 STORED = HERE / "gloo_passes.json"
 WORLD_SIZES = ("2", "4")
-FILES = (  # of functional collectives, meshes, DTensor, tensor parallelism, FSDP2, checkpoints
+FILES = (  # of functional collectives, meshes, DTensor, tensor parallelism, FSDP2, checkpoints, optimizers
     "test_functional_api.py",
+    "test_c10d_functional_native.py",
     "test_device_mesh.py",
-    "tensor/test_*.py",
-    "tensor/parallel/test_*.py",
-    "_composable/fsdp/test_*.py",
-    "checkpoint/test_*.py",
+    "tensor/**/test_*.py",
+    "_composable/**/test_*.py",
+    "checkpoint/**/test_*.py",
+    "_shard/**/test_*.py",
+    "algorithms/**/test_*.py",
+    "optim/test_*.py",
 )
 LIMIT_SECONDS = 1800
 

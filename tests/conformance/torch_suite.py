@@ -21,7 +21,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 MESSAGE_LENGTH = 4000
-CPU_FOR_GPUS = ((r"\bcpu:gloo,cuda:nccl\b|\bnccl\b", "gloo"), (r"\bcuda\b(:(\d|\{.+?\}))?", "cpu"))
+CPU_FOR_GPUS = (  # in the text of a file
+    (r"\bcpu:gloo,cuda:nccl\b|\bnccl\b", "gloo"),
+    (r"\bBackend\.NCCL\b", "Backend.GLOO"),
+    (r"\.cuda\((\(\)|[^()])*\)|\.to\((self\.)?rank\)", ".cpu()"),
+    (r"\bdevice(_id)?=(self\.)?rank\b", r'device\1=torch.device("cpu")'),
+    (r"\bdevice_ids=\[[^]]*\]", "device_ids=None"),
+    (r"(?<!backends\.)\bcuda\b(:(\d|\{.+?\}))?", "cpu"),
+)
+GUARDS = (  # of tests that ask for GPUs
+    "skip_if_lt_x_gpu",
+    "nccl_skip_if_lt_x_gpu",
+    "require_n_gpus_for_nccl_backend",
+    "requires_nccl",
+)
 
 
 def name_of(test: unittest.TestCase) -> str:
@@ -110,14 +123,24 @@ def load(backend: str, what: str) -> unittest.TestSuite:
 def without_gpus() -> None:
     """Tests that are skipped for want of GPUs run on the CPU; those that name another device fail."""
     import torch
-    from torch.testing._internal import common_distributed, common_fsdp
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
+    from torch.testing._internal import common_cuda, common_distributed, common_fsdp
     from torch.testing._internal.distributed._shard import sharded_tensor
 
-    common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
-    common_distributed.requires_nccl = lambda: lambda test: test
+    def init_device_handle(*args: Any) -> Any:
+        """FSDP1 takes a CPU that it is told, and no other."""
+        return init_device_of_fsdp(*args[:-1], args[-1] or torch.device("cpu"))
+
+    init_device_of_fsdp, fsdp._init_device_handle = fsdp._init_device_handle, init_device_handle
+    for name in GUARDS:
+        setattr(common_distributed, name, lambda *_, **__: lambda test: test)
+    common_distributed.skip_if_no_gpu = lambda test: test
+    common_cuda.TEST_MULTIGPU = True
     sharded_tensor.with_comms.__defaults__ = (None, True, "gloo")
     common_fsdp.DEVICE_COUNT = 2
     torch.accelerator.device_count = torch.cpu.device_count = lambda: 4
+    torch.cpu.current_device = lambda: torch.device("cpu")
+    torch.cpu.manual_seed = torch.manual_seed
 
 
 def of_file(file: Path) -> unittest.TestSuite:

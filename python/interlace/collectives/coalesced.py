@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import dense
+from interlace.arguments import checks, dense
+from interlace.arguments.forms import disjoint
 from interlace.arguments.words import AnyReduceOp
 from interlace.collectives import rootless
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
 
@@ -37,6 +39,28 @@ def _together(
     return start, [tensor for _, outputs, _ in prepared for tensor in outputs], whole
 
 
+def _read_first(
+    communicator: Communicator,
+    prepared: PreparedCall,
+    together: Callable[[list[torch.Tensor]], PreparedCall],
+) -> PreparedCall:
+    """``prepared`` of tensors that are reduced in place; of copies if two share memory, as torch has it."""
+    _, outputs, _ = prepared
+    tensors = [checks.imported("tensors", each) for each in outputs]
+    if disjoint(tensors):
+        return prepared
+    copies = [torch.empty_like(each) for each in tensors]
+    begin, _, call = together(copies)
+
+    def start() -> Event | None:
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        event: Any = begin()
+        return dense.copied_back(communicator, tensors, copies, event)
+
+    return start, outputs, call
+
+
 def _of_lists(
     name: str, names: Sequence[str], checked: Callable[..., PreparedCall]
 ) -> Callable[..., Work | None]:
@@ -51,10 +75,15 @@ def _of_lists(
             raise ValueError(
                 f"{name}: {names[0]} has {len(lists[0])} entries, {names[-1]} has {len(lists[-1])}"
             )
-        entries = zip(*lists, strict=True)
-        return _together(
-            communicator, name, [checked(communicator, *entry, *options) for entry in entries]
-        )
+
+        def together(*lists: Any) -> PreparedCall:
+            entries = zip(*lists, strict=True)
+            return _together(
+                communicator, name, [checked(communicator, *entry, *options) for entry in entries]
+            )
+
+        prepared = together(*lists)
+        return prepared if len(lists) > 1 else _read_first(communicator, prepared, together)
 
     return internal_form(name, check, names=(*names, "op"))
 
@@ -81,8 +110,9 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """:func:`interlace.all_reduce` of each of ``tensors``, which may differ in shape and dtype.
 
-    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
-    any data moves. Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
+    Where two of ``tensors`` share memory, all are read before one is written. Returns None, or a
+    :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+    Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
 
     >>> def on_rank():
     ...     tensors = [torch.ones(1), torch.arange(2)]
