@@ -33,6 +33,7 @@ WORLD_SIZES = ("2", "4")
 FILES = (  # of functional collectives, meshes, DTensor, tensor parallelism, FSDP2, checkpoints, optimizers
     "test_functional_api.py",
     "test_c10d_functional_native.py",
+    "test_c10d_object_collectives.py",
     "test_device_mesh.py",
     "tensor/**/test_*.py",
     "_composable/**/test_*.py",
