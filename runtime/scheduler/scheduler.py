@@ -248,8 +248,8 @@ class Scheduler(ProgramHooks):
 
         timer = threading.Timer(self._timeout + GRACE, bark)
         timer.daemon = True
-        timer.start()
         try:
+            timer.start()  # in here: Ctrl-C may not leave it behind, to bark at what comes later
             yield
         finally:
             with lock:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -102,3 +103,19 @@ def test_triton_imported_first_says_what_to_do() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1 and "import interlace first" in done.stderr
+
+
+def test_ctrl_c_while_a_run_begins_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would raise in whatever this thread does when the run's time is over."""
+    timers, start = [], threading.Timer.start
+
+    def interrupted(timer: threading.Timer) -> None:
+        start(timer)
+        timers.append(timer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interlace.run(interlace.get_rank, 1)
+    (timer,) = timers
+    assert timer.finished.is_set()
