@@ -199,7 +199,8 @@ def faults(each: Public) -> list[str]:
     for name in ERROR.findall(text):
         if not any(hasattr(place, name) for place in (builtins, interlace, module, torch)):
             found.append(f"names {name}, which is nowhere")
-    by_model = place in BY_MODEL or hasattr(MODELS.get(place), last)
+    model = getattr(MODELS.get(place), last, None)  # a module of that name is none
+    by_model = place in BY_MODEL or callable(model)
     if by_model and not error and not SOURCE.search(text):
         found.append("does not say where its semantics come from")
     return found
