@@ -15,13 +15,17 @@ CLOCK_STEP = 1000
 
 @dataclass(eq=False)
 class PtxSession:
-    """State that all threads of a session share. ``barrier``: the last that some met at, and of how many
-    threads it is, 0 for all."""
+    """State that all threads of a session share.
+
+    ``barrier``: the last that some came to, and of how many threads it is, 0 for all; ``counted``: what it
+    gives them when all have met.
+    """
 
     builder: Any
     hooks: Any
     clock: int = 0
     barrier: tuple[int, int] = (0, 0)
+    counted: Callable[[Any], None] | None = None
 
     def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
         """Of programs that have shared memory."""

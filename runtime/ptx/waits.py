@@ -5,6 +5,7 @@ between the others is nothing; where a whole kernel is run, observers are told o
 """
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from interlace.runtime.ptx.memory import SCOPES
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES
 
-BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT = -1, -2, -3
+BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
 """What the action of a barrier returns; the threads meet in ``threads.py`` and ``machine.py``."""
 
 WAITS, builds = builders()
@@ -58,8 +59,10 @@ def build_barrier(instruction: Instruction) -> Action:
     if not warp:
         instruction.flag("cta")
         instruction.flag("aligned")
-    if not instruction.flag("sync"):
+    form = instruction.choose("sync") if warp else instruction.choose("sync", "arrive", "red")
+    if form is None or (form != "sync" and instruction.symbols is None):
         raise instruction.unknown(f"'{instruction.opcode}'", ["bar.sync", "bar.warp.sync"])
+    counted = _counted(instruction) if form == "red" else None
     instruction.finish(*((1,) if warp else (1, 2)))
     reads = [instruction.reader(operand, TYPES["u32"]) for operand in instruction.operands]
     instruction.members = reads[0] if warp else None
@@ -73,9 +76,25 @@ def build_barrier(instruction: Instruction) -> Action:
                 f"only barriers of all threads are known, which are taken to be {threads.block}"
             )
         threads.session.barrier = number, 0 if count == threads.block else count
-        return BLOCK_BARRIER
+        threads.session.counted = counted
+        return ARRIVAL if form == "arrive" else BLOCK_BARRIER
 
     return barrier
+
+
+def _counted(instruction: Instruction) -> Callable[[Threads], None]:
+    """What ``bar.red`` gives the threads that have met, of the predicates of all of them."""
+    name = instruction.choose("popc", "and", "or")
+    kind = instruction.take_type(("u32",) if name == "popc" else ("pred",))
+    target, *instruction.operands, given = instruction.operands
+    write, read = instruction.writer(target, kind), instruction.reader(given, TYPES["pred"])
+
+    def count(threads: Threads) -> None:
+        values = threads.active(read(threads))
+        total = values.sum(dtype=np.uint32) if name == "popc" else values.any()
+        write(threads, np.bool_(values.all()) if name == "and" else total)
+
+    return count
 
 
 def _of_a_cluster(instruction: Instruction) -> Action:

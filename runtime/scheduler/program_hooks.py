@@ -159,6 +159,12 @@ class ProgramHooks:
             self.progress()
         self.observer.on_fence(self.current, sem, scope, threads)
 
+    def arrival(self, barrier: int, threads: Any) -> None:
+        """Threads come to a barrier that others may wait at."""
+        if self.buffers is not None:
+            self.buffers.barrier(self.current, threads)
+        self.observer.on_arrival(self.current, barrier, threads)
+
     def proxy_fence(self, threads: Any) -> None:
         self.tell("on_proxy_fence", threads)
 

@@ -26,7 +26,7 @@ from interlace.runtime.ptx.machine.module import PtxKernel
 from interlace.runtime.ptx.machine.shared import PtxProgram
 from interlace.runtime.ptx.machine.warps import complete
 from interlace.runtime.ptx.special import WARP, Threads
-from interlace.runtime.ptx.waits import BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
+from interlace.runtime.ptx.waits import ARRIVAL, BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
 
 POISON = 0xA5  # what shared memory holds before the program writes it
 APART = 1 / 8  # of the intervals between barriers, those in which warps go apart
@@ -83,6 +83,7 @@ class PtxMachine:
         self.threads = Threads(self.program, registers, numbers, count, told_apart=True)
         self.step = kernel.steps[0]
         self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
+        self._arrived: dict[int, int] = {}  # by number of a barrier
         self._random = self.program.draw
 
     def run(self) -> None:
@@ -227,6 +228,9 @@ class PtxMachine:
         """Whether ``group`` goes on after an instruction that orders or waits."""
         if event == BLOCK_BARRIER:
             return self._meet(group)
+        if event == ARRIVAL:
+            self._arrive(taken)
+            return True
         if event == WARP_BARRIER:
             numbers = self.threads.numbers[taken]
             for warp in np.unique(numbers // WARP):
@@ -239,18 +243,40 @@ class PtxMachine:
     def _meet(self, group: _ThreadGroup) -> bool:
         """At a barrier: whether ``group`` goes on, because all threads that it is for are there."""
         group.waits, group.barrier = True, self.program.barrier
-        number, count = group.barrier
+        alone = len(self._groups) == 1
+        if not self._let_go():
+            return False
+        self._merge()
+        self._perhaps_part()
+        return alone and self._groups == [group]
+
+    def _arrive(self, mask: Any) -> None:
+        """At a barrier that these threads do not wait for."""
+        number = self.program.barrier[0]
+        self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
+        self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
+        self._let_go()
+
+    def _let_go(self) -> bool:
+        """Whether all are at the last barrier that somebody came to; those who wait there go on then."""
+        number, count = self.program.barrier
         there = [each for each in self._groups if each.barrier and each.barrier[0] == number]
         everyone = sum(each.count for each in self._groups)
-        if sum(each.count for each in there) < (count or everyone):
+        arrived = self._arrived.get(number, 0)
+        if sum(each.count for each in there) + arrived < (count or everyone):
             return False
-        masks = np.logical_or.reduce([each.mask for each in there])
-        self.program.hooks.barrier(self.threads.numbers[masks] if count else None)
-        alone = len(self._groups) == 1
+        self.threads.mask = np.logical_or.reduce([each.mask for each in there])
+        hooks, numbers = self.program.hooks, self.threads.numbers[self.threads.mask]
+        if self._arrived.pop(number, 0):
+            hooks.arrival(-1 - number, numbers)
+            hooks.tell("on_phase", -1 - number)
+            hooks.tell("on_awaited", -1 - number, numbers)
+        else:
+            hooks.barrier(numbers if count else None)
+        if self.program.counted is not None:
+            self.program.counted(self.threads)
         for each in there:
             each.waits, each.barrier = False, None
             each.rounds = each.team = 0
             each.at += 1
-        self._merge()
-        self._perhaps_part()
-        return alone and self._groups == [group]
+        return True

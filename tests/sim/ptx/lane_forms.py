@@ -61,6 +61,12 @@ OF_LANES = [
         f"{P_ODD} mov.b32 %r3, 9; @%p1 elect.sync %r3|%p2, {ODD};",
         [1 if i % 2 else 9 for i in LANES],
     ),
+    LaneForm(f"{P_ODD} bar.red.popc.u32 %r3, 0, %p1;", [16] * 32),
+    LaneForm(
+        f"{P_ODD} barrier.cta.red.and.pred %p2, 1, 32, %p1; selp.b32 %r3, 1, 0, %p2;", [0] * 32
+    ),
+    LaneForm(f"{P_ODD} bar.red.or.pred %p2, 2, !%p1; selp.b32 %r3, 1, 0, %p2;", [1] * 32),
+    LaneForm("bar.sync 3, 32; barrier.sync.aligned 0; mov.b32 %r3, 7;", [7] * 32, DISTRIBUTED),
     LaneForm("redux.sync.add.s32 %r3, %r2, -1;", [sum(GIVEN) % 2**32] * 32),
     LaneForm("redux.sync.max.u32 %r3, %r2, -1;", [max(GIVEN)] * 32),
     LaneForm("redux.sync.xor.b32 %r3, %r1, -1;", [0] * 32),
