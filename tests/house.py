@@ -41,19 +41,22 @@ FOLDERS = {
     "runtime/places/one_host": "runtime/compat runtime/core runtime/record",
     "runtime/places/shm/machine_code": "",
     "runtime/scheduler": "runtime/core runtime/interpreter",
-    "runtime/places/shm": (
-        "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
-        "runtime/places/shm/machine_code runtime/record runtime/scheduler"
-    ),
-    "runtime/places/hosts": (
-        "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm "
-        "runtime/record"
-    ),
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
     "runtime/compiler/lint": "runtime/core runtime/tuning",
     "runtime/compiler": (
         "runtime/algorithms runtime/compat runtime/compiler/lint runtime/core runtime/tuning"
+    ),
+    "runtime/programs": (
+        "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/scheduler"
+    ),
+    "runtime/places/shm": (
+        "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
+        "runtime/places/shm/machine_code runtime/programs runtime/record runtime/scheduler"
+    ),
+    "runtime/places/hosts": (
+        "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm "
+        "runtime/record"
     ),
     "runtime/compiler/bundle": "runtime/compiler runtime/core runtime/tuning",
     "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
@@ -66,8 +69,7 @@ FOLDERS = {
         "runtime/places/cuda_processes"
     ),
     "runtime/places/sim": (
-        "runtime/compat runtime/compiler runtime/core runtime/engines runtime/ptx "
-        "runtime/ptx/machine runtime/scheduler"
+        "runtime/compat runtime/core runtime/engines runtime/programs runtime/ptx runtime/scheduler"
     ),
     "runtime/start": (
         "runtime/compat runtime/core runtime/places/cuda runtime/places/cuda_processes "
@@ -136,15 +138,17 @@ FOLDERS = {
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (
-        "interlace runtime/core runtime/interpreter runtime/places/sim runtime/scheduler runtime/start"
+        "interlace runtime/core runtime/interpreter runtime/places/sim runtime/programs "
+        "runtime/scheduler runtime/start"
     ),
     "interlace/verify/race_check": (
         "interlace interlace/verify/lint_check interlace/verify/schedule_check "
-        "runtime/core runtime/interpreter runtime/places/sim runtime/scheduler"
+        "runtime/core runtime/interpreter runtime/places/sim runtime/programs runtime/scheduler"
     ),
     "interlace/verify": (
         "interlace/groups interlace/verify/lint_check interlace/verify/protocols "
-        "interlace/verify/race_check interlace/verify/schedule_check runtime/places/sim"
+        "interlace/verify/race_check interlace/verify/schedule_check runtime/places/sim "
+        "runtime/programs"
     ),
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (
@@ -159,7 +163,7 @@ FOLDERS = {
     ),
     "interlace/verify/shims": (
         "face interlace/groups interlace/process_group interlace/symmetric_memory "
-        "runtime/compat runtime/compiler runtime/core runtime/places/sim"
+        "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
     ),
     "interlace/verify/suite": (
         "face interlace/groups interlace/verify/lint_check "

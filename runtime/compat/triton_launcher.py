@@ -60,6 +60,24 @@ def ready_to_compile() -> None:
         triton_key()
 
 
+@contextmanager
+def without_machine_code() -> Iterator[None]:
+    """Within the block compiling ends with PTX: no ``ptxas``, and what is called need be nowhere."""
+
+    def change(backend: Any = None, stages: Any = None, *rest: Any) -> Any:
+        if stages is None:
+            return "ptx only", "ptx only"  # what Triton's cache is to tell apart
+        stages["cubin"] = lambda ptx, metadata: b""
+        return None
+
+    before = knobs.runtime.add_stages_inspection_hook
+    knobs.runtime.add_stages_inspection_hook = change
+    try:
+        yield
+    finally:
+        knobs.runtime.add_stages_inspection_hook = before
+
+
 def cached(digest: str) -> Any:
     from triton.runtime.cache import get_cache_manager
 

@@ -2,9 +2,11 @@
 
 In a process that interprets kernels, ``@triton.jit`` has already made interpreted functions of them, so
 others compile: ``server.py``, without ``TRITON_INTERPRET``, and forks of it. They end with the call, also
-when it is interrupted; should this process be killed, they end when they find their input closed.
+when it is interrupted; should this process be killed, they end when they find their input closed. But what
+kernels are run by is compiled one at a time, by a server that stays for the next.
 """
 
+import atexit
 import contextlib
 import os
 import pathlib
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.compiler.server import ended_with
@@ -33,57 +36,107 @@ def compile_all(
     ``workers``: how many at a time, one per core by default. ``on_result`` is called with the number of
     each request as it is done, in the caller's thread.
     """
-    if os.environ.get(COMPILING):
-        raise ReenteredError(
-            "a file that is loaded for its kernel compiles kernels before it defines that one"
-        )
+    _refuse_reentry()
     results: dict[int, Measurement] = {}
     count = min(len(requests), workers or os.cpu_count() or 1)
     while len(results) < len(requests):  # a file that ends the server is one result
         left = [index for index in range(len(requests)) if index not in results]
-        for place, measurement in _compiled([requests[index] for index in left], count):
-            results[left[place]] = measurement
-            on_result(left[place], measurement)
+        with contextlib.closing(_Server(count)) as server:
+            for place, measurement in server.compiled([requests[index] for index in left]):
+                results[left[place]] = measurement
+                on_result(left[place], measurement)
     return [results[index] for index in range(len(requests))]
 
 
-def _compiled(requests: Sequence[Compilation], count: int) -> Iterator[tuple[int, Measurement]]:
-    """What a server makes of ``requests``, until it has ended by itself: then that of the last file."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    settings = {
-        "TRITON_INTERPRET": "0",
-        "TRITON_DISABLE_LINE_INFO": "0",
-        "PYTHONPATH": paths,
-        COMPILING: "1",
-    }
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(
+def compile_one(request: Compilation) -> Measurement:
+    """The same of one request, by the server that stays while nothing changes that it has loaded."""
+    global _staying
+    _refuse_reentry()
+    path = os.path.realpath(request.path)
+    # a forked process must not read what another one's server answers
+    fits = os.getpid(), os.getcwd(), tuple(sys.path), repr(request.stand_ins)
+    read_at = os.stat(path).st_mtime_ns
+    if _staying is None or _staying.fits != fits or _staying.files.get(path, read_at) != read_at:
+        _end_staying()
+        _staying = _Server(1, fits)
+    _staying.files[path] = read_at
+    try:
+        ((_, measurement),) = _staying.compiled([request])
+    except BaseException:  # an interrupt: an answer is to come that nobody would ask for
+        _end_staying()
+        raise
+    if _staying.process.poll() is not None:
+        _end_staying()
+    return measurement
+
+
+@atexit.register
+def _end_staying() -> None:
+    global _staying
+    if _staying is not None and _staying.fits[0] == os.getpid():
+        _staying.close()
+    _staying = None
+
+
+def _refuse_reentry() -> None:
+    if os.environ.get(COMPILING):
+        raise ReenteredError(
+            "a file that is loaded for its kernel compiles kernels before it defines that one"
+        )
+
+
+class _Server:
+    """A compiling process.
+
+    Of one that stays, ``fits``: what it was started for; ``files``: when what it loaded was changed last.
+    """
+
+    def __init__(self, count: int, fits: tuple[Any, ...] = ()) -> None:
+        self.fits = fits
+        self.files: dict[str, int] = {}
+        settings = {
+            "TRITON_INTERPRET": "0",
+            "TRITON_DISABLE_LINE_INFO": "0",
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            COMPILING: "1",
+        }
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # outlives this function
+        self.process = subprocess.Popen(
             [sys.executable, str(_PROGRAM), str(count)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=self._said,
             env={**os.environ, **settings},
             start_new_session=True,  # to be ended together with its forks
-        ) as server,
-    ):
+        )
+
+    def compiled(self, requests: Sequence[Compilation]) -> Iterator[tuple[int, Measurement]]:
+        """What it makes of ``requests``, until it has ended by itself: then that of the last file."""
+        server = self.process
         assert server.stdin and server.stdout
         done, loading = 0, 0
-        try:
-            with contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):
-                pickle.dump(requests, server.stdin)
-                server.stdin.flush()
-                while done < len(requests):
-                    index, measurement = pickle.load(server.stdout)
-                    if measurement is None:
-                        loading = index
-                    else:
-                        done += 1
-                        yield index, measurement
-            if done < len(requests):
-                said.seek(0)
-                words = said.read().decode(errors="replace")
-                yield loading, Measurement(error=ended_with(server.wait(), words))
-        finally:
-            with contextlib.suppress(ProcessLookupError, BrokenPipeError):
-                os.killpg(server.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError, EOFError, pickle.UnpicklingError):
+            pickle.dump(requests, server.stdin)
+            server.stdin.flush()
+            while done < len(requests):
+                index, measurement = pickle.load(server.stdout)
+                if measurement is None:
+                    loading = index
+                else:
+                    done += 1
+                    yield index, measurement
+        if done < len(requests):
+            self._said.seek(0)
+            words = self._said.read().decode(errors="replace")
+            yield loading, Measurement(error=ended_with(server.wait(), words))
+
+    def close(self) -> None:
+        """End it, and its forks."""
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError), self.process:
+            pass
+        self._said.close()
+
+
+_staying: _Server | None = None

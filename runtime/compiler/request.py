@@ -38,8 +38,9 @@ class Compilation:
     ``ignore`` names rules that do not apply. With ``artifacts``, the SASS and how to launch it are
     left in files of that name (``artifacts.py``). ``libraries`` are paths of bitcode by name; what
     is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
-    thread; 0 leaves it to ptxas. ``absent`` are packages that the file may import and that are not there:
-    those for which something stands in this process.
+    thread; 0 leaves it to ptxas. ``to_run``: only PTX is wanted, to be run on a CPU. ``stand_ins``:
+    modules that stand for others when the file is imported (``compat/stand_ins.py``). ``absent`` are
+    packages that it may import and that are not there: those for which something stands in this process.
     """
 
     module: str
@@ -55,6 +56,8 @@ class Compilation:
     artifacts: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
     max_registers: int = 0
+    to_run: bool = False
+    stand_ins: dict[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = field(default_factory=lambda: tuple(STOOD_FOR), compare=False)
 
 
@@ -81,6 +84,7 @@ class Measurement:
 
     ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` and ``tensor_cores`` count
     instructions. ``error`` is set if it did not compile, and then only ``where`` and ``seconds`` with it.
+    Of what is to be run there is only ``ptx``, with ``scratch`` bytes of global memory for each program.
     """
 
     registers: int = 0
@@ -93,6 +97,8 @@ class Measurement:
     where: SourceText = NOWHERE
     seconds: float = 0.0
     loops: tuple[Loop, ...] = ()
+    ptx: str = ""
+    scratch: int = 0
 
 
 def jitted_function(kernel: Any) -> Any:

@@ -119,5 +119,5 @@ def main() -> None:
     answers_fd = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(answers_fd, "wb") as answers, os.fdopen(0, "rb", closefd=False) as asked:
-        if asked.peek(1):
+        while asked.peek(1):
             serve(asked, answers, int(sys.argv[1]))

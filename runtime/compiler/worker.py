@@ -21,7 +21,14 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from interlace.runtime.compat.triton_launcher import cached, compiled, knobs, tool
+from interlace.runtime.compat.stand_ins import installed
+from interlace.runtime.compat.triton_launcher import (
+    cached,
+    compiled,
+    knobs,
+    tool,
+    without_machine_code,
+)
 from interlace.runtime.compiler import artifacts
 from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.faults import NOWHERE, selected
@@ -172,7 +179,19 @@ def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
     }
 
 
+def _to_run(request: Compilation) -> Measurement:
+    with without_machine_code(), installed(request.stand_ins):
+        kernel = compile_kernel(request)
+    metadata = kernel.metadata
+    if metadata.num_ctas != 1 or metadata.tensordesc_meta:
+        raise NotImplementedError("clusters and tensor descriptors as arguments are not run")
+    scratch = int(metadata.global_scratch_size)
+    return Measurement(shared=int(metadata.shared), ptx=kernel.asm["ptx"], scratch=scratch)
+
+
 def measure(request: Compilation) -> Measurement:
+    if request.to_run:
+        return _to_run(request)
     kernel = compile_kernel(request)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -243,7 +262,8 @@ def _refused(request: Compilation, error: BaseException) -> SourceText:
 def refused_file(request: Compilation) -> Measurement | None:
     """Load the file of ``request``; what came of it if it cannot be."""
     try:
-        load(request)
+        with installed(request.stand_ins):
+            load(request)
     except (Exception, ReenteredError) as error:
         return Measurement(error=_describe(error), where=_refused(request, error))
     return None

@@ -269,7 +269,7 @@ def split(text: str) -> list[str]:
     """Operands, which commas separate outside of brackets."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
-        depth += (character in "[{") - (character in "]}")
+        depth += (character in "[{(") - (character in "]})")
         if character == "," and not depth:
             parts.append(text[start:at].strip())
             start = at + 1

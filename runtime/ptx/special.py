@@ -1,5 +1,6 @@
 """The threads that run inline PTX, and the special registers that they read."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +8,6 @@ from typing import Any
 import numpy as np
 
 WARP = 32
-THREADS = 128
-"""What ``%ntid.x`` says: the threads of four warps, which is Triton's default."""
 CLOCK_STEP = 1000
 """A read of a clock takes so long, in cycles or nanoseconds: no real clock enters a schedule."""
 
@@ -46,7 +45,7 @@ class Threads:
     session: Any  # a PtxSession, or a PtxProgram
     registers: list[Any]
     numbers: Any
-    block: int = THREADS
+    block: int = 1
     mask: Any = None
     alone: bool = False
     told_apart: bool = False
@@ -151,5 +150,20 @@ for _axis, _letter in enumerate("xyz"):
     SPECIAL.setdefault(f"%tid.{_letter}", constant(U32(0)))
     SPECIAL.setdefault(f"%ntid.{_letter}", constant(U32(1)))
 
-OF_THREADS = tuple(n for n in SPECIAL if n.startswith(("%tid", "%lane", "%warpid")))
-"""Special registers in which the threads of a program differ."""
+_BY_THREADS = re.compile(
+    r"%(n?tid|laneid|n?warpid|lanemask)\w*|\b(elect|shfl|vote|activemask|redux)\b|\bmatch\.(any|all)\b|"
+    r"\b(atom|red)\.(?!\s)|\bbar(rier)?(\.cta)?\.(warp|arrive|red)\b|"
+    r"\bbar(rier)?(\.cta)?\.sync(\.aligned)?\s+\w+\s*,"
+)
+_LOOP, _STORE = re.compile(r"\bbra\b"), re.compile(r"\bst\.(?!\s)")
+
+
+def by_threads(text: str) -> str:
+    """What of a piece of PTX makes threads differ, or count, or wait for each other; empty if nothing does.
+
+    One that adds does so once for each thread; in a loop that stores, one waits for what another does.
+    """
+    found = _BY_THREADS.search(text)
+    if found is None:
+        return "st ... bra" if _LOOP.search(text) and _STORE.search(text) else ""
+    return found[0]

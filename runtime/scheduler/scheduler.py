@@ -394,9 +394,10 @@ def run_interpreted(
     idle: Callable[[errors.BlockedWait], None],
     *,
     observer: Observer | None = None,
+    programs: Programs = interpreted,
 ) -> None:
     """Run a kernel to its end in this thread; ``idle`` is called while all programs wait for peers."""
-    scheduler = Scheduler(idle=idle, observer=observer)
+    scheduler = Scheduler(idle=idle, observer=observer, programs=programs)
     scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank))
     try:
         scheduler.run()

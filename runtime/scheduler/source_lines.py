@@ -1,5 +1,6 @@
 """Source lines of programs and of user code, from the frames they are suspended in."""
 
+import functools
 import linecache
 import os
 import re
@@ -38,6 +39,8 @@ def polling(task: Task, seen: int | None, address: int | None, memory: Allocatio
         if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
             where = SourceText(f"{where}, inline PTX: {text}", where.frames)
             break
+    if not frames:
+        where = next(iter(_ptx_lines(suspended)), where)
     return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
 
 
@@ -120,12 +123,26 @@ def _ptx_lines(frame: Any) -> tuple[SourceText, ...]:
     """The line that the machine at or above ``frame`` runs, if there is one."""
     for each in outwards(frame):
         if each.f_globals.get("__name__", "").endswith(".ptx.machine.machine"):
-            text, place = each.f_locals["self"].where()
-            if place is None:
+            text, places = each.f_locals["self"].where()
+            if not places:
                 return (SourceText(text),)
-            path, number = place
-            return (SourceText(f"{os.path.basename(path)}:{number}, {text}", (place,)),)
+            return tuple(
+                SourceText(f"{os.path.basename(place[0])}:{place[1]}{_function(*place)}", (place,))
+                for place in places
+            )
     return ()
+
+
+@functools.cache
+def _function(path: str, number: int) -> str:
+    """The text " in f", for the function f that a line of a file is in, by how far it is indented."""
+    *before, last = linecache.getlines(path)[:number] or [""]
+    indent = len(last) - len(last.lstrip())
+    for line in reversed(before):
+        found = re.match(r"(\s*)def (\w+)", line)
+        if found and len(found[1]) < indent:
+            return f" in {found[2]}"
+    return ""
 
 
 def _scalar(value: Any) -> int | None:

@@ -39,7 +39,8 @@ DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)
 @dataclass(eq=False)
 class _PendingStore:
     """Part of one store. ``scalar``: by the one thread that also releases; ``ordered``: a barrier has
-    come after it; ``rank_only``: visible to the own rank. ``threads``: that of each element, if known."""
+    come after it; ``rank_only``: visible to the own rank. ``threads``: that of each element, if known;
+    ``met``: those that have met after it."""
 
     task: Task
     addresses: Any
@@ -48,6 +49,7 @@ class _PendingStore:
     threads: Any = None
     ordered: bool = False
     rank_only: bool = False
+    met: Any = None
     low: int = field(init=False)
     high: int = field(init=False)  # the byte after the last
 
@@ -57,9 +59,11 @@ class _PendingStore:
         self.high = int(self.addresses.max()) + self.values.dtype.itemsize
 
     def own(self, threads: Any) -> bool:
-        """Whether it is by ``threads`` alone."""
-        known = threads is not None and self.threads is not None
-        return known and bool(np.isin(self.threads, threads).all())
+        """Whether it is by ``threads`` alone, or comes before whatever one of them does."""
+        if threads is None or self.threads is None:
+            return False
+        met = self.met is not None and bool(np.isin(threads, self.met).any())
+        return met or bool(np.isin(self.threads, threads).all())
 
     def perform(self) -> None:
         size = self.values.dtype.itemsize
@@ -113,9 +117,13 @@ class StoreBuffers:
 
     def barrier(self, task: Task, threads: Any = None) -> None:
         """Order what all threads, or ``threads``, stored before whatever any of them does next."""
+        if threads is not None:
+            self._split(task, threads)
         for pending in self._pending:
-            if pending.task is task and (threads is None or pending.own(threads)):
+            if pending.task is task and threads is None:
                 pending.ordered = True
+            elif pending.task is task and pending.own(threads):
+                pending.met = threads
 
     def release(
         self, task: Task, scope: str, *, each_thread: bool = False, threads: Any = None
@@ -142,7 +150,8 @@ class StoreBuffers:
         """Part what ``threads`` have stored from what others have."""
         parted = []
         for pending in self._pending:
-            whole = pending.task is not task or pending.ordered or pending.threads is None
+            whole = pending.task is not task or pending.ordered or pending.own(threads)
+            whole = whole or pending.threads is None
             own = np.isin(pending.threads, [] if whole else threads)
             if whole or own.all() or not own.any():
                 parted.append(pending)

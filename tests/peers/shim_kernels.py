@@ -62,9 +62,10 @@ def nvshmem_kernel(numbers, counts, BLOCK: tl.constexpr):
     pe = 1 - libshmem_device.my_pe()
     libshmem_device.putmem(numbers + BLOCK, numbers, 4 * BLOCK, pe)
     libshmem_device.int_p(numbers + 2 * BLOCK, 9 + pe, pe)
-    libshmem_device.signal_op(counts, 2, 10, pe)
-    libshmem_device.signal_op(counts, 3, libshmem_device.NVSHMEM_SIGNAL_ADD, pe)
-    libshmem_device.signal_wait_until(counts, 5, 5)
+    if tid(0) == 0:
+        libshmem_device.signal_op(counts, 2, 10, pe)
+    libshmem_device.signal_op(counts, 3, libshmem_device.NVSHMEM_SIGNAL_ADD, pe)  # all threads
+    libshmem_device.signal_wait_until(counts, 5, 2 + 3 * 128)
     libshmem_device.barrier_all()
     nvshmem.get(numbers + 3 * BLOCK, numbers + BLOCK, BLOCK, pe)
     nvshmem.putmem_signal_block(numbers + 4 * BLOCK, numbers, 4 * BLOCK, counts + 1, 1, 9, pe)

@@ -109,12 +109,24 @@ MUTANTS = [
     ),
     (
         TWO_SHOTS,
-        ("weak order",),
+        ("weak order", "write-read"),
         "the meeting before the sums acquires nothing",
         (
             "AFTER_STORES=True, BEFORE_LOADS=True)\n    total = tl.zeros((BLOCK,)",
             "AFTER_STORES=True, BEFORE_LOADS=False)\n    total = tl.zeros((BLOCK,)",
         ),
+    ),
+    (
+        TUPLE,
+        ("no barrier",),
+        "threads that signal do not wait for those that store",
+        ("    if AFTER_STORES:\n        tl.debug_barrier()\n", ""),
+    ),
+    (
+        TUPLE,
+        ("no barrier", "write-read"),
+        "threads that load do not wait for those that wait",
+        ("    if BEFORE_LOADS:\n        tl.debug_barrier()\n", ""),
     ),
     (
         PROGRESS,

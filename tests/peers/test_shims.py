@@ -47,8 +47,8 @@ def test_nvshmem() -> None:
     low, high = [0, 1, 2, 3], [10, 11, 12, 13]
     # what a rank gets from its peer is what it has put there itself
     assert run("by_nvshmem") == [
-        (low + high + [9, 0, 0, 0] + low + high, [5, 1]),
-        (high + low + [10, 0, 0, 0] + high + low, [5, 1]),
+        (low + high + [9, 0, 0, 0] + low + high, [2 + 3 * 128, 1]),
+        (high + low + [10, 0, 0, 0] + high + low, [2 + 3 * 128, 1]),
     ]
 
 

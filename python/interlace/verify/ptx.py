@@ -3,8 +3,8 @@
 from typing import Any
 
 from interlace.groups.groups import default_group
-from interlace.runtime.places.sim.compiled import PtxSource
 from interlace.runtime.places.sim.place import SimPlace
+from interlace.runtime.programs.compiled import PtxSource
 
 
 def launch_ptx(ptx: str, grid: int | tuple[int, ...], *values: Any, shared_bytes: int = 0) -> None:

@@ -40,9 +40,10 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.engines.nodes import on_streams
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
+from interlace.runtime.programs.choice import programs
 from interlace.runtime.ptx import multicast
 from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import Programs, Scheduler, TaskFailed, interpreted
+from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
 from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
 
 COPY_PIECES = 3
@@ -456,11 +457,7 @@ def run_sim(
     With ``arch``, 80 for sm_80, kernels are compiled for that, and their PTX is run.
     """
     if scheduler is None:
-        made: Programs = interpreted
-        if arch is not None:
-            from interlace.runtime.places.sim.compiled import programs  # few need it
-
-            made = programs(arch)
+        made = programs(arch)
         scheduler = Scheduler(seed, timeout=timeout, observer=trace.current(), programs=made)
     world = SimWorld(scheduler)
     results: list[Any] = [None] * world_size

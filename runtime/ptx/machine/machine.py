@@ -22,7 +22,7 @@ import numpy as np
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Instruction
 from interlace.runtime.ptx.machine.bulk_copies import finish
-from interlace.runtime.ptx.machine.module import PtxKernel
+from interlace.runtime.ptx.machine.module import PtxKernel, SourcePlace
 from interlace.runtime.ptx.machine.shared import PtxProgram
 from interlace.runtime.ptx.machine.warps import complete
 from interlace.runtime.ptx.special import WARP, Threads
@@ -94,10 +94,12 @@ class PtxMachine:
                 self._go_on(self._next())
         finish(self.program)
 
-    def where(self) -> tuple[str, tuple[str, int] | None]:
-        """The instruction that runs, as text, and the line of the source that it is from."""
-        text = f"line {self.step.line} of the PTX of {self.kernel.name}: {self.step.text}"
-        return text, self.kernel.places.get(self.step.line)
+    def where(self) -> tuple[str, tuple[SourcePlace, ...]]:
+        """The instruction that runs, and the lines of the source that it is from, innermost first."""
+        places = self.kernel.places.get(self.step.line, ())
+        if places:
+            return self.step.opcode, places
+        return f"line {self.step.line} of the PTX of {self.kernel.name}: {self.step.text}", ()
 
     # -- groups ------------------------------------------------------------------------------------
 

@@ -5,12 +5,14 @@ order of blocks is that in which divergent threads are run: a loop before what f
 who leave it early wait there for the others.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.bits import BIT_OPERATIONS
+from interlace.runtime.ptx.calls import CALLS
 from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction
 from interlace.runtime.ptx.machine.bulk_copies import BULK
 from interlace.runtime.ptx.machine.matrices import MATRICES
@@ -29,8 +31,9 @@ from interlace.runtime.ptx.waits import WAITS
 BUILDERS: dict[str, Builder] = {
     **ARITHMETIC,
     **BIT_OPERATIONS,
-    **MOVES,
+    **CALLS,
     **MEMORY,
+    **MOVES,
     **MULTIMEM,
     **WAITS,
 }
@@ -47,6 +50,10 @@ _SHARED = re.compile(
 _LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
 
 
+SourcePlace = tuple[str, int]
+"""(file, line)"""
+
+
 @dataclass(frozen=True)
 class PtxParameter:
     """``nbytes``: of an array, 0 for a number."""
@@ -60,7 +67,7 @@ class PtxParameter:
 class PtxKernel:
     """``order``: of every instruction, the place of its block; ``joins``: where blocks begin.
 
-    ``places``: the source line of every line of the text, as far as it says.
+    ``places``: the source line of every line of the text, as far as it says, then those that called it.
     ``spinning``: branches back that end a loop which looks at what others write. ``static_bytes``: of
     shared memory that the text declares with a size; more may be given at launch, behind it. ``warp_wide``:
     instructions that all threads of a warp run at once.
@@ -77,7 +84,7 @@ class PtxKernel:
     joins: frozenset[int]
     spinning: frozenset[int]
     warp_wide: frozenset[int]
-    places: Mapping[int, tuple[str, int]]
+    places: Mapping[int, tuple[SourcePlace, ...]]
 
 
 def read(ptx: str) -> PtxKernel:
@@ -131,15 +138,19 @@ def _is_of_warps(step: Instruction) -> bool:
     return step.mnemonic in TOGETHER and step.mnemonic != "activemask"
 
 
-def _places(ptx: str) -> dict[int, tuple[str, int]]:
-    """(file, line) by line, from ``.file`` and ``.loc``: of inlined functions the innermost."""
+def _places(ptx: str) -> dict[int, tuple[SourcePlace, ...]]:
+    """By line, from ``.file`` and ``.loc``: of inlined functions the calls, where a comment has them."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.MULTILINE))
-    found, place = {}, None
+    by_name = {os.path.basename(path): path for path in files.values()}
+    found: dict[int, tuple[SourcePlace, ...]] = {}
+    places: tuple[SourcePlace, ...] = ()
     for number, line in enumerate(ptx.splitlines(), 1):
-        if match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
-            place = files.get(match[1], ""), int(match[2])
-        elif place is not None and place[1]:
-            found[number] = place
+        if match := re.match(r"\s*\.loc\s+(\d+)\s+([1-9]\d*)", line):
+            calls = re.findall(r"@\[ ([^:\]]+):([1-9]\d*)", line)
+            callers = ((by_name.get(name, name), int(at)) for name, at in calls)
+            places = ((files.get(match[1], ""), int(match[2])), *callers)
+        elif places:
+            found[number] = places
     return found
 
 

@@ -106,13 +106,20 @@ def _touched(
     *,
     stores: bool,
     lanes: Array | None = None,
+    bits: Array | None = None,
     constant: bool = False,
 ) -> Array:
-    """Offsets of ``addresses``, which observers are told of. ``constant``: all threads store the same."""
+    """Offsets of ``addresses``, which observers are told of. ``constant``: all threads store the same.
+
+    ``bits``: what is stored, which may be there already.
+    """
     program: Any = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
         pointers = pointers_of(threads, addresses, kind, lanes)
+        if bits is not None:
+            there = program.shared.view(kind.raw)[offsets // (kind.bits // 8)]
+            pointers.unchanged = bool((there == bits).all())
         pointers.constant = constant
         program.hooks.shared(pointers, stores=stores)
     return offsets
@@ -135,7 +142,8 @@ def put_shared(
     *,
     constant: bool = False,
 ) -> None:
-    offsets = _touched(threads, addresses, kind, stores=True, lanes=lanes, constant=constant)
+    options: dict[str, Any] = {"lanes": lanes, "bits": bits, "constant": constant}
+    offsets = _touched(threads, addresses, kind, stores=True, **options)
     threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)] = bits
 
 

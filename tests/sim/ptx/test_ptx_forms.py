@@ -100,9 +100,13 @@ def in_a_kernel(forms: list[Form]) -> tuple[Any, Any]:
     return found, memory
 
 
-@pytest.mark.parametrize("run", [interpreted, in_a_kernel])
+BOTH_WAYS = ["ARITHMETIC", "WHOLE", "CONVERSIONS", "ACCESSES", "ORDERING"]
+
+
 @pytest.mark.parametrize(
-    "kind", ["ARITHMETIC", "WHOLE", "CONVERSIONS", "ACCESSES", "ATOMICS", "ORDERING"]
+    ("kind", "run"),
+    [*((kind, interpreted) for kind in BOTH_WAYS)]
+    + [(kind, in_a_kernel) for kind in (*BOTH_WAYS, "ATOMICS")],  # which every thread does
 )
 def test_forms(kind: str, run: Any) -> None:
     forms = getattr(ptx_forms, kind)
@@ -127,12 +131,12 @@ def test_forms_of_all_ranks() -> None:
         memory.copy_(memory_of([f._replace(memory=(f.memory, f.others)[rank()]) for f in forms]))
         handle, found = symm_mem.rendezvous(memory), torch.zeros(len(forms), dtype=torch.int64)
         handle.barrier()
-        for index, form in enumerate(forms if rank() == 0 else []):
-            interpret(form, found[index:], handle.multicast_ptr + 4 * _ROOM * index)
+        if rank() == 0:
+            launch_ptx(kernel(forms), 1, found, handle.multicast_ptr)
         handle.barrier()
         return found, memory.clone()
 
-    (found, memory), (_, others) = interlace.run(on_rank, 2)
+    (found, memory), (_, others) = interlace.run(on_rank, 2, place="ptx")
     check(forms, found, memory)
     check([form._replace(expected=0) for form in forms], torch.zeros_like(found), others)
 

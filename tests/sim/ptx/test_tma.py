@@ -210,7 +210,7 @@ ONLY_READ = COMPLETE.replace("wait_group", "wait_group.read")
         (without(PUBLISH, COMPLETE, ONLY_READ), LOOK, {"write-read"}),
         (without(PUBLISH, COMPLETE, ONLY_READ), FETCH, {"write-read"}),
         (PLAIN, without(FETCH, FENCE), {"no proxy fence"}),
-        (PUBLISH, without(LOOK, BARRIER), {"write-read"}),
+        (PUBLISH, without(LOOK, BARRIER), {"no barrier"}),
         (without(PUBLISH, TELL, TELL.replace("release", "relaxed")), LOOK, {"weak order"}),
         (without(PUBLISH, TELL, TELL.replace("sys", "gpu")), FETCH, {"narrow scope"}),
     ],

@@ -121,6 +121,8 @@ class ThreadsAgent(Agent):
         self.acquired: dict[int, Any] = {}
         self.waiting: dict[int, Any] = {}
         self.fences: dict[int, dict[int, Any]] = {}
+        self.loaded: dict[int, list[Any]] = {}
+        self.over: set[tuple[int, int]] = set()
         self.mbarriers: dict[int, list[Any]] = {}
         self.queues: dict[Any, AsyncAgent] = {}
         self.before = known
@@ -144,9 +146,26 @@ class ThreadsAgent(Agent):
             self.acquired.update(dict.fromkeys(threads.tolist(), known))
             self.times[threads] += 1
             return
+        self.loaded.clear()
         self.clock = self._put_own(self._known_to(self.acquired), slice(None))
         self.acquired.clear()
         self.times = np.full(self.components, self.times.max() + 1)
+
+    def has_accessed(
+        self, site: int, addresses: Any, threads: Any, *, stores: bool
+    ) -> set[tuple[int, int]]:
+        """Pairs (site of a store, site of a load) of which a thread has done both there, the load first.
+
+        Where a block has fewer elements than a program threads, Triton has all of them load, and one of
+        those with the same element store. What the others have loaded is not used.
+        """
+        if not stores:
+            self.loaded.setdefault(site, []).append((addresses, threads))
+            return self.over
+        for load, accesses in self.loaded.items():
+            if any(((a == addresses[0]) & (t == threads[0])).any() for a, t in accesses):
+                self.over.add((site, load))
+        return self.over
 
     def _known_to(self, threads: Any) -> Any:
         """What one of ``threads`` knows, of others."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from interlace import launcher
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.places.sim.compiled import Rewrite, as_compiled, programs
 from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.programs.choice import Rewrite, programs
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.scheduler import Programs, Scheduler
 from interlace.runtime.scheduler.source_lines import with_lines
@@ -38,7 +38,7 @@ MISSING = "nothing that was signalled behind the first access was waited for bef
 CAUSES = (
     (
         "no barrier",
-        "call tl.debug_barrier() between the data and the signal",
+        "call tl.debug_barrier() between the data and the signal, and between the wait and the data",
         Rules(barriers=False),
     ),
     ("narrow scope", 'signal and wait with scope="sys"', Rules(scopes=False)),
@@ -70,7 +70,7 @@ def races(  # type: ignore[misc]
     seeds: int | Iterable[int] = SEEDS,
     store_buffers: bool = False,
     arch: int | None = None,
-    rewrite: Rewrite = as_compiled,
+    rewrite: Rewrite | None = None,
     timeout: float = 300.0,
     on_seed: Callable[[int], None] = lambda seed: None,
     **kwargs: Any,

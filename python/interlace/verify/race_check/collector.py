@@ -9,7 +9,7 @@ from interlace.runtime.scheduler.observer import Observer
 from interlace.verify.race_check.agents import Agent
 from interlace.verify.race_check.causes import Reach
 from interlace.verify.race_check.findings import Access, FailedSignal, Finding
-from interlace.verify.race_check.shadow import Conflict, ShadowMemory, ShadowSegment
+from interlace.verify.race_check.shadow import Conflict, Index, ShadowMemory, ShadowSegment
 from interlace.verify.race_check.signals import SignalLog
 
 
@@ -48,6 +48,16 @@ class Collector(Observer):
             where = segment.label, int(offsets[0]), count, self.seed
             first, second = self._accesses[conflict.site], self._accesses[site]
             self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
+
+    def _unwritten(self, segment: ShadowSegment, cells: Index, site: int, size: int) -> None:
+        """Report a load of what nobody has written, if it is."""
+        if len(unwritten := segment.unwritten(cells)):
+            offsets = segment.bytes_of(unwritten)
+            first = int(offsets[0])
+            where = segment.label, first, segment.elements(first, len(unwritten), size), self.seed
+            access, index = self._accesses[site], str(first // size)
+            finding = Finding("uninitialised", None, access, *where, index=index)
+            self._found(finding, offsets, size)
 
     def _found(
         self, finding: Finding, offsets: Any, size: int, conflict: Conflict | None = None

@@ -16,7 +16,7 @@ KINDS = {
     "write-read": "a load that nothing orders after the store whose value it needs",
     "write-write": "two stores to the same bytes that nothing orders",
     "read-write": "memory is written again while somebody may still be reading it (buffer reuse)",
-    "no barrier": "published without a barrier: the stores of the program's other threads may be late",
+    "no barrier": "one thread signals or waits: without a barrier others are in no order with it",
     "weak order": "the signal is not released by the one side, or not acquired by the other",
     "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
     "no proxy fence": "TMA or wgmma accesses what a thread has stored, and no fence.proxy.async is between",

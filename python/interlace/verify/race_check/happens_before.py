@@ -24,7 +24,7 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -224,14 +224,8 @@ class Detector(AsyncProxy):
         site = self._site(agent, "stores" if stores else "loads", program_lines())
         for segment, cells in self._memory.find(addresses, size):
             self._access(agent, component, (segment, cells), site, size, stores=stores)
-            if not stores and len(unwritten := segment.unwritten(cells)):
-                offsets = segment.bytes_of(unwritten)
-                first = int(offsets[0])
-                count = segment.elements(first, len(unwritten), size)
-                where = segment.label, first, count, self.seed
-                access, index = self._accesses[site], str(first // size)
-                finding = Finding("uninitialised", None, access, *where, index=index)
-                self._found(finding, offsets, size)
+            if not stores:
+                self._unwritten(segment, cells, site, size)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of user code has read or written ``tensor``."""
@@ -256,32 +250,56 @@ class Detector(AsyncProxy):
         else:
             segment.note(segment.loads, cells, component, time, site)
 
-    def _check(self, known: KnownTimes, place: Spot, site: int, size: int, *, stores: bool) -> None:
+    def _check(
+        self,
+        known: KnownTimes,
+        place: Spot,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
+        repeats: Callable[[Conflict], bool] = lambda conflict: False,
+    ) -> bool:
+        """Whether there was a store that this one ``repeats``; with that it does not conflict."""
         segment, cells = place
         self.events += 1
         kind = "write-write" if stores else "write-read"
-        self._report(kind, segment.unordered_store(cells, known), site, segment, size)
+        earlier = segment.unordered_store(cells, known)
+        others = [each for each in earlier if not repeats(each)]
+        self._report(kind, others, site, segment, size)
         atomics = segment.unordered(segment.atomics, cells, known)
         atomics = (each for each in atomics if stores or each.extra & WRITES)
         self._report("mixed access", atomics, site, segment, size)
         if stores:
             loads = segment.unordered(segment.loads, cells, known)
+            loads = (each for each in loads if not repeats(each))
             self._report("read-write", loads, site, segment, size)
+        return len(others) < len(earlier)
 
     def _of_threads(self, agent: Any, pointers: Any, threads: Any, *, stores: bool) -> None:
         """A load or store of a program whose threads are told apart."""
         addresses = pointers.data.ravel()
         size = pointers.get_element_ty().primitive_bitwidth // 8
         site = self._site(agent, "stores" if stores else "loads", program_lines())
+        unchanged = getattr(pointers, "unchanged", False)
+        over = agent.has_accessed(site, addresses, threads, stores=stores)
+
+        def repeats(earlier: Conflict) -> bool:
+            pair = (site, earlier.site) if stores else (earlier.site, site)
+            again = pair in over or (unchanged and earlier.site == site)
+            return again and self._owners[earlier.component] is agent
+
         for segment, which in self._memory.parts(addresses):
             cells, each = segment.cells_of(addresses[which], size)
             by = np.repeat(threads[which].astype(np.int64), each)
             known = self._known_by(agent, by)
             known.constant = site if getattr(pointers, "constant", False) else -1
-            self._check(known, (segment, cells), site, size, stores=stores)
-            if stores:
+            place = segment, cells
+            again = self._check(known, place, site, size, stores=stores, repeats=repeats)
+            if stores and not again:
                 segment.note_store(cells, agent.first + by, agent.times[by], site)
-            else:
+            elif not stores:
+                self._unwritten(segment, cells, site, size)
                 times = agent.times[by]
                 segment.note_threads(
                     segment.loads, cells, agent.first + by, times, known, (site, 0)
@@ -388,6 +406,8 @@ class Detector(AsyncProxy):
             if thread is not None:
                 if atomic.acquires or not self.rules.orders:
                     agent.acquire(thread, clock)
+                    if not self.rules.barriers:
+                        agent.learn(clock)
                 else:
                     agent.waiting[thread] = joined(agent.waiting.get(thread), clock)
             elif not atomic.acquires and self.rules.orders:

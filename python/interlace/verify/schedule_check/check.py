@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from interlace import launcher
-from interlace.runtime.places.sim.compiled import programs
 from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.programs.choice import programs
 from interlace.runtime.scheduler.scheduler import Programs, Scheduler
 from interlace.runtime.scheduler.source_lines import with_lines
 from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed

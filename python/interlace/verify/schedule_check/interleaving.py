@@ -192,7 +192,8 @@ class Storyteller(Observer):
         return new
 
     def on_barrier(self, task: Task | None, threads: Any = None) -> None:
-        self._note(task, "barrier", program_lines())
+        met = "" if threads is None else f" of threads {threads.min()} to {threads.max()}"
+        self._note(task, f"barrier{met}", program_lines())
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
         self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued(task))

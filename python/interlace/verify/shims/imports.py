@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import importlib.machinery
+import importlib
 import inspect
 import pathlib
 import sys
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.runtime.compat import stand_ins
 from interlace.runtime.compiler.request import STOOD_FOR
 from interlace.runtime.places.sim import place, user_code
 from interlace.symmetric_memory.registration import NAMES
@@ -67,10 +68,13 @@ def installed(*names: str) -> Iterator[None]:
     for name in names:
         if name not in SHIMS:
             raise ValueError(f"names: there is no shim {name!r}; there are {', '.join(SHIMS)}")
+    modules = {real: shim for name in names for real, shim in SHIMS[name].items()}
     with contextlib.ExitStack() as leaving:
-        for name in names:
-            for real, shim in SHIMS[name].items():
-                _stand_in(leaving, real, shim)
+        for real in modules:
+            if "." not in real:
+                STOOD_FOR.append(real)
+                leaving.callback(STOOD_FOR.remove, real)
+        leaving.enter_context(stand_ins.installed(modules))
         if "torch" in names:
             leaving.enter_context(_torch_of_a_gpu())
         yield
@@ -133,7 +137,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
         with contextlib.ExitStack() as leaving:
             for module, names in replaced:
                 for name, value in names.items():
-                    _put(leaving, vars(module), name, value)
+                    stand_ins.put(leaving, vars(module), name, value)
             yield
     finally:
         place.AROUND.reset(token)
@@ -145,26 +149,3 @@ def _own(module: types.ModuleType) -> bool:
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
     inside = any(path.is_relative_to(each) for each in libraries)
     return not inside and not {*path.parts} & {*_LIBRARIES}
-
-
-def _stand_in(leaving: contextlib.ExitStack, real: str, shim: str) -> None:
-    if "." not in real:
-        STOOD_FOR.append(real)
-        leaving.callback(STOOD_FOR.remove, real)
-    module = importlib.import_module(shim) if shim else types.ModuleType(real)
-    if not shim:
-        module.__spec__ = importlib.machinery.ModuleSpec(real, None)
-    parent, _, last = real.rpartition(".")
-    _put(leaving, sys.modules, real, module)
-    if parent:
-        # `import a.b as c` takes the attribute of a, not the entry of sys.modules
-        _put(leaving, vars(importlib.import_module(parent)), last, module)
-
-
-def _put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: Any) -> None:
-    """Set an entry until ``leaving`` is left."""
-    if key in where:
-        leaving.callback(where.__setitem__, key, where[key])
-    else:
-        leaving.callback(where.pop, key, None)
-    where[key] = value

@@ -16,47 +16,48 @@ leaves a choice, the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
 
 What is not modelled: that a ``_nbi`` put may read its source, and a ``_nbi`` get write its destination,
 up to the next ``quiet``; here both are done at once. A put with a signal orders, besides its data, what
-the program stored before; on a network it does not. A function without suffix acts once here, as thread 0;
-on a GPU it acts in every thread that is not kept from it, so a ``signal_op`` that adds without an ``if`` on
-the thread's number adds once here and 128 times there.
-"""
+the program stored before; on a network it does not.
 
-from typing import Any
+A function without suffix is executed by every thread that comes there: a ``signal_op`` that adds without
+an ``if`` on the thread's number adds once for each. But ``putmem`` and ``getmem`` copy once, as the thread
+that Triton has store scalars.
+"""
 
 import triton
 import triton.language as tl
 
-from interlace.verify.shims.symmetric import meet, my_pe, n_pes, number, remote_ptr
+import interlace
+from interlace.runtime.ptx.calls import FUNCTIONS
+from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
 
 __all__ = ["my_pe", "n_pes", "remote_ptr"]
 
-NVSHMEM_CMP_EQ, NVSHMEM_CMP_NE, NVSHMEM_CMP_GT = 0, 1, 2
-NVSHMEM_CMP_LE, NVSHMEM_CMP_LT, NVSHMEM_CMP_GE = 3, 4, 5
-NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD = 9, 10
+NVSHMEM_CMP_EQ, NVSHMEM_CMP_NE, NVSHMEM_CMP_GT = map(tl.constexpr, (0, 1, 2))
+NVSHMEM_CMP_LE, NVSHMEM_CMP_LT, NVSHMEM_CMP_GE = map(tl.constexpr, (3, 4, 5))
+NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)
 
 _BLOCK = tl.constexpr(128)
-_OPERATIONS = {NVSHMEM_SIGNAL_SET: "set", NVSHMEM_SIGNAL_ADD: "add"}
-
-
-def word_pointer(address: Any, kind: Any) -> Any:
-    """``address``, a pointer of any type or an integer, as a pointer to words of type ``kind``."""
-    return tl.cast(address, tl.pointer_type(kind), bitcast=True)
-
-
-def _copy(to: Any, source: Any, nbytes: Any, *, by_block: bool) -> None:
-    """Words of 4 bytes where all is a multiple of that, else bytes: what a race names is then readable."""
-    count = number(nbytes)
-    if count < 0:
-        raise ValueError(f"bytes must not be negative, got {count} on rank {my_pe()}")
-    addresses = [int(each.handle.data.ravel()[0]) for each in (to, source)]
-    words = not any(each % 4 for each in (*addresses, count))
-    kind = tl.int32 if words else tl.uint8
-    copy = _copy_by_block if by_block else _copy_by_thread
-    copy(word_pointer(to, kind), word_pointer(source, kind), count // 4 if words else count)
 
 
 @triton.jit
-def _copy_by_block(to, source, count):
+def address_of(pointer):
+    """A pointer of any type, or an integer, as a number."""
+    return pointer.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _copy_by_block(to, source, nbytes):
+    to, source = address_of(to), address_of(source)
+    if (to | source | nbytes) % 4 == 0:  # words, which a race names better
+        words = to.to(tl.pointer_type(tl.int32)), source.to(tl.pointer_type(tl.int32))
+        _elements_by_block(words[0], words[1], nbytes // 4)
+    else:
+        parts = to.to(tl.pointer_type(tl.int8)), source.to(tl.pointer_type(tl.int8))
+        _elements_by_block(parts[0], parts[1], nbytes)
+
+
+@triton.jit
+def _elements_by_block(to, source, count):
     for first in range(0, count, _BLOCK):
         offsets = first + tl.arange(0, _BLOCK)
         mask = offsets < count
@@ -64,7 +65,18 @@ def _copy_by_block(to, source, count):
 
 
 @triton.jit
-def _copy_by_thread(to, source, count):
+def _copy_by_thread(to, source, nbytes):
+    to, source = address_of(to), address_of(source)
+    if (to | source | nbytes) % 4 == 0:
+        words = to.to(tl.pointer_type(tl.int32)), source.to(tl.pointer_type(tl.int32))
+        _elements_by_thread(words[0], words[1], nbytes // 4)
+    else:
+        parts = to.to(tl.pointer_type(tl.int8)), source.to(tl.pointer_type(tl.int8))
+        _elements_by_thread(parts[0], parts[1], nbytes)
+
+
+@triton.jit
+def _elements_by_thread(to, source, count):
     for index in range(0, count):
         tl.store(to + index, tl.load(source + index))
 
@@ -80,72 +92,100 @@ def fence():
 quiet = quiet_pe = fence
 
 
-def putmem_block(dest: Any, source: Any, bytes: Any, pe: Any) -> None:
+@triton.jit
+def putmem_block(dest, source, bytes, pe):
     """Copy ``bytes`` of the own ``source`` to ``dest`` of rank ``pe``; orders nothing that follows."""
     tl.debug_barrier()
-    _copy(remote_ptr(dest, pe), source, bytes, by_block=True)
+    _copy_by_block(remote_ptr(dest, pe), source, bytes)
     tl.debug_barrier()
 
 
-def putmem(dest: Any, source: Any, bytes: Any, pe: Any, qp_id: Any = 0) -> None:
+@triton.jit
+def putmem(dest, source, bytes, pe, qp_id=0):
     """As :func:`putmem_block`, by one thread."""
-    _copy(remote_ptr(dest, pe), source, bytes, by_block=False)
+    _copy_by_thread(remote_ptr(dest, pe), source, bytes)
 
 
 putmem_nbi_block, putmem_nbi = putmem_block, putmem
 putmem_warp = putmem_nbi_warp = putmem
 
 
-def getmem_block(dest: Any, source: Any, bytes: Any, pe: Any) -> None:
+@triton.jit
+def getmem_block(dest, source, bytes, pe):
     """Copy ``bytes`` of ``source`` of rank ``pe`` to the own ``dest``. Waits for no signal."""
     tl.debug_barrier()
-    _copy(dest, remote_ptr(source, pe), bytes, by_block=True)
+    _copy_by_block(dest, remote_ptr(source, pe), bytes)
     tl.debug_barrier()
 
 
-def getmem(dest: Any, source: Any, bytes: Any, pe: Any) -> None:
+@triton.jit
+def getmem(dest, source, bytes, pe):
     """As :func:`getmem_block`, by one thread."""
-    _copy(dest, remote_ptr(source, pe), bytes, by_block=False)
+    _copy_by_thread(dest, remote_ptr(source, pe), bytes)
 
 
 getmem_nbi_block, getmem_nbi = getmem_block, getmem
 getmem_warp = getmem_nbi_warp = getmem
 
 
-def int_p(dest: Any, value: Any, pe: Any, qp_id: Any = 0) -> None:
+@triton.jit
+def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``; a put, and as unordered."""
-    tl.store(word_pointer(remote_ptr(dest, pe), tl.int32), value)
+    tl.store(address_of(remote_ptr(dest, pe)).to(tl.pointer_type(tl.int32)), value)
 
 
-def signal_op(sig_addr: Any, signal: Any, sig_op: Any, pe: Any) -> None:
+@triton.jit
+def signal_op(sig_addr, signal, sig_op, pe):
     """Set the word ``sig_addr`` of rank ``pe``, or add to it. Relaxed: a fence comes before, or a race."""
-    operation = _OPERATIONS.get(number(sig_op))
-    if operation is None:
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred %add;
+            call ($0), nvshmem_is_add, ($3);
+            setp.ne.u32 %add, $0, 0;
+            @%add red.relaxed.sys.global.add.u64 [$1], $2;
+            @!%add st.relaxed.sys.global.u64 [$1], $2;
+        }
+        """,
+        "=r,l,l,r",
+        [address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64),
+         tl.full((), sig_op, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def _is_add(operation: int) -> int:
+    if operation not in (NVSHMEM_SIGNAL_SET.value, NVSHMEM_SIGNAL_ADD.value):
         raise ValueError(
-            f"sig_op must be NVSHMEM_SIGNAL_SET ({NVSHMEM_SIGNAL_SET}) or NVSHMEM_SIGNAL_ADD "
-            f"({NVSHMEM_SIGNAL_ADD}), got {number(sig_op)} on rank {my_pe()}"
+            f"sig_op must be NVSHMEM_SIGNAL_SET (9) or NVSHMEM_SIGNAL_ADD (10), got {operation} on rank "
+            f"{interlace.get_rank()}"
         )
-    word = remote_ptr(word_pointer(sig_addr, tl.int64), pe)
-    change = tl.atomic_xchg if operation == "set" else tl.atomic_add
-    change(word, tl.full((), number(signal), tl.int64), sem="relaxed", scope="sys")
+    return int(operation == NVSHMEM_SIGNAL_ADD.value)
 
 
-def putmem_signal_block(
-    dest: Any, source: Any, bytes: Any, sig_addr: Any, signal: Any, sig_op: Any, pe: Any
-) -> None:
-    """Copy to rank ``pe``, then signal there: who waits for the signal sees the data."""
+@triton.jit
+def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
+    """Copy to rank ``pe``, then signal there, by one thread: who waits for the signal sees the data."""
     putmem_block(dest, source, bytes, pe)
     fence()
-    signal_op(sig_addr, signal, sig_op, pe)
+    if _thread() == 0:
+        signal_op(sig_addr, signal, sig_op, pe)
 
 
-def putmem_signal(
-    dest: Any, source: Any, bytes: Any, sig_addr: Any, signal: Any, sig_op: Any, pe: Any
-) -> None:
+@triton.jit
+def _thread():
+    return tl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
     """As :func:`putmem_signal_block`, by one thread."""
     putmem(dest, source, bytes, pe)
     fence()
-    signal_op(sig_addr, signal, sig_op, pe)
+    if _thread() == 0:
+        signal_op(sig_addr, signal, sig_op, pe)
 
 
 putmem_signal_nbi_block, putmem_signal_nbi = putmem_signal_block, putmem_signal
@@ -167,30 +207,61 @@ def compares(seen, cmp, value):
 
 @triton.jit
 def wait_for_word(word, cmp, value):
-    """Poll the own ``word`` with acquire until it compares; the value that was seen."""
-    seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    """Poll the own ``word``, of 32 or 64 bits, with acquire until it compares; the value that was seen."""
+    tl.inline_asm_elementwise(
+        "call nvshmem_comparison, ($1); mov.u32 $0, 0;", "=r,r", [tl.full((), cmp, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    seen = acquired(word)
     while not compares(seen, cmp, value):
-        seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+        seen = acquired(word)
     return seen
 
 
-def signal_wait_until(sig_addr: Any, cmp_: Any, cmp_val: Any) -> Any:
-    """Wait until the own signal compares; what was ordered before it can be loaded then."""
-    comparison = number(cmp_)
-    if not NVSHMEM_CMP_EQ <= comparison <= NVSHMEM_CMP_GE:
+@triton.jit
+def acquired(word):
+    """What each thread sees in ``word``, with acquire and scope sys."""
+    bits: tl.constexpr = word.dtype.element_ty.primitive_bitwidth
+    letter: tl.constexpr = "r" if bits == 32 else "l"
+    return tl.inline_asm_elementwise(
+        f"ld.acquire.sys.global.b{bits} $0, [$1];", f"={letter},l", [word],
+        dtype=word.dtype.element_ty, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+def _comparison(cmp: int) -> None:
+    if not 0 <= cmp <= NVSHMEM_CMP_GE.value:
         raise ValueError(
-            f"cmp_ must be an NVSHMEM_CMP_*, 0 to 5, got {comparison} on rank {my_pe()}"
+            f"cmp_ must be an NVSHMEM_CMP_*, 0 to 5, got {cmp} on rank {interlace.get_rank()}"
         )
-    return wait_for_word(word_pointer(sig_addr, tl.int64), comparison, number(cmp_val))
 
 
-def barrier_all() -> None:
+@triton.jit
+def signal_wait_until(sig_addr, cmp_, cmp_val):
+    """Wait until the own signal compares; what was ordered before it can be loaded then."""
+    return wait_for_word(address_of(sig_addr).to(tl.pointer_type(tl.int64)), cmp_, cmp_val)
+
+
+@triton.jit
+def barrier_all():
     """``quiet``, and all ranks meet: one program of each calls it."""
     tl.debug_barrier()
     fence()
-    meet()
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred %one;
+            mov.u32 $0, %tid.x;
+            setp.eq.u32 %one, $0, 0;
+            @%one call nvshmem_meet;
+        }
+        """,
+        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     tl.debug_barrier()
 
 
 barrier_all_block = barrier_all_warp = barrier_all
 sync_all = sync_all_block = sync_all_warp = barrier_all
+
+FUNCTIONS.update(nvshmem_is_add=_is_add, nvshmem_comparison=_comparison)

@@ -1,57 +1,66 @@
 """The rank that calls, and a peer's address: what device functions of one-sided libraries ask for.
 
-Kernels call these functions while they are interpreted, in the context of the rank that launched them.
+Kernels call these functions by inline PTX, whether they are interpreted or compiled and run; they act in
+the context of the rank that launched them.
 """
 
-from typing import Any
-
+import triton
 import triton.language as tl
 
 import interlace
 from interlace.groups import groups
 from interlace.runtime.core.place import Place
+from interlace.runtime.ptx.calls import FUNCTIONS
 from interlace.symmetric_memory import functions
 
 _meetings: dict[Place, Place] = {}
 
 
-def number(value: Any) -> int:
-    """A scalar of a kernel, whether constant or not, as an int."""
-    if isinstance(value, tl.constexpr):
-        value = value.value
-    return int(value.handle.data.item()) if isinstance(value, tl.tensor) else int(value)
-
-
-def my_pe() -> int:
+@triton.jit
+def my_pe():
     """The rank that runs this program: NVSHMEM calls a process a PE, a processing element."""
-    return interlace.get_rank()
+    return tl.inline_asm_elementwise(
+        "call ($0), nvshmem_my_pe, ();", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
-def n_pes() -> int:
+@triton.jit
+def n_pes():
     """How many ranks there are."""
-    return interlace.get_world_size()
+    return tl.inline_asm_elementwise(
+        "call ($0), nvshmem_n_pes, ();", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
-def remote_ptr(pointer: Any, pe: Any) -> Any:
+@triton.jit
+def remote_ptr(pointer, pe):
     """The address at rank ``pe`` of what this rank has at ``pointer``, in symmetric memory.
 
     ValueError for memory that is not symmetric, or that has not met, and for a rank that is not there.
     """
-    rank, peer = my_pe(), number(pe)
-    if not 0 <= peer < n_pes():
-        raise ValueError(f"pe must be within 0..{n_pes() - 1}, got {peer} on rank {rank}")
-    address = int(pointer.handle.data.ravel()[0])
+    address = tl.inline_asm_elementwise(
+        "call ($0), nvshmem_ptr, ($1, $2);", "=l,l,r",
+        [pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)],
+        dtype=tl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
+    return address.to(pointer.dtype, bitcast=True)
+
+
+def _ptr(address: int, pe: int) -> int:
+    rank, count = interlace.get_rank(), interlace.get_world_size()
+    peer = pe - (1 << 32) if pe >> 31 else pe
+    if not 0 <= peer < count:
+        raise ValueError(f"pe must be within 0..{count - 1}, got {peer} on rank {rank}")
     handle = functions.handle_of(address)
     if handle is None:
         raise ValueError(
             f"pointer must be into symmetric memory that all ranks have, got address {address:#x} on rank "
             f"{rank}"
         )
-    shift = handle.buffer_ptrs[peer] - handle.buffer_ptrs[rank]
-    return (pointer.to(tl.int64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
+    return address + handle.buffer_ptrs[peer] - handle.buffer_ptrs[rank]
 
 
-def meet() -> None:
+def _meet() -> None:
     """All ranks' programs that call this wait for each other; what came before is before what follows."""
     place = groups.default_group().place
     if place not in _meetings:
@@ -61,3 +70,11 @@ def meet() -> None:
     own.arrive()
     own.exchange(b"", "barrier_all")
     own.depart()
+
+
+FUNCTIONS.update(
+    nvshmem_my_pe=interlace.get_rank,
+    nvshmem_n_pes=interlace.get_world_size,
+    nvshmem_ptr=_ptr,
+    nvshmem_meet=_meet,
+)

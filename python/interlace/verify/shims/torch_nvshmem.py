@@ -7,6 +7,7 @@ NVSHMEM's headers do, which hold here: NVSHMEM_CMP_GE is 5, NVSHMEM_SIGNAL_SET 9
 
 from typing import Any
 
+import triton
 import triton.language as tl
 
 from interlace.verify.shims import nvshmem
@@ -15,15 +16,24 @@ from interlace.verify.shims.nvshmem import (
     fence,
     my_pe,
     n_pes,
+    putmem_signal_block,
     quiet,
     signal_op,
+    signal_wait_until,
     sync_all,
-    wait_for_word,
-    word_pointer,
 )
-from interlace.verify.shims.symmetric import number
 
-__all__ = ["barrier_all", "fence", "my_pe", "n_pes", "quiet", "signal_op", "sync_all"]
+__all__ = [
+    "barrier_all",
+    "fence",
+    "my_pe",
+    "n_pes",
+    "putmem_signal_block",
+    "quiet",
+    "signal_op",
+    "signal_wait_until",
+    "sync_all",
+]
 
 
 def requires_nvshmem(jit_func: Any) -> Any:
@@ -31,19 +41,20 @@ def requires_nvshmem(jit_func: Any) -> Any:
     return jit_func
 
 
-def _bytes(one: Any, other: Any, nelems: Any) -> int:
-    if one.type != other.type:
-        raise TypeError(f"dest and source must be of one type, got {one.type} and {other.type}")
-    width: int = one.type.element_ty.primitive_bitwidth
-    return number(nelems) * width // 8
+@triton.jit
+def _bytes(dest, source, nelems):
+    tl.static_assert(dest.dtype == source.dtype, "dest and source must be of one type")
+    return nelems * (dest.dtype.element_ty.primitive_bitwidth // 8)
 
 
-def put(dest: Any, source: Any, nelems: Any, pe: Any) -> None:
+@triton.jit
+def put(dest, source, nelems, pe):
     """Copy to rank ``pe``. Returns when ``source`` may be written; orders nothing that follows."""
     nvshmem.putmem_block(dest, source, _bytes(dest, source, nelems), pe)
 
 
-def get(dest: Any, source: Any, nelems: Any, pe: Any) -> None:
+@triton.jit
+def get(dest, source, nelems, pe):
     """Copy from rank ``pe``; the data is there when it returns. Waits for no signal."""
     nvshmem.getmem_block(dest, source, _bytes(dest, source, nelems), pe)
 
@@ -51,18 +62,8 @@ def get(dest: Any, source: Any, nelems: Any, pe: Any) -> None:
 get_nbi = get
 
 
-def putmem_signal_block(
-    dst: Any, src: Any, size_bytes: Any, signal: Any, sig_val: Any, sig_op: Any, pe: Any
-) -> None:
-    """Copy to rank ``pe``, then signal there: who waits for the signal sees the data."""
-    nvshmem.putmem_signal_block(dst, src, size_bytes, signal, sig_val, sig_op, pe)
-
-
-def wait_until(ivar: Any, cmp_op: Any, cmp_val: Any) -> Any:
+@triton.jit
+def wait_until(ivar, cmp_op, cmp_val):
     """Wait until an own int32 compares."""
-    return wait_for_word(word_pointer(ivar, tl.int32), number(cmp_op), number(cmp_val))
-
-
-def signal_wait_until(signal: Any, cmp: Any, cmp_val: Any) -> Any:
-    """Wait until the own signal, of 64 bits, compares; what was ordered before it can be loaded."""
-    return nvshmem.signal_wait_until(signal, cmp, cmp_val)
+    word = nvshmem.address_of(ivar).to(tl.pointer_type(tl.int32))
+    return nvshmem.wait_for_word(word, cmp_op, cmp_val)

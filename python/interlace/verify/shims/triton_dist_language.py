@@ -13,31 +13,32 @@ makes of them for NVIDIA's GPUs::
                     simulator moves none, so that a token is missing is not found
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from interlace.verify.shims import nvshmem
-from interlace.verify.shims.symmetric import my_pe, n_pes, number, remote_ptr
+from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
 
 
-def rank(axis: Any = -1) -> int:
+@triton.jit
+def rank(axis=-1):
     """The rank that runs this program."""
     return my_pe()
 
 
-def num_ranks(axis: Any = -1) -> int:
+@triton.jit
+def num_ranks(axis=-1):
     """How many ranks there are."""
     return n_pes()
 
 
-def symm_at(ptr: Any, rank: Any) -> Any:
+@triton.jit
+def symm_at(ptr, rank):
     """The address at ``rank`` of what this rank has at ``ptr``."""
     return remote_ptr(ptr, rank)
 
 
-def consume_token(value: Any, token: Any) -> Any:
+@triton.jit
+def consume_token(value, token):
     """``value``: see the head of this file."""
     return value
 
@@ -52,47 +53,83 @@ def wait(
 ):
     """Poll ``numBarriers`` words from ``barrierPtrs`` on until each is ``waitValue``; a token."""
     for index in range(0, numBarriers):
-        word = barrierPtrs + index
-        seen = tl.atomic_add(word, 0, sem=semantic, scope=scope)
-        while seen != waitValue:
-            seen = tl.atomic_add(word, 0, sem=semantic, scope=scope)
+        _wait_for_word(barrierPtrs + index, waitValue, scope, semantic)
     return tl.full((), 1, tl.int32)
 
 
-def notify(
-    ptr: Any,
-    rank: Any,
-    signal: Any = 1,
-    sig_op: str = "set",
-    comm_scope: str = "inter_node",
-) -> None:
-    """Set the word ``ptr`` of ``rank``, or add to it, as ``comm_scope`` says."""
-    operations = {"set": nvshmem.NVSHMEM_SIGNAL_SET, "add": nvshmem.NVSHMEM_SIGNAL_ADD}
-    if sig_op not in operations:
-        raise ValueError(f"sig_op must be one of {', '.join(operations)}, got {sig_op!r}")
-    value = tl.full((), number(signal), tl.int64)
-    if comm_scope == "inter_node":
-        nvshmem.signal_op(ptr, value, operations[sig_op], rank)
-    elif comm_scope == "intra_node":
-        _signal(remote_ptr(ptr, rank), value, "sys", sig_op)
-    elif comm_scope == "gpu":
-        _signal(ptr, value, "gpu", sig_op)
-    else:
-        raise ValueError(f"comm_scope must be gpu, intra_node or inter_node, got {comm_scope!r}")
-
-
 @triton.jit
-def _signal(word, value, SCOPE: tl.constexpr, OPERATION: tl.constexpr):
+def _wait_for_word(word, value, SCOPE: tl.constexpr, SEM: tl.constexpr):
+    """The first lane of every warp polls."""
+    kind: tl.constexpr = word.dtype.element_ty
+    bits: tl.constexpr = kind.primitive_bitwidth
     tl.inline_asm_elementwise(
-        f"fence.acq_rel.{SCOPE}; mov.u32 $0, 0;",
-        "=r",
-        [],
+        f"""
+        {{
+            .reg .pred %later;
+            .reg .b{bits} %seen;
+            mov.u32 $0, %laneid;
+            setp.ne.u32 %later, $0, 0;
+            @%later bra met;
+        again:
+            ld.{SEM}.{SCOPE}.global.b{bits} %seen, [$1];
+            setp.ne.u{bits} %later, %seen, $2;
+            @%later bra again;
+        met:
+            bar.warp.sync 0xffffffff;
+        }}
+        """,
+        "=r,l,l" if bits == 64 else "=r,l,r",
+        [word, tl.full((), value, kind)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
-    # an atomic of tl's is one thread's, too
-    if OPERATION == "set":
-        tl.atomic_xchg(word, value, sem="relaxed", scope=SCOPE)
+
+
+@triton.jit
+def notify(
+    ptr,
+    rank,
+    signal=1,
+    sig_op: tl.constexpr = "set",
+    comm_scope: tl.constexpr = "inter_node",
+):
+    """Set the word ``ptr`` of ``rank``, or add to it, as ``comm_scope`` says."""
+    tl.static_assert(sig_op == "set" or sig_op == "add", f"sig_op must be set or add, got {sig_op}")
+    if comm_scope == "inter_node":
+        _signal(remote_ptr(ptr, rank), signal, "", "sys", sig_op)
+    elif comm_scope == "intra_node":
+        _signal(remote_ptr(ptr, rank), signal, "membar.sys;", "sys", sig_op)
     else:
-        tl.atomic_add(word, value, sem="relaxed", scope=SCOPE)
+        tl.static_assert(
+            comm_scope == "gpu",
+            f"comm_scope must be gpu, intra_node or inter_node, got {comm_scope}",
+        )
+        _signal(ptr, signal, "membar.gl;", "gpu", sig_op)
+
+
+@triton.jit
+def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl.constexpr):
+    """Thread 0 signals."""
+    kind: tl.constexpr = word.dtype.element_ty
+    bits: tl.constexpr = kind.primitive_bitwidth
+    change: tl.constexpr = "st" if OPERATION == "set" else "red"
+    how: tl.constexpr = f"u{bits}" if OPERATION == "set" else f"add.u{bits}"
+    tl.inline_asm_elementwise(
+        f"""
+        {{
+            .reg .pred %other;
+            mov.u32 $0, %tid.x;
+            setp.ne.u32 %other, $0, 0;
+            @%other bra over;
+            {FENCE}
+            {change}.relaxed.{SCOPE}.global.{how} [$1], $2;
+        over:
+        }}
+        """,
+        "=r,l,l" if bits == 64 else "=r,l,r",
+        [word, tl.full((), value, kind)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,43 +1,32 @@
-"""Programs of the place ``ptx``: each launch compiled for a GPU, its PTX run on this CPU.
+"""Programs of launches that are compiled for a GPU, whose PTX is run on this CPU.
 
-Everything else of that place is ``sim``'s: ranks, streams, memory, scheduler, observers. What a launch
-depends on is what Triton specialises on, so a kernel is compiled once for all launches that would share
-code on a GPU, by a worker process (``compiler/pool.py``), whose cache outlives this process.
+In the place ``ptx`` all are; in ``sim`` those whose threads differ (``choice.py``). What a launch depends
+on is what Triton specialises on, so a kernel is compiled once for all launches of a process that would
+share code on a GPU, by a worker process (``compiler/pool.py``), whose cache outlives this process.
 """
 
 import functools
 import inspect
-import json
 import math
 import os
-import pathlib
-import tempfile
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from interlace.runtime.compat import stand_ins
 from interlace.runtime.compat.triton_interpreter import builder
-from interlace.runtime.compiler.pool import compile_all
-from interlace.runtime.compiler.request import Compilation, jitted_function
+from interlace.runtime.compiler.pool import compile_one
+from interlace.runtime.compiler.request import Compilation, Measurement, jitted_function
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.kernel_arguments import leaves, specialised
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.machine.machine import PtxMachine
 from interlace.runtime.ptx.machine.module import PtxKernel, PtxParameter, read
 from interlace.runtime.ptx.types import Array
-from interlace.runtime.scheduler.scheduler import Programs, interpreted
-
-ARCHES = (80, 90)  # whose PTX can be run
-Rewrite = Callable[[str, str], str]
-"""(name of a kernel, its PTX) -> the PTX to run."""
 
 _read = functools.lru_cache(maxsize=256)(read)
-
-
-def as_compiled(_: str, ptx: str) -> str:
-    return ptx
 
 
 class PtxSource:
@@ -56,9 +45,8 @@ class PtxSource:
 class CompiledPrograms:
     """Makes programs of launches, for ``arch``, 80 for sm_80. ``rewrite`` changes PTX before it is run."""
 
-    def __init__(self, arch: int, rewrite: Rewrite = as_compiled) -> None:
+    def __init__(self, arch: int, rewrite: Callable[[str, str], str] | None) -> None:
         self.arch, self._rewrite = arch, rewrite
-        self._known: dict[str, tuple[PtxKernel, dict[str, Any]]] = {}
 
     def __call__(self, launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
         """One program of ``launch``, to be run in a session, and its threads."""
@@ -81,43 +69,33 @@ class CompiledPrograms:
             launch.num_warps,
             launch.num_stages,
             max_registers=launch.options.get("maxnreg", 0),
+            to_run=True,
+            stand_ins=dict(stand_ins.now),
+            absent=(),
         )
-        key = repr(request)
-        if key not in self._known:
-            ptx, facts = compiled(request)
-            self._known[key] = _read(self._rewrite(launch.name, ptx)), facts
-        kernel, facts = self._known[key]
+        measured = compiled(function, request)
+        kernel = _read(self._rewrite(launch.name, measured.ptx) if self._rewrite else measured.ptx)
         given = leaves(arguments)
         values = [given[path] for path, kind in types.items() if kind != "constexpr"]
-        nbytes = facts["scratch"]["bytes_per_program"] * math.prod(launch.extents)
+        nbytes = measured.scratch * math.prod(launch.extents)
         scratch = torch.zeros(nbytes, dtype=torch.uint8)
         if nbytes:
             hooks.memory.of_tensor(scratch, hooks.current.rank)
         values.append(scratch)
-        dynamic = facts["shared_memory"]["dynamic"]
-        return program(kernel, dynamic, values, hooks), kernel.threads
+        return program(kernel, measured.shared, values, hooks), kernel.threads
 
 
-def programs(arch: int | None, rewrite: Rewrite = as_compiled) -> Programs:
-    """Programs for ``arch``; interpreted ones for None. Raises ValueError for one that cannot be run."""
-    if arch is None:
-        if rewrite is not as_compiled:
-            raise ValueError("rewrite changes PTX, which needs arch")
-        return interpreted
-    if arch not in ARCHES:
-        raise ValueError(f"arch is {arch!r}; PTX is run of {', '.join(map(str, ARCHES))}")
-    return CompiledPrograms(arch, rewrite)
+_measured: weakref.WeakKeyDictionary[Any, dict[str, Measurement]] = weakref.WeakKeyDictionary()
 
 
-def compiled(request: Compilation) -> tuple[str, dict[str, Any]]:
-    """The PTX of ``request``, and the facts of a launch as a bundle's manifest has them."""
-    with tempfile.TemporaryDirectory(prefix="interlace-ptx-") as folder:
-        stem = pathlib.Path(folder) / "kernel"
-        (result,) = compile_all([replace(request, artifacts=str(stem))], workers=1)
-        if result.error is not None:
-            raise InterlaceError(f"{request.kernel} for sm_{request.arch}: {result.error}")
-        facts = json.loads(stem.with_name("kernel.json").read_text())
-        return stem.with_name("kernel.ptx").read_text(), facts
+def compiled(function: Any, request: Compilation) -> Measurement:
+    """The PTX of ``request``, for the function under its kernel. InterlaceError if there is none."""
+    known = _measured.setdefault(function, {})
+    if (key := repr(request)) not in known:
+        known[key] = compile_one(request)
+    if (made := known[key]).error is not None:
+        raise InterlaceError(f"{request.kernel} for sm_{request.arch}: {made.error}")
+    return made
 
 
 def program(

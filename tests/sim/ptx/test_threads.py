@@ -1,0 +1,92 @@
+"""Kernels whose threads differ are run as compiled code: right ones are clean, each fault is found."""
+
+import re
+
+import pytest
+
+import interlace
+from interlace.verify import races, schedules
+from sim.ptx import thread_kernels as kernels
+
+ALL = 1 << 20
+
+
+def late_stores(*how: object) -> bool:
+    """Whether some schedule gives wrong values."""
+    more = {"store_buffers": True, "workers": 1, "shrink": False}
+    return not schedules(kernels.handed_on, 2, *how, n=12, **more).clean
+
+
+@pytest.mark.parametrize(
+    ("who", "before", "after", "num_warps"),
+    [
+        (1, "program", "program", 4),
+        (ALL, "program", "", 4),
+        (1, "program", "warp", 1),
+        (1, "warp", "program", 1),
+        (32, "program", "warp", 1),
+    ],
+)
+def test_what_is_ordered(who: int, before: str, after: str, num_warps: int) -> None:
+    how = who, before, after, num_warps
+    report = races(kernels.handed_on, 2, *how, seeds=2)
+    assert report.clean, str(report)
+    assert not late_stores(*how)
+
+
+@pytest.mark.parametrize(
+    ("who", "before", "after", "num_warps"),
+    [
+        (1, "program", "", 4),  # one thread polls, all load
+        (1, "program", "", 1),
+        (1, "program", "warp", 4),  # warps of which no thread has polled
+        (32, "program", "warp", 4),
+        (1, "", "program", 4),  # all store, one thread signals
+        (1, "warp", "program", 4),
+    ],
+)
+def test_what_is_not(who: int, before: str, after: str, num_warps: int) -> None:
+    how = who, before, after, num_warps
+    report = races(kernels.handed_on, 2, *how, seeds=3)
+    (line, *_) = {finding.second.lines[0].split()[0] for finding in report.findings}
+    assert line.startswith("thread_kernels.py:"), str(report)
+    # a write-read race where the load was before the poll's end, which a barrier would have kept it from
+    assert {finding.kind for finding in report.findings} & {"no barrier", "write-read"}
+    assert late_stores(*how)
+
+
+@pytest.mark.parametrize("num_warps", [1, 2, 8])
+def test_threads_are_as_many_as_there_are(num_warps: int) -> None:
+    count = 32 * num_warps
+    by_all, by_one, told = interlace.run(kernels.numbered, 1, num_warps)[0]
+    assert by_all == [*range(count), *[-1] * (256 - count)] and told == count
+    assert by_one == [0, *[-1] * 255]  # Triton has thread 0 store scalars
+
+
+def test_a_pointer_of_a_thread_is_out_of_bounds() -> None:
+    report = races(kernels.numbered, 1, 4, 3, seeds=1)
+    (finding,) = report.findings
+    assert finding.kind == "out of bounds" and finding.count == 128 - 86, str(report)
+    assert re.match(r"a int32 tensor of 256 on rank 0", finding.memory), finding.memory
+    assert finding.offset == 1032 and finding.second.lines[0].endswith(" in number")
+
+
+def test_who_waits_in_vain_is_named_with_the_line() -> None:
+    where = r"wait_alone program 0 .*thread_kernels\.py:\d+ in poll"
+    with pytest.raises(interlace.DeadlockError, match=where):
+        interlace.run(kernels.waited_in_vain, 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (kernels.put_together, "threads differ by '%tid'.* was not in its code before the launch"),
+        (kernels.refused, "unknown: its threads differ .* cannot be: .*brkpt"),
+        (kernels.nested, "inside: its threads differ .* not at the top level of a file"),
+    ],
+)
+def test_what_cannot_be_told_is_not_checked(fn: object, why: str) -> None:
+    report = races(fn, 1, seeds=1)
+    assert not report.findings and not report.errors and not report.clean
+    ((_, refusal),) = report.refusals
+    assert re.search(why, refusal), refusal
