@@ -6,7 +6,7 @@ import pytest
 
 import interlace
 from interlace.verify import races, schedules
-from sim.ptx import thread_kernels as kernels
+from sim.interpreter import thread_kernels as kernels
 
 ALL = 1 << 20
 
