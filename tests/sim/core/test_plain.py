@@ -304,5 +304,5 @@ def test_who_unpickles() -> None:
     reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")
     loads = {str(file.relative_to(root)) for file in files if reads.search(file.read_text())}
     pools = {f"runtime/{name}.py" for name in ("start/worker_process", "start/child")}
-    pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "worker")}
+    pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "server")}
     assert loads == {*pools, "python/interlace/collectives/objects.py"}
