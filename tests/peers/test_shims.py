@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 import interlace
 from interlace.cli import main
+from interlace.ops import simulated_backward
 from interlace.verify import races, schedules, shims
 from interlace.verify.suite.jobs import load_function
 
@@ -152,7 +153,12 @@ def test_streams_that_are_in_order(function: Any, name: str) -> None:
     assert schedules(fn, 2, n=6, workers=1, shrink=False).clean
 
 
-def test_a_stream_waits_for_a_value_and_autograd_goes_through_streams(function: Any) -> None:
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_a_stream_waits_for_a_value_and_autograd_goes_through_streams(
+    function: Any, in_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = simulated_backward._run if in_threads else simulated_backward._run_here
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", run)
     found = interlace.run(function("waits_for_values"), 2)
     assert found == [([2.0, 2.0], [2.0, 2.0]), ([4.0, 4.0], [4.0, 4.0])]
 

@@ -14,10 +14,12 @@ Python back to the rank, which alone can wait in the simulation::
 The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is
 the one that the seed says. What a hook on saved tensors unpacks, the rank unpacks too, and so computes
 again what ``torch.utils.checkpoint`` left out; that asks torch which backward it is for, and is told the
-engine's. Hooks of tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the
-ops of ``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
+engine's. Ops that the rank's modes of torch's dispatcher are to see are dispatched by the rank. Hooks of
+tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the ops of
+``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
 """
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from interlace.groups import groups
 from interlace.runtime.core.communicator import Communicator
@@ -88,6 +91,17 @@ def install() -> None:
         _C._current_graph_task_id = _current_graph
 
 
+class _InRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In the thread of an engine: its ops are dispatched by the rank, below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def dispatched() -> Any:
+            with _C._AutoDispatchBelowADInplaceOrView():
+                return func(*args, **(kwargs or {}))
+
+        return in_rank(dispatched)
+
+
 def _outcome(call: Callable[[], Any]) -> _Answer:
     outcome: _Answer = Future()
     try:
@@ -107,10 +121,11 @@ def _run(*args: Any, **kwargs: Any) -> Any:
     if rank is None or not rank.place.simulated or rank.world_size == 1 or _channel() is not None:
         return _run_here(*args, **kwargs)
     channel, recording = _EngineRequests(), torch.is_grad_enabled()
+    modes: Any = _InRank if _get_current_dispatch_mode_stack() else contextlib.nullcontext
 
     def engine() -> None:
         _thread.channel = channel
-        with torch.set_grad_enabled(recording):
+        with torch.set_grad_enabled(recording), modes():
             channel.asked.put(_outcome(lambda: _run_here(*args, **kwargs)))
 
     # with the rank's context, by which hooks too know whose they are
