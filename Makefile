@@ -86,7 +86,7 @@ format: $(VENV)/test  ## apply ruff's fixes and formatting
 	$(PY) -m ruff format .
 
 docs: $(VENV)/docs  ## build the documentation site into build/site; needs no network
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir $(SITE)
 
 dist: $(VENV)/dist  ## sdist and wheel as an index would take them, into dist/; needs no network
 	rm -rf $(DIST)

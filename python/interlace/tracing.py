@@ -28,7 +28,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     each program or stream; tiles, sums, copies and waits, and an arrow from each publish to the wait that
     it ended. Kernels are seen where they are interpreted, in place "sim" (time counts schedule steps) and
     "shm" (microseconds, interpreted). Of collectives without a kernel, and of compiled kernels, there is
-    nothing to see: take a profile.
+    nothing to see: take a profile. A file without events is logged.
 
     Raises ValueError for an empty path, and OSError if the file cannot be written, before the block runs
     if that is known then. Of a block that fails it is logged.
@@ -56,6 +56,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
             except OSError as error:
                 log.warning("the trace of a block that failed is not written: %s", error)
             raise
+    if not any(recording.spans for _, recording in runs):
+        log.warning("%s has no events: no kernel was interpreted in interlace.run meanwhile", file)
     chrome_trace.write_trace(file, runs)
 
 

@@ -190,7 +190,7 @@ def _addition(stock: Method) -> Method:
             return integers(self, other)
         offset = other.value if other.__class__ is tl.constexpr else other
         if offset.__class__ is int and _LEAST <= offset <= _MOST:
-            model, number = _model(self, self), np.int64(offset).astype(np.uint64)
+            model, number = _model(self, self), np.array([offset]).astype(np.uint64)  # wraps around
         elif offset.__class__ is tl.tensor and offset.dtype.name in _INTEGERS:
             model, number = _model(self, offset), offset.handle.data.astype(np.uint64)
         else:

@@ -304,7 +304,6 @@ def test_elements_of_less_than_32_bits_share_a_register() -> None:
         ("cvt.u32.f32 $0, 0f3F800000;", "takes one of .rni, .rzi"),
         ("div.rz.f32 $0, $0, $0;", "'div.f32' is interpreted for .rn only"),
         ("fence.relaxed.sys;", r"qualifier '\.relaxed'"),
-        ("bar.arrive 0, 64;", "'bar.arrive' is not known"),
         (
             "mbarrier.init.shared.b64 [$1], 1;",
             "instruction 'mbarrier.init.shared.b64' is not known",
