@@ -1,5 +1,6 @@
 """Source lines of programs and of user code, from the frames they are suspended in."""
 
+import ast
 import functools
 import linecache
 import os
@@ -126,23 +127,24 @@ def _ptx_lines(frame: Any) -> tuple[SourceText, ...]:
             text, places = each.f_locals["self"].where()
             if not places:
                 return (SourceText(text),)
-            return tuple(
-                SourceText(f"{os.path.basename(place[0])}:{place[1]}{_function(*place)}", (place,))
-                for place in places
-            )
+            return tuple(_written(*place) for place in places)
     return ()
 
 
 @functools.cache
-def _function(path: str, number: int) -> str:
-    """The text " in f", for the function f that a line of a file is in, by how far it is indented."""
-    *before, last = linecache.getlines(path)[:number] or [""]
-    indent = len(last) - len(last.lstrip())
-    for line in reversed(before):
-        found = re.match(r"(\s*)def (\w+)", line)
-        if found and len(found[1]) < indent:
-            return f" in {found[2]}"
-    return ""
+def _written(path: str, number: int) -> SourceText:
+    """A line that a compiler names: where the call that it is part of begins, and in which function."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        tree = ast.Module([], [])
+    first, function = number, ""
+    for node in ast.walk(tree):  # outer ones first
+        if isinstance(node, (ast.Call, ast.FunctionDef)):
+            if node.lineno <= number <= (node.end_lineno or 0):
+                first = node.lineno if isinstance(node, ast.Call) else first
+                function = f" in {node.name}" if isinstance(node, ast.FunctionDef) else function
+    return SourceText(f"{os.path.basename(path)}:{first}{function}", ((path, first),))
 
 
 def _scalar(value: Any) -> int | None:

@@ -76,6 +76,12 @@ def data_of(path: pathlib.Path) -> Any:
     return json.loads(text)
 
 
+def deadlock_of(data: Any) -> int:
+    """The panel of the one deadlock; races of the other function are before it."""
+    (number,) = (n for n, p in enumerate(data["panels"]) if p["title"].startswith("DeadlockError"))
+    return number
+
+
 def line_of(text: str) -> int:
     return WRONG.splitlines().index(text) + 1
 
@@ -89,8 +95,10 @@ STORES = line_of("    tl.store(own + offsets, tl.load(input_ptr + offsets))")
 
 def test_a_race_is_two_red_accesses_and_an_arrow(written: pathlib.Path) -> None:
     data = data_of(written)
-    assert data["bad"] and data["verdict"] == "2 findings"
-    race, _, overview = data["panels"]
+    found = data["panels"][:-1]
+    assert data["bad"] and data["verdict"] == f"{len(found)} findings"
+    race, overview = found[0], data["panels"][-1]
+    assert race["title"].startswith("read-write")
     (view,) = race["views"]
     red = [number for number, event in enumerate(view["events"]) if event[6] == "red"]
     assert [arrow for arrow in view["arrows"] if arrow[2] == "red"] == [[*red, "red"]]
@@ -130,8 +138,8 @@ def test_waits_point_to_what_ended_them(written: pathlib.Path) -> None:
 def test_a_failure_is_shown_as_found_and_shrunk(
     written: pathlib.Path, results: list[JobResult]
 ) -> None:
-    deadlock = (data := data_of(written))["panels"][1]
-    assert deadlock["title"].startswith("DeadlockError")
+    data = data_of(written)
+    deadlock = data["panels"][deadlock_of(data)]
     found, shrunk = deadlock["views"]
     report = results[-1].report
     assert isinstance(report, ScheduleReport) and report.failure is not None
@@ -232,7 +240,7 @@ def test_sarif_has_what_its_schema_requires(log: Any) -> None:
     driver = run["tool"]["driver"]
     assert driver["name"] == "interlace"
     ids = [rule["id"] for rule in driver["rules"]]
-    assert ids == ["races/read-write", "schedules/DeadlockError", "lint"]
+    assert {"races/read-write", "schedules/DeadlockError", "lint"} <= set(ids)
     assert all(rule["shortDescription"]["text"] for rule in driver["rules"])
     for result in run["results"]:
         assert result["ruleId"] in ids and result["level"] == "error" and result["message"]["text"]
@@ -245,7 +253,9 @@ def test_sarif_has_what_its_schema_requires(log: Any) -> None:
 
 def test_sarif_names_lines(log: Any) -> None:
     """Of a race both, of a deadlock that of the wait and the way there, of what has none the function's."""
-    race, deadlock, linted = log["runs"][0]["results"]
+    by_rule = {result["ruleId"]: result for result in log["runs"][0]["results"]}
+    race, deadlock = by_rule["races/read-write"], by_rule["schedules/DeadlockError"]
+    linted = by_rule["lint"]
 
     def lines(places: list[Any]) -> list[int]:
         return [place["physicalLocation"]["region"]["startLine"] for place in places]
@@ -291,7 +301,7 @@ def test_a_click_shows_the_source_line(chromium: browser.Browser, written: pathl
     assert "tl.store(own + offsets" in line and str(STORES) in line
     chromium.click(".event.red")  # the first one
     said, line = chromium.js(SHOWN)
-    assert "loads 64 elements" in said and "tl.load(theirs" in line and str(LOADS) in line
+    assert " loads " in said and "tl.load(theirs" in line and str(LOADS) in line
     assert chromium.js("location.hash").startswith("#panel=0&view=0&event=")
     assert chromium.said == []
     assert all(url.startswith("file:") for url in chromium.asked)
@@ -343,7 +353,7 @@ def test_both_schedules_of_a_failure_are_side_by_side(
     chromium: browser.Browser, written: pathlib.Path
 ) -> None:
     chromium.open(written)
-    chromium.click("nav a:nth-child(2)")
+    chromium.click(f"nav a:nth-child({deadlock_of(data_of(written)) + 1})")
     chromium.until("document.querySelectorAll('.view').length === 2")
     boxes = chromium.js(
         "[...document.querySelectorAll('.view')].map(v => v.getBoundingClientRect().toJSON())"
