@@ -140,10 +140,13 @@ def _written(path: str, number: int) -> SourceText:
         tree = ast.Module([], [])
     first, function = number, ""
     for node in ast.walk(tree):  # outer ones first
-        if isinstance(node, (ast.Call, ast.FunctionDef)):
-            if node.lineno <= number <= (node.end_lineno or 0):
-                first = node.lineno if isinstance(node, ast.Call) else first
-                function = f" in {node.name}" if isinstance(node, ast.FunctionDef) else function
+        if not isinstance(node, (ast.Call, ast.FunctionDef)):
+            continue
+        if node.lineno <= number <= (node.end_lineno or 0):
+            if isinstance(node, ast.Call):
+                first = node.lineno
+            else:
+                function = f" in {node.name}"
     return SourceText(f"{os.path.basename(path)}:{first}{function}", ((path, first),))
 
 
