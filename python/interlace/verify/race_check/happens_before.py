@@ -112,9 +112,10 @@ class Detector(AsyncProxy):
     def _known_by(self, agent: ThreadsAgent, threads: Any) -> KnownTimes:
         """What accesses of ``threads``, one for each element, come after."""
         found: dict[int, tuple[list[int], Any]] = {}
-        for thread, clock in agent.acquired.items():
-            found.setdefault(id(clock), ([], clock))[0].append(agent.first + thread)
-        more = [(threads, self._lengthened(clock)) for threads, clock in found.values()]
+        for thread in set(threads.tolist()):
+            if (clock := agent.acquired.get(thread)) is not None:
+                found.setdefault(id(clock), ([], clock))[0].append(agent.first + thread)
+        more = [(these, self._lengthened(clock)) for these, clock in found.values()]
         return KnownTimes(self._whole(agent), agent, self._owners, agent.first + threads, more)
 
     # -- order ---------------------------------------------------------------------------------------
