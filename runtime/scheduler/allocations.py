@@ -163,20 +163,22 @@ def _distance(allocation: MemoryRange, address: int) -> int:
 
 
 def _tensors_with(address: int) -> list[torch.Tensor]:
-    """The tensors of everything that is alive whose storage has this address."""
-    found, kinds, new = [], {torch.Tensor}, [torch.Tensor]
+    """Tensors of the youngest objects that are alive of which some have storage at this address."""
+    kinds, new = {torch.Tensor}, [torch.Tensor]
     while new:
         new = [kind for each in new for kind in each.__subclasses__() if kind not in kinds]
         kinds.update(new)
-    for each in gc.get_objects():
-        if type(each) in kinds:
-            try:
-                storage = each.untyped_storage()
-                if (
-                    each.device.type == "cpu"
-                    and 0 <= address - storage.data_ptr() < storage.nbytes()
-                ):
-                    found.append(each)
-            except (RuntimeError, NotImplementedError):  # it has no memory
-                continue
-    return found
+    for generation in range(3):
+        tensors = [each for each in gc.get_objects(generation) if type(each) in kinds]
+        if found := [each for each in tensors if _has(each, address)]:
+            return found
+    return []
+
+
+def _has(tensor: torch.Tensor, address: int) -> bool:
+    try:
+        storage = tensor.untyped_storage()
+        within = 0 <= address - storage.data_ptr() < storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # it has no memory
+        return False
+    return within and tensor.device.type == "cpu"

@@ -125,7 +125,7 @@ def run_again(op: Callable[[], None], *, credit: int, void: bool = False) -> tup
         interlace.run(op, 2)
     (launch,), (buffer,) = seen.launches, seen.buffers
     header = buffer.view(0, 0, (HEADER_WORDS,), torch.int64)
-    header[SPIN_LIMIT_WORD] = 100
+    header[SPIN_LIMIT_WORD] = 10
     header[CREDIT_WORDS + 1] = credit
     header[ABORT_WORD] = int(void)
     theirs = buffer.peer_bytes[1][HEADER_WORDS * WORD :]
