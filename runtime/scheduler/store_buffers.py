@@ -75,6 +75,13 @@ class _PendingStore:
         for index, address in enumerate(self.addresses.tolist()):
             ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
 
+    def overlaps(self, addresses: Any, size: int) -> bool:
+        """Whether elements of ``size`` bytes share any with these, and not only lie around."""
+        own = np.sort(self.addresses)
+        before = np.searchsorted(own, addresses + np.uint64(size)) - 1
+        ends = own[before] + np.uint64(self.values.dtype.itemsize)
+        return bool(((before >= 0) & (ends > addresses)).any())
+
 
 class StoreBuffers:
     """The stores of a run that are not visible yet."""
@@ -191,6 +198,7 @@ class StoreBuffers:
             if (p.task is task or (p.rank_only and p.task.rank == task.rank))
             and p.low < high
             and low < p.high
+            and p.overlaps(addresses, size)
         )
 
     def _drain(self, chosen: Iterable[_PendingStore]) -> None:

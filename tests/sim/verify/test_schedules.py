@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 import interlace
+from interlace.runtime.compat.triton_interpreter import TensorHandle
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
@@ -31,6 +35,22 @@ def test_right_kernels_pass_with_and_without_late_stores() -> None:
             report = schedules(fn, 2, n=15, store_buffers=late, workers=1)
             assert report.clean and report.schedules == 15 and report.failure is None
             assert "none fails" in str(report)
+
+
+def test_late_stores_do_not_depend_on_where_memory_lies() -> None:
+    """A load of two words makes no store visible that lies between them."""
+    data, late = np.zeros(3, np.int64), StoreBuffers(0, Observer())
+    first, middle, last = (data.ctypes.data + 8 * each for each in range(3))
+
+    def pointers(*addresses: int) -> Any:
+        return TensorHandle(np.array(addresses, np.uint64), tl.pointer_type(tl.int64))
+
+    task = Task(0, "program 0", "program 0", None)
+    late.store(task, pointers(middle), TensorHandle(np.array([7]), tl.int64), None)
+    late.before_load(task, pointers(first, last))
+    assert data[1] == 0
+    late.before_load(task, pointers(first, middle))
+    assert data[1] == 7
 
 
 def test_a_failure_is_found_shrunk_told_and_replayed() -> None:
