@@ -29,7 +29,13 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.triton_interpreter import TensorHandle, bare, ir, triton_interpreter
+from interlace.runtime.compat.triton_interpreter import (
+    TensorHandle,
+    atomics,
+    bare,
+    ir,
+    triton_interpreter,
+)
 from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.numerics import float_formats as formats
 
@@ -57,7 +63,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     stock_binary, stock_unary, stock_cast = builder.binary_op, builder.unary_op, builder.cast_impl
     stock_fp_to_fp, stock_dot = builder.create_fp_to_fp, builder.create_dot
     stock_fma, stock_rmw = builder.create_fma, builder.create_atomic_rmw
-    stock_cas, stock_descriptor_load = builder.create_atomic_cas, builder.create_descriptor_load
+    stock_descriptor_load = builder.create_descriptor_load
     stock_pointer_load: Any = getattr(builder, "create_tensor_pointer_load", None)
 
     def like(values: formats.Array, handle: Handle) -> Handle:
@@ -150,21 +156,26 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
             return stock_pointer_load(ptr, boundary_check, padding, *policy)
         return padded_load(ptr.materialize_pointers(boundary_check), *policy)
 
-    def no_atomics(val: Handle) -> None:
-        if _stored(val):
-            raise TypeError(f"no atomics on {val.dtype.scalar} in the interpreter; use fp32")
-
     def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Handle:
-        no_atomics(val)
-        return stock_rmw(op, ptr, val, mask, sem, scope)
-
-    def create_atomic_cas(ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Handle:
-        no_atomics(val)
-        return stock_cas(ptr, cmp, val, sem, scope)
+        if not _stored(val):
+            return stock_rmw(op, ptr, val, mask, sem, scope)
+        before = np.zeros(ptr.data.shape, val.data.dtype)
+        order = builder.ir_sem_to_interpreter_sem[sem]
+        values, chosen = (np.broadcast_to(bare(x), before.shape) for x in (_number(val), mask))
+        for place in np.argwhere(chosen).tolist():  # as sums, the only ones of these that there are
+            at, seen = (*place, None), np.zeros(1, before.dtype)
+            while True:
+                total = formats.narrow(formats.widen(seen, val.dtype) + values[at], val.dtype)
+                found = atomics.atomic_cas(ptr.data[at], seen, total, order)
+                if found[0] == seen[0]:
+                    break
+                seen = found
+            before[at] = seen
+        return make(before, val.dtype)
 
     functions = (
         *(binary_op, unary_op, cast_impl, create_fp_to_fp, create_dot, create_fma, create_clampf),
-        *(create_descriptor_load, create_atomic_rmw, create_atomic_cas),
+        *(create_descriptor_load, create_atomic_rmw),
         *((create_tensor_pointer_load,) if stock_pointer_load else ()),
     )
     return {
