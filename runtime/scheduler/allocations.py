@@ -9,6 +9,7 @@ import gc
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,16 @@ class Allocations:
         ends = np.array([0 if each.is_gone() else each.end for each in every], np.uint64)
         places = np.searchsorted(bases, addresses, "right").astype(np.int64) - 1
         return (places >= 0) & (addresses + np.uint64(size) <= ends[places])
+
+
+def together(names: Iterable[str]) -> str:
+    """Words by their names: of two both, of more the first and how many there are besides."""
+    first, *others = dict.fromkeys(names)
+    if len(others) > 1:
+        return f"{first} and {len(others)} more words"
+    for memory, _, byte in (each.rpartition(", ") for each in others):
+        return f"{first} and {byte if memory == first.rpartition(', ')[0] else others[0]}"
+    return first
 
 
 def _distance(allocation: MemoryRange, address: int) -> int:

@@ -6,7 +6,7 @@ sees what the last one saw will see it again until memory changes, so its progra
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,7 +89,10 @@ class ProgramHooks:
         mask = self._check.allowed(task, pointers, mask, "loads", writes=False)
         result = perform(mask)
         task.loads += 1
-        if pointers.data.size > SMALL_READ:
+        if task.program is not None and task.program.threads:
+            if task.watched:
+                task.seen.append(_read(pointers, mask, result))
+        elif pointers.data.size > SMALL_READ:
             task.seen.clear()
         elif task.loads > SPINNING:
             result = self._polled(pointers, mask, result, partial(perform, mask))
@@ -267,8 +270,10 @@ class ProgramHooks:
         if not self.block_polls:
             return result
         task = self.current
-        task.seen.append(_read(pointers, mask, result))
-        circle = _circle(task.seen)
+        apart = task.program is not None and task.program.threads
+        if not apart or task.watched:
+            task.seen.append(_read(pointers, mask, result))
+        circle = [] if apart else _circle(task.seen)
         if circle and task.program is not None:
             value = int(result.data.ravel()[0]) if result.data.size == 1 else None
             self._block_on_memory(task, dict.fromkeys(reversed(circle)), value)
@@ -278,28 +283,43 @@ class ProgramHooks:
                 self.progress()
                 return result
             task.seen.append(_read(pointers, mask, result))
-        del task.seen[: -2 * LONGEST_CIRCLE]
+        if not apart:
+            del task.seen[: -2 * LONGEST_CIRCLE]
         # programs whose polls never repeat, of ever other places, are counted instead
         self.stalled += 1
         if self.stalled > STALLED_POLLS:
             self.give_up_on_polls()
         return result
 
+    def spin(self, reads: Sequence[Read]) -> None:
+        """A program whose threads are told apart goes round, and these are all its reads: it waits."""
+        if self.inside and self.block_polls:
+            self._block_on_memory(self.current, reads, None)
+
     def _block_on_memory(self, task: Task, reads: Iterable[Read], seen: int | None) -> None:
         # What was seen, not what is there now: another process may have written in between.
-        cells = []
+        cells: dict[tuple[int, bytes], None] = {}
         for read in reads:
             addresses = np.frombuffer(read.addresses, np.uint64).tolist()
             size = len(read.values) // max(1, len(addresses))
             for index, address in enumerate(addresses):
-                cells.append((address, size, read.values[index * size : (index + 1) * size]))
+                cells[address, read.values[index * size : (index + 1) * size]] = None
+        pieces: list[tuple[int, bytes]] = []  # neighbours are looked at together
+        for address, value in sorted(cells):
+            if pieces and pieces[-1][0] + len(pieces[-1][1]) == address:
+                address, value = pieces[-1][0], pieces.pop()[1] + value
+            pieces.append((address, value))
 
         def changed() -> bool:
-            return any(ctypes.string_at(a, size) != value for a, size, value in cells)
+            return any(ctypes.string_at(at, len(value)) != value for at, value in pieces)
 
         task.polls = True
-        first = cells[0][0] if cells else None
-        self.block(changed, lambda: polling(task, seen, first, self.memory))
+        words = [address for address, _ in cells]
+        if seen is not None:
+            words = words[:1]  # which this is the value of
+        elif len(cells) == 1:
+            seen = int.from_bytes(pieces[0][1], "little", signed=True)
+        self.block(changed, lambda: polling(task, seen, words, self.memory))
         task.polls = False
 
 
@@ -307,10 +327,11 @@ def _unchanged(atomic: Atomic, before: Any) -> bool:
     """Whether memory is what it was: a test-and-set of a flag that is set, a maximum that was one."""
     read = _read(atomic.pointers, atomic.mask, before)
     addresses = np.frombuffer(read.addresses, np.uint64).tolist()
-    if not addresses or len(addresses) > SMALL_READ:
+    if not addresses or len({*addresses}) > SMALL_READ:
         return False
     size = len(read.values) // len(addresses)
-    return b"".join(ctypes.string_at(address, size) for address in addresses) == read.values
+    now = {address: ctypes.string_at(address, size) for address in addresses}
+    return b"".join(map(now.__getitem__, addresses)) == read.values
 
 
 def _circle(seen: list[Read]) -> list[Read]:

@@ -372,7 +372,7 @@ class Scheduler(ProgramHooks):
         self.stalled = 0
         for task in self._tasks:
             if task.program is not None and task.waiting is None:
-                task.waiting = functools.partial(polling, task, None, None, self.memory)
+                task.waiting = functools.partial(polling, task, None, [], self.memory)
         self._nothing_ready()
 
     def changed(self) -> None:
@@ -386,6 +386,7 @@ class Scheduler(ProgramHooks):
         if self._current is not None:
             self._current.seen.clear()
             self._current.loads = 0
+            self._current.changes += 1
 
 
 def run_interpreted(

@@ -11,19 +11,19 @@ from typing import Any
 
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, RankError, SourceText
 from interlace.runtime.interpreter.session import outwards, source_frames
-from interlace.runtime.scheduler.allocations import Allocations
+from interlace.runtime.scheduler.allocations import Allocations, together
 from interlace.runtime.scheduler.task import Task
 
 _SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
 _COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
 
 
-def polling(task: Task, seen: int | None, address: int | None, memory: Allocations) -> BlockedWait:
-    """Describe a program that polls ``address``, from the frames it is suspended in."""
+def polling(task: Task, seen: int | None, words: list[int], memory: Allocations) -> BlockedWait:
+    """Describe a program that polls ``words``, from the frames it is suspended in."""
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)
     expected = source = None
-    what = "a slot" if address is None else memory.name(address)
+    what = together(map(memory.name, words)) if words else "a slot"
     where = SourceText("")
     for frame in frames:
         if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:

@@ -30,6 +30,8 @@ class Task:
     ``owner`` is the stream that the task works for. ``polls``: it is suspended in a poll, and may give up
     polling if it goes on; ``seen``: what it has polled and read since it changed memory, ``loads``: its
     plain loads since then; ``idled`` at how many points it could have been interrupted meanwhile.
+    ``changes`` counts its changes of memory; if ``watched``, ``seen`` has all that it reads, for those who
+    say when it waits (``ptx/machine/spins.py``).
     ``torch_state``: see ``torch_state.py``.
     """
 
@@ -46,6 +48,8 @@ class Task:
     seen: list[Any] = field(default_factory=list)
     idled: int = 0
     loads: int = 0
+    changes: int = 0
+    watched: bool = False
     on_finish: Callable[[], None] | None = None
     torch_state: Any = None
 

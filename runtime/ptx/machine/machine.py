@@ -22,8 +22,9 @@ import numpy as np
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Instruction
 from interlace.runtime.ptx.machine.bulk_copies import finish
-from interlace.runtime.ptx.machine.module import PtxKernel, SourcePlace
+from interlace.runtime.ptx.machine.module import PtxKernel, SourcePlace, looks
 from interlace.runtime.ptx.machine.shared import PtxProgram
+from interlace.runtime.ptx.machine.spins import PATIENCE, Spins
 from interlace.runtime.ptx.machine.warps import complete
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.waits import ARRIVAL, BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
@@ -37,15 +38,18 @@ _ENDS = ("ret", "exit")
 class _ThreadGroup:
     """Threads at the same instruction. ``waits``: for the others of their barrier or warp.
 
-    ``rounds``: how often it has gone round in loops that look at what others write. ``team``: groups of
-    different teams do not become one. ``barrier``: the number of that which it waits at, and how many it is
-    for; ``until``: whether what it waits for is there.
+    ``rounds``: how often it has gone round in loops that look at what others write, and how often it has
+    gone ``back`` so many times in others; ``looks``: of the loop in which it went back in this round of the
+    program, None before that. ``team``: groups of different teams do not become one. ``barrier``: the
+    number of that which it waits at, and how many it is for; ``until``: whether what it waits for is there.
     """
 
     mask: Any
     at: int
     count: int
     rounds: int = 0
+    back: int = 0
+    looks: bool | None = None
     waits: bool = False
     team: int = 0
     barrier: tuple[int, int] | None = None
@@ -85,6 +89,7 @@ class PtxMachine:
         self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
         self._arrived: dict[int, int] = {}  # by number of a barrier
         self._random = self.program.draw
+        self._spins = Spins(self.program, self.threads)
 
     def run(self) -> None:
         self._perhaps_part()
@@ -171,8 +176,8 @@ class PtxMachine:
                 if count and count < group.count:
                     self._split(group, step, taken, count)
                     return
-                if at in kernel.spinning and count:
-                    group.rounds += 1
+                if count and step.target <= at:
+                    self._go_back(group, at, step)
                 at = step.target if count else at + 1
             elif not count:
                 at += 1
@@ -205,6 +210,23 @@ class PtxMachine:
             if not alone and at in kernel.joins:
                 group.at = at
                 return
+
+    def _go_back(self, group: _ThreadGroup, at: int, step: Instruction) -> None:
+        """``group`` goes round in a loop; perhaps it waits for others, or will never end."""
+        group.looks = at in self.kernel.spinning
+        group.back += 1
+        if group.looks or group.back % PATIENCE == 0:
+            group.rounds += 1
+        self.threads.idle_steps += at - step.target + 1
+        going = [each for each in self._groups if not each.waits]
+        if all(each.looks is not None for each in going):
+            rounds_look = all(each.looks for each in going)
+            for each in going:
+                each.looks = None
+            body = self.kernel.steps[step.target : at]
+            reads = [each for each in body if each.mnemonic in ("ld", "atom")]
+            self.step = next((each for each in reads if looks(each)), (reads or [step])[-1])
+            self._spins.over(self.kernel.name, step, looks=rounds_look)
 
     def _split(self, group: _ThreadGroup, step: Instruction, taken: Any, count: int) -> None:
         apart = _ThreadGroup(taken, step.target, count, group.rounds, team=group.team)

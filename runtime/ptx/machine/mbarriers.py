@@ -43,6 +43,7 @@ class MBarrier:
 
     def arrived(self, program: PtxProgram, count: int = 0) -> None:
         """By ``count`` threads, or bytes have come: the phase may be complete."""
+        program.changes += 1
         self.pending -= count
         if self.pending < 0:
             raise ValueError(f"PTX: more than {self.count} arrive at an mbarrier in one phase")

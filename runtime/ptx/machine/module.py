@@ -21,7 +21,7 @@ from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import TENSOR_MAPS
 from interlace.runtime.ptx.machine.warps import WARPS
 from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move
-from interlace.runtime.ptx.memory import MEMORY
+from interlace.runtime.ptx.memory import MEMORY, SCOPES
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
 from interlace.runtime.ptx.parser import Parser
@@ -47,6 +47,7 @@ _PARAMETER = re.compile(
 _SHARED = re.compile(
     r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*(\d*)\s*\])?\s*;"
 )
+_ORDERED = ("relaxed", "acquire", "volatile")
 _LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
 
 
@@ -101,14 +102,14 @@ def read(ptx: str) -> PtxKernel:
     parameters = tuple(_parameter(each) for each in entry[2].split(",") if each.strip())
     symbols, static_bytes = _shared_symbols(ptx)
     parser = Parser([], symbols, {each.name: each.kind for each in parameters})
-    steps = []
     text = _SHARED.sub("", _LINES.sub("", body))
-    for instruction in parser.instructions(before + text):
+    steps = list(parser.instructions(before + text))
+    _take_guesses(steps)
+    for instruction in steps:
         builder = BUILDERS.get(instruction.mnemonic)
         if builder is None:
             raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
         instruction.action = builder(instruction)
-        steps.append(instruction)
     after = [_following(steps, index) for index in range(len(steps))]
     order = _in_order(after)
     joins = {
@@ -129,6 +130,31 @@ def read(ptx: str) -> PtxKernel:
         frozenset(i for i, step in enumerate(steps) if _is_of_warps(step)),
         _places(ptx),
     )
+
+
+def _take_guesses(steps: Sequence[Instruction]) -> None:
+    """The loads with which loops of compare-and-swap begin are relaxed, as compilers mean them.
+
+    So atomics become that a GPU does not have. What such a load gives, another may have changed: it is a
+    guess, which nobody uses but the loop, and which does not count before a swap has confirmed it.
+    """
+    for at, swap in enumerate(steps):
+        if swap.mnemonic != "atom" or "cas" not in swap.qualifiers:
+            continue
+        _, address, guess, _ = swap.operands
+        end = next((i for i in range(at, len(steps)) if 0 <= steps[i].target <= at), at)
+        named = re.compile(re.escape(guess) + r"(?!\w)")
+        users = [i for i, step in enumerate(steps) if named.search(" ".join(step.operands))]
+        load = steps[users[0]]
+        plain = load.mnemonic == "ld" and not {*_ORDERED} & {*load.qualifiers}
+        if (
+            plain
+            and users[0] < steps[end].target
+            and users[-1] <= end
+            and load.operands[1] == address
+        ):
+            scope = next((each for each in swap.qualifiers if each in SCOPES), "gpu")
+            load.qualifiers[:0] = ["relaxed", scope]
 
 
 def _is_of_warps(step: Instruction) -> bool:
@@ -200,11 +226,13 @@ def _following(steps: Sequence[Instruction], index: int) -> list[int]:
 def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
     if not 0 <= target <= index:
         return False
-    looks = ("acquire", "relaxed", "volatile", "try_wait", "test_wait")
-    body = steps[target:index]
-    return any(
-        step.mnemonic == "atom" or any(f".{word}" in step.opcode for word in looks) for step in body
-    )
+    return any(map(looks, steps[target:index]))
+
+
+def looks(step: Instruction) -> bool:
+    """Whether it looks at what others write."""
+    words = ("acquire", "relaxed", "volatile", "try_wait", "test_wait")
+    return step.mnemonic == "atom" or any(f".{word}" in step.opcode for word in words)
 
 
 def _in_order(after: Sequence[Sequence[int]]) -> list[int]:

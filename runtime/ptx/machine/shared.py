@@ -63,6 +63,7 @@ class PtxProgram(PtxSession):
     bulk_groups: dict[int, int] = field(default_factory=dict)
     draw: Random = field(default_factory=Random)
     until: Callable[[], bool] | None = None
+    changes: int = 0  # of shared memory and of mbarriers
     branch: Any = None
     _queues: dict[Any, int] = field(default_factory=dict)
 
@@ -84,6 +85,10 @@ class PtxProgram(PtxSession):
         kind = atomic.pointers.get_element_ty()
         self.offsets(atomic.pointers.data, kind.primitive_bitwidth // 8)
         result = perform()
+        offsets = atomic.pointers.data - np.uint64(self.base)
+        bits = result.data.view(f"u{result.data.itemsize}")
+        there = self.shared.view(bits.dtype)[offsets // np.uint64(result.data.itemsize)]
+        self.changes += not np.array_equal(there, bits)
         if self.hooks.observed:
             self.hooks.shared_atomic(atomic, result)
         return result
@@ -144,7 +149,9 @@ def put_shared(
 ) -> None:
     options: dict[str, Any] = {"lanes": lanes, "bits": bits, "constant": constant}
     offsets = _touched(threads, addresses, kind, stores=True, **options)
-    threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)] = bits
+    places, there = offsets // (kind.bits // 8), threads.session.shared.view(kind.raw)
+    threads.session.changes += not (there[places] == bits).all()
+    there[places] = bits
 
 
 @builds("ld", "st", "atom", "red")

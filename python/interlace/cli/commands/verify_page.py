@@ -110,8 +110,9 @@ def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:
             ranks = [int(each) for each in named[1].split(",")]
         lanes = [n for n, (rank, _) in enumerate(view.lanes) if rank in ranks]
     if not lanes:  # a word: whoever has touched it last
-        word, own = f"{wait.waiting_for},", view.lanes.index((wait.rank, wait.who))
-        touched = [n for n, e in enumerate(view.events) if word in e.text and e.lane != own]
+        own = view.lanes.index((wait.rank, wait.who))
+        word = re.compile(re.escape(wait.waiting_for.partition(" and ")[0]) + r"(,| and )")
+        touched = [n for n, e in enumerate(view.events) if word.search(e.text) and e.lane != own]
         return touched[-1:]
     last = {event.lane: number for number, event in enumerate(view.events) if event.lane in lanes}
     blocked = [number for number in last.values() if view.events[number].mark == "blocked"]

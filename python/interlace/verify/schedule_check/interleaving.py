@@ -12,8 +12,8 @@ import numpy as np
 
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import BlockedWait, DeadlockError, SourceText
-from interlace.runtime.interpreter.session import active_addresses
-from interlace.runtime.scheduler.allocations import Allocations
+from interlace.runtime.interpreter.session import active, active_addresses
+from interlace.runtime.scheduler.allocations import Allocations, together
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
@@ -174,13 +174,18 @@ class Storyteller(Observer):
         addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
         if task is None or not addresses:
             return
-        place = self._place(task, addresses[0]) or "own memory"
-        seen = result.data.ravel()[0]
+        place = together(self._place(task, each) or "own memory" for each in addresses)
+        before = active(result.data, atomic.pointers, atomic.mask)
+        seen, *others = dict.fromkeys(before)
+        more = f" and {others[0] if len(others) == 1 else f'{len(others)} more'}" if others else ""
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
-        taken = atomic.compare is None or bool((result.data == atomic.compare.data).any())
-        after = self._waited(task, addresses) if taken and atomic.acquires else ()
-        self._note(task, f"{verb} at {place}, sees {seen}", program_lines(), after)
-        if taken and not atomic.reads_only:
+        if atomic.compare is not None:  # what has not been swapped has only been read
+            wanted = np.broadcast_to(atomic.compare.data, result.data.shape)
+            swapped = before == active(wanted, atomic.pointers, atomic.mask)
+            addresses = [each for each, done in zip(addresses, swapped, strict=True) if done]
+        after = self._waited(task, addresses) if atomic.acquires else ()
+        self._note(task, f"{verb} at {place}, sees {seen}{more}", program_lines(), after)
+        if not atomic.reads_only:
             self._written.update(dict.fromkeys(addresses, (task, self._count - 1)))
 
     def _waited(self, task: Task, addresses: list[int]) -> list[int]:

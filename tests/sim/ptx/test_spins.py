@@ -1,0 +1,91 @@
+"""Loops in PTX that wait for what others write, by any kind of load, and loops that never end."""
+
+import pytest
+import torch
+
+import interlace
+from interlace.runtime.ptx.machine import spins
+from interlace.verify import launch_ptx
+from sim.ptx.ptx_texts import kernel
+
+WORD = "ld.param.b64 %rd4, [kernel_param_0];"
+SHARED = "mov.b32 %r5, memory; st.shared.b32 [%r5], 0; bar.sync 0;"
+
+
+def poll(load: str, label: str = "AGAIN") -> str:
+    return f"{label}: {load}; setp.eq.s32 %p2, %r3, 0; @%p2 bra {label};"
+
+
+def roles(one: str, other: str) -> str:
+    """What thread 0 does, and what the others do."""
+    return (
+        f"setp.eq.s32 %p1, %r1, 0; @!%p1 bra OTHER; {one} bra MET; OTHER: {other} MET: bar.sync 0;"
+    )
+
+
+def launched(body: str, threads: int = 256) -> None:
+    def on_rank() -> None:
+        words = torch.zeros(threads, dtype=torch.int32)
+        launch_ptx(kernel(body, threads=threads), 1, words, words, shared_bytes=16)
+
+    interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
+
+
+EACH = "ld.global.b32 %r3, [%rd1]"
+ONE = "ld.volatile.global.b32 %r3, [%rd4]"
+COUNTED = "add.s32 %r9, %r9, 1; " + EACH
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (poll(EACH), "byte 0 and 255 more words"),  # warps apart, plain
+        (poll("ld.relaxed.sys.global.u32 %r3, [%rd1]"), "byte 0 and 255 more words"),
+        (WORD + poll(ONE), "byte 0, seen 0"),
+        (WORD + roles(poll(ONE), poll(EACH, "TOO")), "byte 4 and 255 more words"),
+        (WORD + roles(poll("ld.global.b32 %r3, [%rd4]"), ""), "byte 0, seen 0"),
+        (WORD + poll(f"{ONE}; ld.global.b32 %r4, [%rd4+8]"), "byte 0 and byte 8"),
+        (WORD + "mov.b32 %r3, 0; " + poll("atom.global.exch.b32 %r3, [%rd4], 0"), "byte 0, seen 0"),
+        (roles(poll(COUNTED), ""), "byte 0, seen 0"),
+    ],
+)
+def test_a_spin_waits_for_the_words_that_it_reads(body: str, words: str) -> None:
+    with pytest.raises(interlace.DeadlockError, match=f"tensor of 256 on rank 0, {words}"):
+        launched(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WORD + roles(poll(EACH), "st.global.b32 [%rd4], 1;"),
+        SHARED + roles(poll("ld.shared.b32 %r3, [%r5]"), "st.shared.b32 [%r5], 1;"),
+        # a sum of the same word is no wait
+        "AGAIN: add.s32 %r9, %r9, 1; ld.global.b32 %r3, [%rd1]; setp.lt.s32 %p2, %r9, 900; @%p2 bra AGAIN;",
+    ],
+)
+def test_what_ends_is_no_deadlock(body: str) -> None:
+    launched(body, threads=64)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (
+            "AGAIN: setp.eq.s32 %p2, %r1, %r1; @%p2 bra AGAIN;",
+            "neither memory nor registers change",
+        ),
+        (SHARED + poll("ld.shared.b32 %r3, [%r5]"), "neither memory nor registers change"),
+        (
+            roles("AGAIN: add.s32 %r9, %r9, 1; setp.eq.s32 %p2, %r1, %r1; @%p2 bra AGAIN;", ""),
+            "5000 instructions without a look at global memory",
+        ),
+    ],
+)
+def test_a_loop_that_never_ends_is_told(
+    body: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spins, "IDLE_STEPS", 5000)
+    with pytest.raises(
+        interlace.InterlaceError, match=f"never ends: {why}; .* back: @%p2 bra AGAIN"
+    ):
+        launched(body)
