@@ -7,13 +7,13 @@ function that was checked.
 
 import json
 import pathlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from interlace import __version__
 from interlace.runtime.core.errors import SourceText
 from interlace.verify import KINDS, RULES, LintReport, RaceReport, ScheduleReport
+from interlace.verify.lint_check.check import definition
 from interlace.verify.schedule_check.interleaving import Story
 from interlace.verify.suite import targets
 from interlace.verify.suite.jobs import JobResult
@@ -28,7 +28,10 @@ Lines = Sequence[SourceText]
 def write(path: str, results: Sequence[JobResult]) -> None:
     """Write a log of one run."""
     root = repository(pathlib.Path.cwd())
-    found = {each["message"]["text"]: each for r in results for each in findings(r, root)}
+    found: dict[Any, dict[str, Any]] = {}
+    for each in (each for result in results for each in findings(result, root)):
+        if (told := found.setdefault(_cause(each), each)) is not each and "codeFlows" in each:
+            found[_cause(each)] = told if "codeFlows" in told else each
     texts = {f"races/{_id(kind)}": text for kind, text in KINDS.items()}
     texts |= {f"lint/{_id(rule)}": text for rule, text in RULES.items()}
     rules = dict.fromkeys(each["ruleId"] for each in found.values())
@@ -45,6 +48,12 @@ def write(path: str, results: Sequence[JobResult]) -> None:
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     pathlib.Path(path).write_text(json.dumps(log, indent=2) + "\n", encoding="ascii")
+
+
+def _cause(finding: dict[str, Any]) -> tuple[str, str]:
+    """Equal for the same failure in runs of several checks, and for findings that say the same."""
+    of_a_run = finding["ruleId"].startswith("schedules/")
+    return finding["ruleId"], repr(finding["locations"] if of_a_run else finding["message"])
 
 
 def repository(folder: pathlib.Path) -> pathlib.Path:
@@ -76,7 +85,7 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
             yield made(f"races/{finding.kind}", str(finding), finding.second.lines, *others)
         stories = {story.seed: story for story in report.stories}
         for seed, text in report.errors:
-            rule = f"races/{text.partition(':')[0]}"
+            rule = f"schedules/{text.partition(':')[0]}"
             yield made(rule, f"seed {seed}: {text}", _end(text, stories[seed]))
     elif isinstance(report, ScheduleReport) and report.failure is not None:
         told = report.failure.told
@@ -88,7 +97,7 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
     elif isinstance(report, LintReport):
         for fault, text in zip(report.findings, report.texts(), strict=True):
-            yield made(f"lint/{fault.rule}", text, [fault.where])
+            yield made(f"lint/{fault.rule}", text, [fault.where, report.place])
     else:
         yield from (made(result.check, text, ()) for text in result.findings)
 
@@ -97,7 +106,9 @@ def _end(text: str, story: Story) -> Lines:
     """Where a run ended: where it raised, at the wait that does not end, or the last step with a line."""
     if isinstance(text, SourceText) and text.frames:
         return [text]
-    ends = [*map(story.where, story.blocked), *(step.lines for step in story.steps[::-1])]
+    # whoever waits for the end of a kernel waits for what that waits for
+    waits = sorted(story.blocked, key=lambda wait: wait.waiting_for.startswith("the end of kernel"))
+    ends = [*map(story.where, waits), *(step.lines for step in story.steps[::-1])]
     return next(filter(None, ends), ())
 
 
@@ -123,7 +134,4 @@ def _subject(subject: str) -> SourceText:
     path, _, name = subject.partition("::")
     if not name:
         return SourceText(subject, ((targets.__file__, 1),))
-    text = pathlib.Path(path).read_text("utf-8")
-    defined = re.search(rf"^(async )?def {name}\b", text, re.MULTILINE)
-    line = text[: defined.start()].count("\n") + 1 if defined else 1
-    return SourceText(subject, ((path, line),))
+    return definition(path, name)

@@ -10,12 +10,14 @@ other types, alignments or constants may compile to something else: lint what yo
 """
 
 import os
+import pathlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from interlace.runtime.compiler.lint.faults import RULES, Fault, selected
+from interlace.runtime.compiler.lint.faults import NOWHERE, RULES, Fault, selected
 from interlace.runtime.compiler.lint.lines import Frame, place
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
@@ -45,13 +47,15 @@ class LintReport(Measurement):
     ``kernel`` is its name, ``arch`` as 90 for sm_90. ``registers`` are per thread, ``stack`` bytes per
     thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,
     ``tensor_cores`` matrix instructions, or None for a kernel without a dot that could use them.
-    ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it took to compile and read.
-    ``loops`` are those of the SASS, with what a round of each does: barriers, loads in flight.
+    ``place`` is where it is defined. ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it
+    took to compile and read. ``loops`` are those of the SASS, with what a round of each does: barriers,
+    loads in flight.
     """
 
     kernel: str
     arch: int
     findings: tuple[Fault, ...] = ()
+    place: SourceText = NOWHERE
 
     @property
     def clean(self) -> bool:
@@ -171,7 +175,21 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
     found += spilled(request.arch, measured.stack, measured.spills)
     found += too_much_shared(request.arch, measured.shared)
     findings = selected(found, request.ignore)
-    return LintReport(kernel=request.kernel, arch=request.arch, findings=findings, **vars(measured))
+    return LintReport(
+        kernel=request.kernel,
+        arch=request.arch,
+        findings=findings,
+        place=definition(request.path, request.kernel),
+        **vars(measured),
+    )
+
+
+def definition(path: str, name: str) -> SourceText:
+    """The line of a file in which a function of it is defined, its first one if that is not found."""
+    text = pathlib.Path(path).read_text("utf-8")
+    defined = re.search(rf"^(async )?def {name}\b", text, re.MULTILINE)
+    line = text[: defined.start()].count("\n") + 1 if defined else 1
+    return SourceText(f"{os.path.basename(path)}:{line}", ((path, line),))
 
 
 def _checked(request: LintRequest) -> Compilation:

@@ -1,0 +1,71 @@
+"""The log of ``--sarif``: one result for each cause, at the line where it is."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from interlace.cli.commands import sarif
+from interlace.verify import Fault, LintReport
+from interlace.verify.lint_check.check import definition
+from interlace.verify.schedule_check import check as schedule_check
+from interlace.verify.suite import jobs as suite
+from interlace.verify.suite.jobs import CheckPlan, JobResult
+
+WAITS = """
+import interlace
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def waits(flag_ptr):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:
+        pass
+
+
+def in_vain():
+    waits[(1,)](torch.zeros(1, dtype=torch.int32))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "vain.py").write_text(WAITS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(schedule_check, "SHRINK_RUNS", 2)
+    return tmp_path
+
+
+def written(results: list[JobResult]) -> list[tuple[str, list[str], bool]]:
+    """The rule of each, the text of its lines, and whether it has the way there."""
+    sarif.write("log.sarif", results)
+    (run,) = json.loads(pathlib.Path("log.sarif").read_text())["runs"]
+    source = WAITS.splitlines()
+
+    def line(place: dict[str, dict[str, dict[str, int]]]) -> str:
+        return source[place["physicalLocation"]["region"]["startLine"] - 1].strip()
+
+    return [(r["ruleId"], [*map(line, r["locations"])], "codeFlows" in r) for r in run["results"]]
+
+
+def test_a_deadlock_that_several_checks_find_is_one_result(folder: pathlib.Path) -> None:
+    plan, target = CheckPlan((2,), 1, 1, (90,)), "vain.py::in_vain"
+    jobs = suite.function_jobs(target, suite.load_function(target), plan)
+    results = [job.result() for job in jobs if job.check != "lint"]
+    assert [bool(result.findings) for result in results] == [True] * 3
+    poll = 'while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:'
+    assert written(results) == [("schedules/DeadlockError", [poll], True)]
+
+
+def test_a_fault_of_compiled_code_without_a_line_is_at_its_kernel(folder: pathlib.Path) -> None:
+    text = JobResult("vain.py::in_vain", "lint", "waits sm_90", "1 variant", ("no registers",), 0.1)
+    place = definition("vain.py", "waits")
+    report = LintReport(kernel="waits", arch=90, findings=(Fault("spills", "3"),), place=place)
+    assert written([text, dataclasses.replace(text, report=report)]) == [
+        ("lint", ["def in_vain():"], False),
+        ("lint/spills", ["def waits(flag_ptr):"], False),
+    ]
