@@ -7,6 +7,7 @@ anything is compiled.
 
 import inspect
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,14 @@ class Measurement:
     loops: tuple[Loop, ...] = ()
     ptx: str = ""
     scratch: int = 0
+
+
+def definition(path: str, name: str) -> SourceText:
+    """The line of a file in which a function of it is defined, its first one if that is not found."""
+    text = pathlib.Path(path).read_text("utf-8")
+    defined = re.search(rf"^(async )?def {name}\b", text, re.MULTILINE)
+    line = text[: defined.start()].count("\n") + 1 if defined else 1
+    return SourceText(f"{os.path.basename(path)}:{line}", ((path, line),))
 
 
 def jitted_function(kernel: Any) -> Any:

@@ -7,8 +7,8 @@ import pathlib
 import pytest
 
 from interlace.cli.commands import sarif
+from interlace.runtime.compiler.request import definition
 from interlace.verify import Fault, LintReport
-from interlace.verify.lint_check.check import definition
 from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import CheckPlan, JobResult

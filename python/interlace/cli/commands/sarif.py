@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from interlace import __version__
+from interlace.runtime.compiler.request import definition
 from interlace.runtime.core.errors import SourceText
 from interlace.verify import KINDS, RULES, LintReport, RaceReport, ScheduleReport
-from interlace.verify.lint_check.check import definition
 from interlace.verify.schedule_check.interleaving import Story
 from interlace.verify.suite import targets
 from interlace.verify.suite.jobs import JobResult

@@ -10,8 +10,6 @@ other types, alignments or constants may compile to something else: lint what yo
 """
 
 import os
-import pathlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (
     Compilation,
     Measurement,
+    definition,
     jitted_function,
     specialised_arguments,
 )
@@ -182,14 +181,6 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
         place=definition(request.path, request.kernel),
         **vars(measured),
     )
-
-
-def definition(path: str, name: str) -> SourceText:
-    """The line of a file in which a function of it is defined, its first one if that is not found."""
-    text = pathlib.Path(path).read_text("utf-8")
-    defined = re.search(rf"^(async )?def {name}\b", text, re.MULTILINE)
-    line = text[: defined.start()].count("\n") + 1 if defined else 1
-    return SourceText(f"{os.path.basename(path)}:{line}", ((path, line),))
 
 
 def _checked(request: LintRequest) -> Compilation:
