@@ -245,9 +245,9 @@ def candidates(device: torch.device) -> dict[str, Callable[[], object]]:
             x, w, async_op=True, **fused
         ).wait(),
         "all_reduce": lambda: interlace.all_reduce(flat),
-        "all_reduce, asynchronous": lambda: interlace.all_reduce(flat, async_op=True).wait(),  # type: ignore[union-attr]
+        "all_reduce, asynchronous": lambda: interlace.all_reduce(flat, async_op=True).wait(),
         "all_gather": lambda: interlace.all_gather(out, flat),
-        "all_gather, asynchronous": lambda: interlace.all_gather(out, flat, async_op=True).wait(),  # type: ignore[union-attr]
+        "all_gather, asynchronous": lambda: interlace.all_gather(out, flat, async_op=True).wait(),
         "reduce_scatter": lambda: interlace.reduce_scatter(flat, out),
         "broadcast": lambda: interlace.broadcast(flat, 0),
     }

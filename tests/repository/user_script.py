@@ -48,9 +48,14 @@ def functions(x: Tensor, w: Tensor) -> None:
     functional.all_reduce(x, "sume")  # wrong
 
 
-def collectives(x: Tensor) -> None:
-    work = interlace.all_reduce(x, "max", async_op=True, algorithm="kernel")
-    assert_type(work, Work | None)
+def collectives(x: Tensor, flag: bool = False) -> None:
+    assert_type(interlace.all_reduce(x, "max", async_op=True, algorithm="kernel"), Work)
+    assert_type(interlace.broadcast(x, 0, async_op=flag), Work | None)
+    interlace.all_gather([x, x], x, async_op=True).wait()
+    interlace.all_to_all_v(x, x, [1], [1], async_op=True).wait()
+    interlace.barrier(async_op=True).wait()
+    interlace.all_reduce(x).wait()  # wrong
+    interlace.reduce(x, "sume", async_op=True)  # wrong
     interlace.all_reduce(x, torch.distributed.ReduceOp.SUM)
     interlace.all_gather([x, x], x)
     interlace.reduce_scatter(x, [x, x], "avg")

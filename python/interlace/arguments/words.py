@@ -4,6 +4,7 @@ And, as ``TypedDict``s for overloads, the options of the fused ops that do not d
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -26,6 +27,8 @@ Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
 PerRank = Tensor | list[Tensor]
 Splits = Sequence[int] | Tensor
+Sizes = Sequence[int] | None
+Timeout = timedelta | float | None
 No = Literal[False]
 Yes = Literal[True]
 

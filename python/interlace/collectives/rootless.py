@@ -8,13 +8,20 @@ it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import either, parts
-from interlace.arguments.words import AnyReduceOp, CollectiveAlgorithm, PerRank
+from interlace.arguments.words import (
+    AnyReduceOp,
+    CollectiveAlgorithm,
+    PerRank,
+    Tensor,
+    Timeout,
+    Yes,
+)
 from interlace.collectives import chosen_algorithm, sparse
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -65,6 +72,16 @@ def _launch_all_reduce(
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
 
 
+@overload
+def all_reduce(
+    tensor: Tensor, op: AnyReduceOp = ..., group: Any = ..., *, async_op: Yes,
+    algorithm: CollectiveAlgorithm = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_reduce(
+    tensor: Tensor, op: AnyReduceOp = ..., group: Any = ..., async_op: bool = ..., *,
+    algorithm: CollectiveAlgorithm = ...,
+) -> Work | None: ...  # fmt: skip
 def all_reduce(
     tensor: torch.Tensor,
     op: AnyReduceOp = "sum",
@@ -163,6 +180,19 @@ def _launch_all_gather(
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
 
 
+@overload
+def all_gather(
+    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Any = ..., *, async_op: Yes,
+    algorithm: CollectiveAlgorithm = ..., tensor_list: list[Tensor] | None = ...,
+    output_tensor: Tensor | None = ..., input_tensor: Tensor | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_gather(
+    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Any = ...,
+    async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
+    tensor_list: list[Tensor] | None = ..., output_tensor: Tensor | None = ...,
+    input_tensor: Tensor | None = ...,
+) -> Work | None: ...  # fmt: skip
 def all_gather(
     output: PerRank | None = None,
     tensor: torch.Tensor | None = None,
@@ -275,6 +305,18 @@ def _launch_reduce_scatter(
 _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)
 
 
+@overload
+def reduce_scatter(
+    output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
+    group: Any = ..., *, async_op: Yes, algorithm: CollectiveAlgorithm = ...,
+    input_list: list[Tensor] | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def reduce_scatter(
+    output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
+    group: Any = ..., async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
+    input_list: list[Tensor] | None = ...,
+) -> Work | None: ...  # fmt: skip
 def reduce_scatter(
     output: torch.Tensor | None = None,
     input: PerRank | None = None,
@@ -335,6 +377,14 @@ def _barrier(
     return work if async_op else None
 
 
+@overload
+def barrier(
+    group: Any = ..., *, async_op: Yes, device_ids: Any = ..., timeout: Timeout = ...
+) -> Work: ...
+@overload
+def barrier(
+    group: Any = ..., async_op: bool = ..., device_ids: Any = ..., timeout: Timeout = ...
+) -> Work | None: ...
 def barrier(
     group: Any = None,
     async_op: bool = False,

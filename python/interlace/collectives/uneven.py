@@ -8,12 +8,12 @@ is compared between ranks before any data moves.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import AnyReduceOp
+from interlace.arguments.words import AnyReduceOp, Sizes, Tensor, Yes
 from interlace.collectives.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.collectives.rooted import _gather, _scatter
 from interlace.collectives.rootless import _all_gather, _reduce_scatter
@@ -54,6 +54,16 @@ def split(
     return list(torch.split(whole, list(counts), dim))
 
 
+@overload
+def all_gather_v(
+    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Any = ..., *,
+    async_op: Yes, dim: int = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_gather_v(
+    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Any = ...,
+    async_op: bool = ..., *, dim: int = ...,
+) -> Work | None: ...  # fmt: skip
 def all_gather_v(
     output: Whole,
     tensor: torch.Tensor,
@@ -81,6 +91,16 @@ def all_gather_v(
     return _all_gather(communicator, (parts, tensor), (), async_op)
 
 
+@overload
+def reduce_scatter_v(
+    output: Tensor, input: Whole, input_split_sizes: Sizes = ..., op: AnyReduceOp = ...,
+    group: Any = ..., *, async_op: Yes, dim: int = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def reduce_scatter_v(
+    output: Tensor, input: Whole, input_split_sizes: Sizes = ..., op: AnyReduceOp = ...,
+    group: Any = ..., async_op: bool = ..., *, dim: int = ...,
+) -> Work | None: ...  # fmt: skip
 def reduce_scatter_v(
     output: torch.Tensor,
     input: Whole,
@@ -109,6 +129,16 @@ def reduce_scatter_v(
     return _reduce_scatter(communicator, (output, parts), (op,), async_op)
 
 
+@overload
+def gather_v(
+    tensor: Tensor, output: Whole | None = ..., sizes: Sizes = ..., dst: int | None = ...,
+    group: Any = ..., *, async_op: Yes, group_dst: int | None = ..., dim: int = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def gather_v(
+    tensor: Tensor, output: Whole | None = ..., sizes: Sizes = ..., dst: int | None = ...,
+    group: Any = ..., async_op: bool = ..., group_dst: int | None = ..., *, dim: int = ...,
+) -> Work | None: ...  # fmt: skip
 def gather_v(
     tensor: torch.Tensor,
     output: Whole | None = None,
@@ -141,6 +171,16 @@ def gather_v(
     return _gather(communicator, (tensor, parts), (dst, group_dst), async_op)
 
 
+@overload
+def scatter_v(
+    tensor: Tensor, input: Whole | None = ..., sizes: Sizes = ..., src: int | None = ...,
+    group: Any = ..., *, async_op: Yes, group_src: int | None = ..., dim: int = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def scatter_v(
+    tensor: Tensor, input: Whole | None = ..., sizes: Sizes = ..., src: int | None = ...,
+    group: Any = ..., async_op: bool = ..., group_src: int | None = ..., *, dim: int = ...,
+) -> Work | None: ...  # fmt: skip
 def scatter_v(
     tensor: torch.Tensor,
     input: Whole | None = None,
@@ -173,6 +213,16 @@ def scatter_v(
     return _scatter(communicator, (tensor, parts), (src, group_src), async_op)
 
 
+@overload
+def all_to_all_v(
+    output: Whole, input: Whole, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
+    group: Any = ..., *, async_op: Yes, dim: int = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_to_all_v(
+    output: Whole, input: Whole, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
+    group: Any = ..., async_op: bool = ..., *, dim: int = ...,
+) -> Work | None: ...  # fmt: skip
 def all_to_all_v(
     output: Whole,
     input: Whole,
