@@ -37,7 +37,6 @@ from interlace.runtime.core.place import Nodes, Place, positive_seconds
 from interlace.runtime.core.stream import NOTHING, Event, Outcome, Settled
 from interlace.runtime.core.work import Work
 
-_NO_SPAN = contextlib.nullcontext()
 MESSAGE_LENGTH = 2000
 MOST_CALLS = 1024
 
@@ -273,10 +272,6 @@ class Communicator:
             self._number(error, own=False)
         elif self.world_size > 1:
             self.place.abort(f"{op} failed with {type(error).__name__}: {error}")
-
-    def span(self, op: str, more: str) -> contextlib.AbstractContextManager[Any]:
-        """A range in a profile of torch's: nothing, but while one is taken hooks stand here."""
-        return _NO_SPAN
 
     def transfer(
         self,

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from interlace.runtime.compat import torch_modes
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, Start
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.work import ZERO, Work
 
@@ -43,6 +44,7 @@ FILLED = [
     "received",
 ]
 FILLED_BY = (("scatter", "tensor"), ("recv", "tensor"))
+_NOTHING = contextlib.nullcontext()
 IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast")
 
 
@@ -102,6 +104,34 @@ class Form(NamedTuple):
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
 _profiled = False
+_in_progress: ContextVar[_Ranges | None] = ContextVar("in progress", default=None)
+
+
+def chosen(algorithm: str) -> None:
+    """What the op that runs here does until its launch side ends: a range of a profile, if one is taken."""
+    if _profiled and (ranges := _in_progress.get()):
+        ranges.begin(algorithm)
+
+
+class _Ranges:
+    """What one op has chosen: ranges in a profile, in whichever thread it does so."""
+
+    def __init__(self, op: str) -> None:
+        self._op, self._open = op, contextlib.ExitStack()
+        self.names: list[str] = []
+
+    def begin(self, algorithm: str) -> None:
+        self.names.append(f"{self._op}:{algorithm}")
+        self._open.enter_context(_range(self.names[-1]))
+
+    def around(self, start: Start) -> Any:
+        """``start``, the launch side of the op."""
+        token = _in_progress.set(self)
+        try:
+            with self._open:
+                return start()
+        finally:
+            _in_progress.reset(token)
 
 
 class OpHooks:
@@ -113,8 +143,8 @@ class OpHooks:
         self._count = 0
         self._registered: OrderedDict[int, Hook] = shared._registered if shared else OrderedDict()
         self._over = self._within = False
+        self._ranges: _Ranges | None = None  # of the last op
         _all.add(self)
-        self.profile(starts=_profiled)
         if log.isEnabledFor(logging.DEBUG) and not shared:
             self.register(Hook(None, _log, None))
         elif self._registered or _profiled:
@@ -141,18 +171,16 @@ class OpHooks:
             communicator.plans = self
             vars(communicator).update(run=self.run, transfer=self.transfer)
 
-    def profile(self, *, starts: bool) -> None:
-        """Ops that run later, in other threads too, name themselves in a profile, or no longer do."""
-        if communicator := self._communicator:
-            if starts:
-                vars(communicator).update(span=_span)
-            else:
-                vars(communicator).pop("span", None)
-
     def _leave(self) -> None:
         self._communicator.plans = self._plans
         for name in ("run", "transfer"):
             vars(self._communicator).pop(name, None)
+
+    def _named(self, op: str, start: Start, *outputs: Any, **more: Any) -> Any:
+        """``run`` of the communicator, whose launch side has ranges in the profile that is taken."""
+        self._ranges, communicator = _Ranges(op), self._communicator
+        started = functools.partial(self._ranges.around, start)
+        return type(communicator).run(communicator, op, started, *outputs, **more)
 
     # -- what stands in the place of the communicator's plans, run and transfer ----------------------
 
@@ -214,12 +242,15 @@ class OpHooks:
 
     def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
         self._leave()  # hooks see no ops within ops
+        profiled, self._ranges = _profiled, None
+        if profiled:
+            vars(self._communicator).update(run=self._named)
         self._within = True
         hooks = list(self._registered.values())
         begun: list[Hook] = []  # of which each gets its after
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
-            with self._communicator.span(call.op, f" on {_ranges(self._communicator.ranks)}"):
+            with _range(f"{call.op} on {_listed(call.group.ranks)}") if profiled else _NOTHING:
                 try:
                     for hook in hooks:
                         (hook.before or _nothing)(call)
@@ -234,11 +265,13 @@ class OpHooks:
                     ended(error)
                     raise
             if isinstance(result, Work):
-                return WatchedWork(result, ended) if hooks else result
+                ranges, self._ranges = self._ranges, None
+                return WatchedWork(result, ended, ranges) if hooks or ranges else result
             ended(None, result)
             return result
         finally:
             self._within = False
+            vars(self._communicator).pop("run", None)
             if self._registered or _profiled:
                 self.watch()
 
@@ -278,12 +311,16 @@ class OpHooks:
 
 
 class WatchedWork(Work):
-    """The handle of an op that has hooks: ``ended`` is called once, when the op is seen to have ended."""
+    """The handle of an op that has hooks: ``ended`` is called once, when the op is seen to have ended.
 
-    def __init__(self, work: Work, ended: Callable[..., None]) -> None:
+    ``ranges``, if it is profiled: who waits has them, too, for its profile may not be of the op's thread.
+    """
+
+    def __init__(self, work: Work, ended: Callable[..., None], ranges: _Ranges | None) -> None:
         super().__init__(work._op, work._place, work._outcome, work._outputs)
         self._ended: Callable[..., None] | None = ended
         self._raised: Exception | None = None
+        self._names = ranges.names if ranges else []
         self._once = threading.RLock()
         if self._outcome is not None:
             self._outcome.add_done_callback(lambda _: self._at_end())
@@ -304,9 +341,15 @@ class WatchedWork(Work):
                     self._raised = raised
 
     def wait(self, timeout: timedelta | float | None = ZERO) -> Any:
-        ordered = False
+        ordered, known = False, len(self._names)
         try:
-            result = super().wait(timeout)
+            with contextlib.ExitStack() as stack:
+                for name in self._names[known - 1 : known]:
+                    stack.enter_context(_range(name))
+                result = super().wait(timeout)
+            for name in self._names[known:]:  # chosen meanwhile
+                with _range(name):
+                    pass
             ordered = True
         finally:
             self._at_end(ordered=ordered)
@@ -337,14 +380,14 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{name}[{index}]", each)
 
 
-def _span(op: str, more: str) -> contextlib.AbstractContextManager[Any]:
-    return profiler.record_function(f"interlace:{op}{more}")
+def _range(what: str) -> contextlib.AbstractContextManager[Any]:
+    return profiler.record_function(f"interlace:{what}")
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     """Ranks in words.
 
-    >>> _ranges(range(8)), _ranges((0, 2)), _ranges((5,))
+    >>> _listed(range(8)), _listed((0, 2)), _listed((5,))
     ('0-7', '0,2', '5')
     """
     if len(ranks) > 1 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]:
@@ -371,7 +414,6 @@ def _profile(starts: bool) -> None:
     global _profiled
     _profiled = starts
     for hooks in list(_all):
-        hooks.profile(starts=starts)
         if starts:
             hooks.watch()
 

@@ -24,6 +24,7 @@ from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.engines.streams import StreamEngine
@@ -39,6 +40,10 @@ def on_streams(communicator: Communicator) -> Engine:
 
 class HierarchicalEngine(StreamEngine):
     """The collectives of ``communicator``, whose place has nodes."""
+
+    def _verify(self, call: Call) -> None:
+        super()._verify(call)
+        chosen("hierarchical")
 
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
@@ -117,8 +122,8 @@ class HierarchicalEngine(StreamEngine):
         if not sum(lengths):
             return None
         communicator = self._communicator
-        chosen = self._chosen(call, output.dtype, sum(lengths), reduction=op)
-        if chosen == "kernel":
+        algorithm = self._chosen(call, output.dtype, sum(lengths), reduction=op)
+        if algorithm == "kernel":
             config = configuration.choose(communicator.place, output.dtype, max(lengths), 1, 1)
             return algorithms.reduce_scatter(
                 communicator, whole, output, lengths, config, average=op == "avg", op=call.op

@@ -44,6 +44,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.engines import single_kernel as kernels
@@ -87,6 +88,11 @@ class StreamEngine(Engine):
         answers = self._communicator.place.exchange(plain.dumps(mine), op)
         return [plain.loads(answer) for answer in answers]
 
+    def _verify_copies(self, call: Call) -> None:
+        """Raise unless all ranks agree on ``call``, which copies do."""
+        call.verify(self._communicator.messages(call))
+        chosen("copy")
+
     def _chosen(
         self,
         call: Call,
@@ -97,6 +103,22 @@ class StreamEngine(Engine):
         reduction: str | None = None,
     ) -> str:
         """The kernel to run, or "copy". ``small``: bytes for a low-latency one. ``reduction``: if any."""
+        algorithm = self._allowed(call, dtype, reduction)
+        if elements == 0:
+            algorithm = "copy"
+        if algorithm == "auto":
+            supported = dtype in KERNEL_DTYPES and reduction in (None, *kernels.REDUCTIONS)
+            algorithm = auto.choose_collective(
+                self._communicator.place,
+                small if reduction is None or supported else None,
+                kernel=supported,
+                multicast=lambda: reduction is None and self._communicator.arena.multicast(),
+            )
+        chosen(algorithm)
+        return algorithm
+
+    def _allowed(self, call: Call, dtype: torch.dtype, reduction: str | None) -> str:
+        """The algorithm that ``call`` names; raises if it cannot do it."""
         place = self._communicator.place
         algorithm = str(dict(call.terms).get("algorithm", "auto"))
         supported = dtype in KERNEL_DTYPES and reduction in (None, *kernels.REDUCTIONS)
@@ -114,16 +136,7 @@ class StreamEngine(Engine):
                 f'{call.op}: algorithm="multimem" needs memory with a multicast address, and this group\'s '
                 f"has none, on rank {self.rank}: its GPUs have no NVLink switch, or ranks share a GPU"
             )
-        if elements == 0:
-            return "copy"
-        if algorithm != "auto":
-            return algorithm
-        return auto.choose_collective(
-            place,
-            small if reduction is None or supported else None,
-            kernel=supported,
-            multicast=lambda: reduction is None and self._communicator.arena.multicast(),
-        )
+        return algorithm
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._communicator.messages(call))
@@ -142,15 +155,15 @@ class StreamEngine(Engine):
         elements = sum(output.numel() for output in outputs)
         equal = all(output.numel() == input.numel() for output in outputs)
         small = input.nbytes if equal else None
-        chosen = self._chosen(call, input.dtype, elements, small=small)
-        if chosen != "copy":
-            return kernels.all_gather(self._communicator, outputs, input, chosen)
+        algorithm = self._chosen(call, input.dtype, elements, small=small)
+        if algorithm != "copy":
+            return kernels.all_gather(self._communicator, outputs, input, algorithm)
         return algorithms.all_gather_copy(
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
 
     def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
-        call.verify(self._communicator.messages(call))
+        self._verify_copies(call)
         rank = self.rank
         starts = [_starts(s) for s in self._told(call.op, [part.nbytes for part in inputs])]
         keep = _same(outputs[rank], inputs[rank])
@@ -169,12 +182,14 @@ class StreamEngine(Engine):
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         call.verify(self._communicator.messages(call))
-        chosen = dict(call.terms).get("algorithm", "auto")
-        if chosen == "auto":
+        algorithm = dict(call.terms).get("algorithm", "auto")
+        if algorithm == "auto":
             place = self._communicator.place
-            chosen = auto.choose_collective(place, tensor.nbytes, kernel=False)
-        if chosen == "low_latency" and tensor.numel():
+            algorithm = auto.choose_collective(place, tensor.nbytes, kernel=False)
+        if algorithm == "low_latency" and tensor.numel():
+            chosen(algorithm)
             return kernels.broadcast(self._communicator, tensor, root)
+        chosen("copy")
         data = bytes_of(tensor)
         is_root = self.rank == root
         staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []
@@ -184,7 +199,7 @@ class StreamEngine(Engine):
     def gather(
         self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        call.verify(self._communicator.messages(call))
+        self._verify_copies(call)
         nbytes = max(self._told(call.op, input.nbytes))
         staged = [Staged(0, bytes_of(input), [] if self.rank == root else [root])]
         taken: list[Taken] = []
@@ -199,7 +214,7 @@ class StreamEngine(Engine):
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
-        call.verify(self._communicator.messages(call))
+        self._verify_copies(call)
         mine = None if inputs is None else [part.nbytes for part in inputs]
         starts = _starts(self._told(call.op, mine)[root])
         staged: list[Staged] = []
@@ -217,15 +232,17 @@ class StreamEngine(Engine):
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
         self._verify(call)
-        chosen = self._chosen(call, tensor.dtype, tensor.numel(), small=tensor.nbytes, reduction=op)
-        if chosen != "copy":
-            return kernels.all_reduce(self._communicator, tensor, op, chosen)
+        algorithm = self._chosen(
+            call, tensor.dtype, tensor.numel(), small=tensor.nbytes, reduction=op
+        )
+        if algorithm != "copy":
+            return kernels.all_reduce(self._communicator, tensor, op, algorithm)
         flat = tensor.view(-1)
         segments = split_rows(flat.numel(), self.world_size)
         return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        call.verify(self._communicator.messages(call))
+        self._verify_copies(call)
         return algorithms.reduce_copy(self._communicator, tensor.view(-1), root, reduction=op)
 
     def reduce_scatter(
@@ -233,9 +250,9 @@ class StreamEngine(Engine):
     ) -> Event | None:
         self._verify(call)
         elements = sum(part.numel() for part in inputs)
-        chosen = self._chosen(call, output.dtype, elements, reduction=op)
-        if chosen != "copy":
-            return kernels.reduce_scatter(self._communicator, output, inputs, op, chosen)
+        algorithm = self._chosen(call, output.dtype, elements, reduction=op)
+        if algorithm != "copy":
+            return kernels.reduce_scatter(self._communicator, output, inputs, op, algorithm)
         flat = [part.view(-1) for part in inputs]
         return algorithms.reduce_scatter_copy(
             self._communicator, flat, output.view(-1), reduction=op

@@ -28,6 +28,7 @@ from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -120,13 +121,13 @@ def _started(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
             'or "auto"'
         )
-    with communicator.span(op, f":{algorithm}"):
-        if algorithm == "unfused":
-            return made.unfused()
-        if algorithm == "pipelined":
-            return made.pipelined()
-        extents = routes.longest, call.weight.shape[2], inner
-        return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
+    chosen(algorithm)
+    if algorithm == "unfused":
+        return made.unfused()
+    if algorithm == "pipelined":
+        return made.pipelined()
+    extents = routes.longest, call.weight.shape[2], inner
+    return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
 
 
 def checked(

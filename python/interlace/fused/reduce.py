@@ -20,6 +20,7 @@ from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.operands import Linear, factors, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -166,15 +167,15 @@ class _CheckedReduce:
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self._choice(SCATTER, max(count for _, count in segments), columns)
         algorithm = algorithm or self._chosen(rows, columns, choice.algorithm)
-        with communicator.span(self.op, f":{algorithm}"):
-            if algorithm == "fused":
-                return algorithms.matmul_reduce_scatter_fused(
-                    communicator, left, linear, segments, choice.configuration
-                )
-            run = algorithms.matmul_reduce_scatter_unfused
-            if algorithm == "pipelined":
-                run = algorithms.matmul_reduce_scatter_pipelined
-            return run(communicator, left, linear, segments)
+        chosen(algorithm)
+        if algorithm == "fused":
+            return algorithms.matmul_reduce_scatter_fused(
+                communicator, left, linear, segments, choice.configuration
+            )
+        run = algorithms.matmul_reduce_scatter_unfused
+        if algorithm == "pipelined":
+            run = algorithms.matmul_reduce_scatter_pipelined
+        return run(communicator, left, linear, segments)
 
     def all_reduce(self, left: torch.Tensor, linear: Linear) -> Event:
         """The reduced product on all ranks: one-shot, or the own rows first, then the others'."""
@@ -183,10 +184,10 @@ class _CheckedReduce:
         choice = self._choice(ALL_REDUCE, rows, columns)
         algorithm = self._chosen(rows, columns, choice.algorithm)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
-            with communicator.span(self.op, ":fused"):
-                return algorithms.matmul_all_reduce_fused(
-                    communicator, left, linear, choice.configuration
-                )
+            chosen("fused")
+            return algorithms.matmul_all_reduce_fused(
+                communicator, left, linear, choice.configuration
+            )
         segments = split_rows(rows, communicator.world_size)
         parts = [output[first : first + count] for first, count in segments]
         own = parts[communicator.rank]

@@ -36,6 +36,7 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks, RankTensor
@@ -67,6 +68,7 @@ class HostsEngine(Engine):
         """Around what moves the bytes of ``call``, which is compared before."""
         with record.recorded(self._place.group, call.message):
             call.verify(self._place.exchanged(call.message, call.op))
+            chosen("hosts")
             with self._place.guarded(call.op):
                 yield
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.places.one_host.control import MET, SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.message_steps import HostSteps
@@ -62,11 +63,14 @@ class Direct:
         return self._group.shared_ranges.find(first, nbytes * len(parts))
 
     def everywhere(self, number: int) -> bool:
-        """Whether the tensors of all ranks are in range ``number``."""
+        """Whether the tensors of all ranks are in range ``number``, and so are read where they are."""
         control, sequence = self._steps.control, self._steps.sequence
-        return number > 0 and all(
+        direct = number > 0 and all(
             control.where(peer, sequence)[0] == number for peer in control.peers
         )
+        if direct:
+            chosen("direct")
+        return direct
 
     def _address(self, peer: int) -> int:
         number, offset = self._steps.control.where(peer, self._steps.sequence)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.hooks import chosen
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import (
     AREA,
@@ -191,6 +192,7 @@ class HostSteps:
         None if there are none; then the message is unsent.
         """
         self.call = call
+        chosen("message")
         message = call.message
         self.control, self.sequence = control, sequence = self._group.begin(message)
         told = control.recorder.told(message)

@@ -182,7 +182,11 @@ def test_compiled_with_an_async_collective(tmp_path: Path) -> None:
 
 
 def test_profiler_shows_collectives(tmp_path: Path) -> None:
-    expected = ["interlace:all_reduce on 0-1", "interlace:barrier on 0-1"]
+    expected = [
+        f"interlace:{op}{more}"
+        for op in ("all_reduce", "barrier")
+        for more in (" on 0-1", ":message")
+    ]
     assert on_ranks(backend_ranks.profiled, 2, tmp_path) == [expected] * 2
 
 

@@ -17,7 +17,7 @@ from interlace import functional
 from multi.ops.test_hooks import every_kind_of_op
 from tiers import few
 
-FOR_A_PROFILE = "run", "transfer", "span"  # what stands in a group's way while one is taken
+FOR_A_PROFILE = "run", "transfer"  # what stands in a group's way while one is taken
 
 
 @pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
@@ -41,9 +41,18 @@ def all_profiled() -> set[str]:
 
 def test_fused_ops_are_in_a_profile_and_nothing_is_left_of_it() -> None:
     fused = ["interlace:all_gather_matmul on 0-1", "interlace:all_gather_matmul:pipelined"]
-    reduced = ["interlace:all_reduce on 0-1"]
+    reduced = ["interlace:all_reduce on 0-1", "interlace:all_reduce:message"]
+    large = [*reduced, "interlace:all_reduce:rings"]
+    later = ["interlace:all_gather on 0-1", "interlace:all_gather:message"]
     for names, left in interlace.run(profiled, 2, place="shm"):
-        assert names == fused + reduced + reduced and left == []
+        assert names == fused + reduced + reduced + large + later and left == []
+
+
+def test_algorithms_on_streams_are_in_a_profile_and_again_where_they_are_waited_for() -> None:
+    ((names, _),) = interlace.run(profiled, 1)
+    chosen = [name.removeprefix("interlace:") for name in names if not name.endswith(" on 0")]
+    now, later = ["all_reduce:low_latency"], ["all_gather:low_latency"]
+    assert chosen == ["all_gather_matmul:pipelined", *3 * now, "all_reduce:kernel", *2 * later]
 
 
 def profiled() -> tuple[list[str], list[str]]:
@@ -55,6 +64,8 @@ def profiled() -> tuple[list[str], list[str]]:
         functional.all_reduce(torch.ones(2), group=group).sum()
         inner = interlace.new_group()
         interlace.all_reduce(torch.ones(2), group=inner)
+        interlace.all_reduce(torch.ones(1 << 20), group=inner)
+        interlace.all_gather(torch.empty(2 * group.world_size), torch.ones(2), async_op=True).wait()
     for each in group, inner:
         interlace.barrier(each)
     left = [name for each in (group, inner) for name in FOR_A_PROFILE if name in vars(each)]
