@@ -8,7 +8,17 @@ Examples in docstrings begin after ``import interlace, torch`` and ``from interl
 
 import importlib as _importlib
 import os as _os
+import signal as _signal
+import sys as _sys
 import typing as _typing
+
+if (
+    _sys.argv[:1] == ["-m"]
+    and _sys.orig_argv[-len(_sys.argv) :][:1] == ["interlace"]
+    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+):
+    # Ctrl-C while the command imports ends it without a traceback; main() takes this back.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 import torch as _torch
 

@@ -1,10 +1,12 @@
 """``interlace.run``: a function on every rank, in one of the places, from one call."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args, overload
 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
@@ -13,6 +15,12 @@ from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.cuda.available import gpu_problem
 from interlace.runtime.tuning import configuration
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+
+P = ParamSpec("P")
 T = TypeVar("T")
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
 PTX_ARCH = 80
@@ -25,7 +33,16 @@ NOT_RUN_BY_A_CALL = (
 )
 
 
+@overload
+def run(fn: Callable[P, T], world_size: int, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+@overload
 def run(
+    fn: Callable[[Unpack[Ts]], T],
+    world_size: int,
+    *args: Unpack[Ts],
+    **how: Unpack[RunOptions],
+) -> list[T]: ...
+def run(  # type: ignore[misc]
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
@@ -39,7 +56,8 @@ def run(
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
 
     Inside ``fn``, :func:`interlace.get_rank`, :func:`interlace.get_world_size`,
-    :func:`interlace.barrier` and every op refer to the rank that runs it.
+    :func:`interlace.barrier` and every op refer to the rank that runs it. For type checkers a call has
+    keyword arguments of ``fn`` or of ``run``; where it has both, ``functools.partial`` takes the former.
 
     Parameters
     ----------
@@ -96,6 +114,16 @@ def run(
         )
 
     return tracing.around(start, fn, place=place)
+
+
+class RunOptions(TypedDict, total=False):
+    """Of :func:`run`, for type checkers; see ``verify/schedule_check/options.py``."""
+
+    place: RunPlace
+    seed: int
+    timeout: float | timedelta
+    processes: bool
+    arch: int | None
 
 
 def check_run(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+
 from interlace.runtime.scheduler import chrome_trace
 from interlace.runtime.scheduler import trace as recorder
 from interlace.runtime.scheduler.recording import Recording, merge
@@ -28,7 +30,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     each program or stream; tiles, sums, copies and waits, and an arrow from each publish to the wait that
     it ended. Kernels are seen where they are interpreted, in place "sim" (time counts schedule steps) and
     "shm" (microseconds, interpreted). Of collectives without a kernel, and of compiled kernels, there is
-    nothing to see: take a profile. A file without events is logged.
+    nothing to see, nor of ranks that ``interlace.run`` has not started, as torchrun does: take a profile. A
+    file without events is logged.
 
     Raises ValueError for an empty path, and OSError if the file cannot be written, before the block runs
     if that is known then. Of a block that fails it is logged.
@@ -57,7 +60,12 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
                 log.warning("the trace of a block that failed is not written: %s", error)
             raise
     if not any(recording.spans for _, recording in runs):
-        log.warning("%s has no events: no kernel was interpreted in interlace.run meanwhile", file)
+        text = "%s has no events: no kernel was interpreted in interlace.run meanwhile"
+        if dist.is_initialized() or "RANK" in os.environ:
+            text += (
+                "; ranks of a job, as torchrun starts them, are not traced: take a profile there"
+            )
+        log.warning(text, file)
     chrome_trace.write_trace(file, runs)
 
 

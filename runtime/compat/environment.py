@@ -28,7 +28,7 @@ _OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # which it sets for a serv
 
 
 def check_environment() -> None:
-    """Raise ValueError for an ``INTERLACE_*`` that is not among them; it names the nearest that is.
+    """Raise ValueError for an ``INTERLACE_*`` that is not among them; it names one that is nearly the same.
 
     So it does for a switch that is neither 0 nor 1.
     """
@@ -38,10 +38,14 @@ def check_environment() -> None:
     for name in os.environ:
         known = name in VARIABLES or not name.startswith("INTERLACE_")
         if not known and not _OF_KUBERNETES.search(name):
-            nearest = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0)[0]
-            raise ValueError(
-                f"{name} in the environment is no variable of interlace; did you mean {nearest}?"
+            words = [each.removeprefix("INTERLACE_") for each in VARIABLES]
+            nearest = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, n=1)
+            hint = (
+                f"did you mean INTERLACE_{nearest[0]}?"
+                if nearest
+                else "docs/operations.md lists them"
             )
+            raise ValueError(f"{name} in the environment is no variable of interlace; {hint}")
 
 
 def write_log() -> None:

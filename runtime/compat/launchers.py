@@ -79,6 +79,8 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
 
     >>> variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
+    >>> variables({"RANK": "0", "WORLD_SIZE": "1"})
+    {'RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '0'}
     """
     own = {name: Said(name, given[name]) for name in NAMES if name in given}
     _check(own)
@@ -94,8 +96,21 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
             )
         others = {}
     found = {**others, **own}
+    if "RANK" not in found:
+        return {}
+    if (by := _on_one_host(found)) is not None:
+        found.setdefault("MASTER_ADDR", Said(by, "127.0.0.1"))
+    if found["WORLD_SIZE"].value == "1":
+        found.setdefault("MASTER_PORT", Said(found["WORLD_SIZE"].by, "0"))  # whichever is free
     _check(found)
-    return {name: said.value for name, said in found.items()} if "RANK" in found else {}
+    return {name: said.value for name, said in found.items()}
+
+
+def _on_one_host(found: Mapping[str, Said]) -> str | None:
+    """The variable that says that all ranks are on one host, if one does."""
+    ranks = found["WORLD_SIZE"]
+    here = ranks if ranks.value == "1" else found.get("LOCAL_WORLD_SIZE")
+    return here.by if here is not None and here.value == ranks.value else None
 
 
 def _same_rank(one: Mapping[str, Said], other: Mapping[str, Said]) -> bool:
@@ -118,10 +133,7 @@ def _of_other_launchers(given: Mapping[str, str]) -> dict[str, Said]:
         return found
     if given.get("SLURM_STEP_NUM_NODES") == "1":
         found.setdefault("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])
-    here = found.get("LOCAL_WORLD_SIZE")
-    if here is not None and here.value == found["WORLD_SIZE"].value:
-        found["MASTER_ADDR"] = Said(here.by, "127.0.0.1")
-    elif hosts in given:
+    if hosts in given and _on_one_host(found) is None:
         found["MASTER_ADDR"] = Said(hosts, first_host(given[hosts]))
     if parts := {name: given[name] for name in job if name in given}:
         port = FIRST_PORT + zlib.crc32("/".join(parts.values()).encode()) % PORTS

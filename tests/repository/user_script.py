@@ -80,7 +80,12 @@ def ranks(x: Tensor, rows: int = 2) -> float:
     interlace.verify.schedules(lambda: None, 2, n=4, shrink=False)
     interlace.verify.check(partial(ranks, x, rows=3), 2, seeds=3, n=4)
     interlace.verify.check(ranks, 2, x, rows=3)
+    interlace.run(partial(ranks, rows=3), 2, x, place="shm")
     interlace.run(ranks, 2, x, seed="a")  # wrong
+    interlace.run(ranks, 2, "wrong", 5)  # wrong
+    interlace.run(ranks, 2, "wrong", place="shm")  # wrong
+    interlace.run(ranks, 2, x, row=3)  # wrong
+    interlace.run(ranks, 2)  # wrong
     interlace.run(ranks, 2, x)[0].append(1.0)  # wrong
     interlace.verify.check(ranks, 2, x, seed="a")  # wrong
     interlace.verify.check(ranks, seed="a")  # wrong

@@ -189,12 +189,16 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: A
     assert "gone" in caplog.text
 
 
-def test_a_trace_without_events_is_logged(tmp_path: Path, caplog: Any) -> None:
+def test_a_trace_without_events_is_logged(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with interlace.trace(tmp_path / "t.json"):
         interlace.run(gathered, 1, False)
     assert not caplog.text
+    monkeypatch.setenv("RANK", "0")
     with interlace.trace(tmp_path / "t.json"):
         interlace.run(interlace.get_rank, 1)
+    assert "as torchrun starts them, are not traced" in caplog.text
     assert (
         "t.json has no events: no kernel was interpreted in interlace.run meanwhile" in caplog.text
     )

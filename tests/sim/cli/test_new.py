@@ -83,6 +83,7 @@ def test_it_writes_over_nothing(kernel: pathlib.Path, capsys: pytest.CaptureFixt
         ("Upper", "lower-case letters, digits and _"),
         ("2d", "lower-case letters, digits and _"),
         ("../up", "lower-case letters, digits and _"),
+        ("test_x", "pytest takes a file of that name for tests"),
         ("class", "lower-case letters, digits and _"),
         ("json", "a module that this one would hide"),
         ("two_rounds", "a name that the files use"),
@@ -99,5 +100,15 @@ def test_names_that_are_none(
 def test_a_folder_that_is_not_there(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["new", "kernel", "mine", "--folder", str(tmp_path / "no")]) == 2
-    assert "the folder does not exist" in " ".join(capsys.readouterr().err.split())
+    assert run(["new", "kernel", "mine", "--folder", str(tmp_path / "a/b")]) == 0
+    assert len(list((tmp_path / "a/b").iterdir())) == 2
+    assert run(["new", "kernel", "mine", "--folder", str(tmp_path / "a/b/mine.py/c")]) == 2
+    assert "mine.py/c: cannot be made" in "".join(capsys.readouterr().err.split("\n"))
+
+
+@pytest.mark.thorough
+def test_a_strict_type_checker_finds_nothing_in_it(kernel: pathlib.Path) -> None:
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "."]
+    done = subprocess.run(command, cwd=kernel.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

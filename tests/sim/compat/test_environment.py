@@ -41,7 +41,7 @@ def test_every_variable_that_is_read_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("slip", "meant"),
-    [("INTERLACE_MACHINCODE", "INTERLACE_MACHINE_CODE"), ("INTERLACE_x", "INTERLACE_")],
+    [("INTERLACE_MACHINCODE", "INTERLACE_MACHINE_CODE"), ("INTERLACE_RECORDS", "INTERLACE_RECORD")],
 )
 def test_a_slip_is_named_with_what_was_meant(
     slip: str, meant: str, monkeypatch: pytest.MonkeyPatch
@@ -66,6 +66,12 @@ def test_a_service_of_kubernetes_passes(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(f"INTERLACE_{name}", "10.0.0.1")
         monkeypatch.setenv(f"INTERLACE_JOB_{name}", "10.0.0.1")
     check_environment()
+
+
+def test_what_is_like_none_gets_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTERLACE_TIMEOUT", "5")
+    with pytest.raises(ValueError, match=r"TIMEOUT .* interlace; docs/operations.md lists them"):
+        check_environment()
 
 
 def test_import_raises_it() -> None:

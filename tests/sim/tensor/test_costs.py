@@ -36,6 +36,7 @@ from interlace.tensor.mesh.calibration import (
     NoisyTimesError,
     fit,
     link_of,
+    measured,
     medians,
 )
 from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
@@ -291,6 +292,16 @@ def test_noise_is_no_bandwidth() -> None:
         assert protocol.gb_per_s == pytest.approx(10.0)
     with pytest.raises(NoisyTimesError, match=r"4,000 bytes took 16 us, 1,000 bytes 19 us"):
         link_of(0, 2, "all_gather", falling, falling)
+    with pytest.raises(NoisyTimesError, match="1,000 bytes 1 us, which leaves no latency"):
+        link_of(0, 2, "all_gather", {size: size / 1e3 for size in falling}, large)
+    with pytest.raises(NoisyTimesError, match="1,000,000 bytes took 200 us, 8,000 bytes 9000 us"):
+        link_of(0, 2, "all_gather", {1000: 20.0, 2000: 21.0, 4000: 23.0, 8000: 9e3}, large)
+    request = CalibrationRequest((2,))
+    times = {(dim, op, size): [50.0 + size / 1e4] for dim, op, size in request.cases}
+    measured(request, [times], "interlace", "shm")
+    times[0, "all_to_all", 8 << 20] = [9e4]
+    with pytest.raises(NoisyTimesError, match=r"all_to_all .* 90000 us, in other ops 889 us"):
+        measured(request, [times], "interlace", "shm")
 
 
 def test_a_calibration_of_noise_is_tried_again_and_then_given_up() -> None:
@@ -299,7 +310,7 @@ def test_a_calibration_of_noise_is_tried_again_and_then_given_up() -> None:
     def attempt(quiet: int, number: int) -> Any:
         tried.append(number)
         if number < quiet:
-            raise NoisyTimesError("noise")
+            raise NoisyTimesError("all_gather", 0, "noise")
         return "measured"
 
     assert _without_noise(functools.partial(attempt, 1)) == "measured" and tried == [0, 1]

@@ -207,6 +207,7 @@ def test_what_cannot_be_run_is_not_checked() -> None:
         ({"fn": 3}, "fn must be callable, got int"),
         ({"world_size": 0}, r"world_size must be within 1\.\.64, got 0"),
         ({"world_size": True}, "world_size must be an int, got True"),
+        ({"seeds": 10**9}, "at most 1,000,000 schedules"),
         ({"seeds": 0}, "seeds must name at least one schedule, got 0"),
         ({"seeds": []}, "seeds must name at least one schedule"),
         ({"seeds": 1.5}, "seeds must be a number of schedules or seeds, got 1.5"),

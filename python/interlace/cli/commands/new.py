@@ -21,7 +21,9 @@ class NewOptions(CommandOptions):
 
     what: str = option(positional=True, choices=("kernel",), metavar="kernel", help="what to write")
     name: str = option(positional=True, metavar="NAME", help="of the kernel and of its file")
-    folder: str = option(".", metavar="FOLDER", help="where to write NAME.py and test_NAME.py")
+    folder: str = option(
+        ".", metavar="FOLDER", help="where to write NAME.py and test_NAME.py; made if need be"
+    )
 
 
 def new(console: Any, options: NewOptions) -> int:
@@ -32,6 +34,13 @@ def new(console: Any, options: NewOptions) -> int:
         raise ValueError(
             f"{name}: the name of a kernel is lower-case letters, digits and _, as my_kernel"
         )
+    if name.startswith("test_") or name.endswith("_test"):
+        raise ValueError(f"{name}: pytest takes a file of that name for tests; leave test out")
+    if not folder.is_dir():
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"--folder {folder}: cannot be made: {error}") from None
     data = resources.files("interlace") / "data"
     texts = {folder / f.format(name): (data / t).read_text("ascii") for f, t in FILES.items()}
     for path in texts:

@@ -152,7 +152,8 @@ def render(console: Any, results: list[JobResult]) -> None:
                 console.print(escape(text), soft_wrap=True)
     count = sum(len(result.findings) for result in results)
     unchecked = sum(bool(result.refusals) for result in results)
-    said = [f"{count} findings."] * bool(count) + [f"{unchecked} not checked."] * bool(unchecked)
+    said = [f"{count} finding{'s' * (count != 1)}."] * bool(count)
+    said += [f"{unchecked} not checked."] * bool(unchecked)
     if said:
         console.print(f"\n[red]{' '.join(said)}[/]")
     else:

@@ -44,8 +44,17 @@ Key = tuple[int, str, int]  # dim, op, bytes
 Times = dict[Key, list[float]]
 
 
+OUTLIER = 10  # times another, of times that are to be of one order of magnitude
+
+
 class NoisyTimesError(ValueError):
-    """Times that say nothing of a bandwidth, because larger messages did not take longer."""
+    """Times that contradict each other, so that nothing can be said of a latency or a bandwidth."""
+
+    def __init__(self, op: str, dim: int, why: str) -> None:
+        super().__init__(
+            f"{op} along dimension {dim} of the mesh: {why}. That is noise, and nothing is written: try "
+            "again on a quiet machine, or with more --repetitions"
+        )
 
 
 @dataclass(frozen=True)
@@ -152,19 +161,39 @@ def link_of(
     """The line of each protocol, and where the second begins. Raises NoisyTimesError."""
     (latency, slope), (later, flatter) = fit(small), fit(large)
     if flatter < LEAST_SLOPE:
-        raise NoisyTimesError(
-            f"{op} along dimension {dim} of the mesh: {max(large):,} bytes took "
-            f"{large[max(large)]:.0f} us, {min(large):,} bytes {large[min(large)]:.0f} us. That is noise, "
-            "and nothing is written: try again on a quiet machine, or with more --repetitions"
-        )
+        raise NoisyTimesError(op, dim, _took(max(large), min(large), large))
     if slope < LEAST_SLOPE:
         latency, slope = fit(small, flatter)
+    if latency <= 0:
+        raise NoisyTimesError(
+            op, dim, f"{_took(max(small), min(small), small)}, which leaves no latency"
+        )
+    later = max(
+        later, latency
+    )  # where caches end, larger messages may take more than in proportion
+    times = {**small, **large}
+    for less, more in itertools.combinations(sorted(times), 2):
+        if times[less] > OUTLIER / 2 * times[more]:
+            raise NoisyTimesError(op, dim, _took(more, less, times))
     low, high = max(small), min(large)
     crossing = (later - latency) / (slope - flatter) if slope > flatter else 0.0
     begins = crossing if low <= crossing <= high else math.sqrt(low * high)
     for_small = LinkProtocol(0, round(latency, 3), _rate(slope))
     for_large = LinkProtocol(round(begins), round(later, 3), _rate(flatter))
     return Link(dim, ranks, op, (for_small, for_large))
+
+
+def _took(one: int, other: int, times: Mapping[int, float]) -> str:
+    return f"{one:,} bytes took {times[one]:.0f} us, {other:,} bytes {times[other]:.0f} us"
+
+
+def _refuse_outliers(found: Mapping[Key, float]) -> None:
+    """Raise NoisyTimesError if an op took much longer than the others of its dimension and bytes do."""
+    for (dim, op, size), took in found.items():
+        usual = statistics.median(found[dim, other, size] for other in calibration.OPS)
+        if took > OUTLIER * usual:
+            why = f"{size:,} bytes took {took:.0f} us, in other ops {usual:.0f} us"
+            raise NoisyTimesError(op, dim, why)
 
 
 def _rate(slope: float) -> float:
@@ -177,6 +206,7 @@ def measured(
 ) -> MeasuredMesh:
     """The mesh as the ranks' times measure it. ``processes``: what the ranks were, in a word."""
     found = medians(by_rank)
+    _refuse_outliers(found)
     links = []
     for dim, ranks in enumerate(request.mesh):
         for op in calibration.OPS:

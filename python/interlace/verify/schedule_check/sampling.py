@@ -1,17 +1,23 @@
 """Seeds of schedules, and poisoned memory: what the checks that run schedules have in common."""
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+MOST_SEEDS = 1_000_000  # some days
+
 
 def seed_list(seeds: int | Iterable[int]) -> list[int]:
     """``range(seeds)`` or the seeds themselves. Raises TypeError or ValueError for anything else."""
     if isinstance(seeds, bool) or not isinstance(seeds, (int, Iterable)):
         raise TypeError(f"seeds must be a number of schedules or seeds, got {seeds!r}")
-    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    named = range(seeds) if isinstance(seeds, int) else seeds
+    chosen = list(itertools.islice(named, MOST_SEEDS + 1))
+    if len(chosen) > MOST_SEEDS:
+        raise ValueError(f"at most {MOST_SEEDS:,} schedules can be asked for, got more seeds")
     for seed in chosen:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seeds must be ints, got {seed!r}")
