@@ -9,7 +9,13 @@ import sys
 import traceback
 from typing import Any
 
-from interlace.runtime.core.errors import BlockedWait, InterlaceError, RankError, SourceText
+from interlace.runtime.core.errors import (
+    BlockedWait,
+    InterlaceError,
+    MemoryAccessError,
+    RankError,
+    SourceText,
+)
 from interlace.runtime.interpreter.session import outwards, source_frames
 from interlace.runtime.scheduler.allocations import Allocations, together
 from interlace.runtime.scheduler.task import Task
@@ -93,10 +99,10 @@ def with_lines(error: BaseException) -> SourceText:
     if not text or text.endswith(":"):
         text = f"{text.removesuffix(':') or type(error).__name__} without a message"
     raised = error.original if isinstance(error, RankError) else error
-    if isinstance(raised, InterlaceError):
+    lines = [] if isinstance(raised, MemoryAccessError) else _compiled_lines(raised)
+    if isinstance(raised, InterlaceError) and not lines:
         return SourceText(text)
-    lines = []
-    for frame, number in traceback.walk_tb(raised.__traceback__):
+    for frame, number in traceback.walk_tb(None if lines else raised.__traceback__):
         own = frame.f_globals.get("__name__", "").startswith("interlace.kernels.")
         if own or user_frame(frame) is frame:
             path = frame.f_code.co_filename
@@ -104,6 +110,16 @@ def with_lines(error: BaseException) -> SourceText:
             lines.append(SourceText(place, ((path, number),)))
     at = f" at {', called from '.join(lines[::-1])}" if lines else ""
     return SourceText(text + at, tuple(frame for line in lines[::-1] for frame in line.frames))
+
+
+def _compiled_lines(error: BaseException | None) -> list[SourceText]:
+    """The lines, outermost first, of the compiled code that raised ``error`` or its cause, if any did."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if found := [each for each in _ptx_lines(frame, around=False) if each.frames]:
+                return found[::-1]
+        error = error.__cause__
+    return []
 
 
 def program_lines() -> tuple[SourceText, ...]:
@@ -120,15 +136,20 @@ def task_lines(task: Task) -> tuple[SourceText, ...]:
     return () if frame is None else (place_of(frame),)
 
 
-def _ptx_lines(frame: Any) -> tuple[SourceText, ...]:
-    """The line that the machine at or above ``frame`` runs, if there is one."""
-    for each in outwards(frame):
-        if each.f_globals.get("__name__", "").endswith(".ptx.machine.machine"):
-            text, places = each.f_locals["self"].where()
-            if not places:
-                return (SourceText(text),)
-            return tuple(_written(*place) for place in places)
+def _ptx_lines(frame: Any, *, around: bool = True) -> tuple[SourceText, ...]:
+    """The line that the machine at or above ``frame`` runs, or its module reads, if there is one."""
+    for each in outwards(frame) if around else (frame,):
+        where = each.f_locals.get("where") if _is_machine(each, "module") else None
+        if _is_machine(each, "machine"):
+            where = each.f_locals["self"].where
+        if where is not None:
+            text, places = where()
+            return tuple(_written(*place) for place in places) or (SourceText(text),)
     return ()
+
+
+def _is_machine(frame: Any, name: str) -> bool:
+    return str(frame.f_globals.get("__name__", "")).endswith(f".ptx.machine.{name}")
 
 
 @functools.cache

@@ -103,7 +103,13 @@ def read(ptx: str) -> PtxKernel:
     symbols, static_bytes = _shared_symbols(ptx)
     parser = Parser([], symbols, {each.name: each.kind for each in parameters})
     text = _SHARED.sub("", _LINES.sub("", body))
-    steps = list(parser.instructions(before + text))
+    places, parsed = _places(ptx), parser.instructions(before + text)
+
+    def where() -> tuple[str, tuple[SourcePlace, ...]]:
+        """Of the instruction that is built, for those who look why it cannot be."""
+        return instruction.text, places.get(instruction.line, ())
+
+    steps = list(parsed)
     _take_guesses(steps)
     for instruction in steps:
         builder = BUILDERS.get(instruction.mnemonic)
@@ -128,7 +134,7 @@ def read(ptx: str) -> PtxKernel:
         frozenset(joins),
         frozenset(i for i, step in enumerate(steps) if _spins(steps, i, step.target)),
         frozenset(i for i, step in enumerate(steps) if _is_of_warps(step)),
-        _places(ptx),
+        places,
     )
 
 

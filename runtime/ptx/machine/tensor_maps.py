@@ -127,10 +127,10 @@ def _check(
 ) -> None:
     """What TMA refuses, or does wrong."""
     row = int(given["box_dim"][0]) * size
-    strides = given["global_stride"][: rank - 1].tolist()
+    base, strides = int(given["global_address"]), given["global_stride"][: rank - 1].tolist()
     wrong = {
-        f"its address is {int(given['global_address']):#x}": int(given["global_address"]) % 16,
-        f"its strides are {strides}": any(each % 16 for each in strides),
+        f"its base, address {base:#x}, is not a multiple of 16 bytes": base % 16,
+        f"its strides, {strides} bytes, are not multiples of 16": any(s % 16 for s in strides),
         f"a row of a box has {row} bytes": row % 16 or (span > 16 and row > span),
         f"byte {offset} of shared memory begins a box": offset % 128,
         f"a box is {given['box_dim'][:rank].tolist()}": not all(

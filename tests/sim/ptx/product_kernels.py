@@ -39,3 +39,21 @@ def attention(q_ptr, k_ptr, v_ptr, o_ptr, N, B: tl.constexpr, D: tl.constexpr):
         v = tl.load(v_ptr + (n + columns)[:, None] * D + depth[None, :])
         total = tl.dot(p.to(v.dtype), v, total * shrink[:, None])
     tl.store(o_ptr + rows[:, None] * D + depth[None, :], total / weight[:, None])
+
+
+@triton.jit
+def told_falsely(ptr, BLOCK: tl.constexpr):
+    tl.store(tl.multiple_of(ptr + 1, 16) + tl.arange(0, BLOCK), 1.0)
+
+
+@triton.jit
+def unknown(ptr, BLOCK: tl.constexpr):
+    asm: tl.constexpr = "mov.b32 $0, $1; brkpt;"
+    one = tl.inline_asm_elementwise(asm, "=f,f", [1.0], dtype=tl.float32, is_pure=False, pack=1)
+    tl.store(ptr, one)
+
+
+@triton.jit
+def begins_anywhere(ptr, BLOCK: tl.constexpr):
+    tile = tl.make_tensor_descriptor(ptr + 1, [BLOCK, BLOCK], [BLOCK, 1], [16, 16])
+    tile.store([0, 0], tl.zeros([16, 16], tl.float32))

@@ -8,7 +8,9 @@ import torch
 
 import interlace
 from interlace import verify
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.tuning.configuration import override
+from sim.ptx import product_kernels
 
 SMALL: dict[str, Any] = {"block_m": 64, "block_n": 64, "block_k": 32, "programs": 2, "num_warps": 4}
 BY_TMA = {**SMALL, "copiers": 1, "output_descriptors": True}
@@ -98,3 +100,26 @@ def test_mutants_of_compiled_code_are_found(mutant: str, configuration: dict[str
     pattern, by, kind = MUTANTS[mutant]
     runs_ahead = mutant == "no mbarrier wait" and configuration is ROLES
     assert ("error" if runs_ahead else kind) in races(configuration, pattern, by)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "text"),
+    [
+        ("told_falsely", 80, "is not a multiple of 16; line"),
+        ("unknown", 80, "instruction 'brkpt' is not known"),
+        (
+            "begins_anywhere",
+            90,
+            "no tensor map for TMA: its base, address 0x.* multiple of 16 bytes",
+        ),
+    ],
+)
+def test_what_compiled_code_does_wrong_has_a_line(kernel: str, arch: int, text: str) -> None:
+    def on_rank() -> None:
+        getattr(product_kernels, kernel)[(1,)](torch.zeros(4096), BLOCK=512)
+
+    report = verify.races(on_rank, 1, seeds=1, arch=arch)
+    ((_, told),) = (*report.errors, *report.refusals)
+    assert isinstance(told, SourceText) and re.search(text, told), told
+    assert re.search(rf"product_kernels\.py:\d+ in {kernel}$", told), told
+    assert told.frames[0][0].endswith("product_kernels.py")

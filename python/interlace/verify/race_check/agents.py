@@ -14,10 +14,12 @@ SYS = SCOPES["sys"]
 class Rules:
     """The rules that hold.
 
-    Off: every release has a barrier, every atomic is acq_rel, or of scope sys, nothing needs a proxy fence.
+    Off: every release has a barrier before it, every wait one after it, every atomic is acq_rel, or of
+    scope sys, nothing needs a proxy fence.
     """
 
     barriers: bool = True
+    barriers_after: bool = True
     orders: bool = True
     scopes: bool = True
     proxies: bool = True

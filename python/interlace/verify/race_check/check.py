@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from interlace import launcher
@@ -16,6 +16,7 @@ from interlace.runtime.scheduler.scheduler import Programs, Scheduler
 from interlace.runtime.scheduler.source_lines import with_lines
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.verify.lint_check.check import specialisation
+from interlace.verify.race_check import hints
 from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.causes import Reach, by_cause
 from interlace.verify.race_check.findings import Finding, RaceReport
@@ -32,23 +33,15 @@ if TYPE_CHECKING:
 
 SEEDS = 10
 
-MISSING = "nothing that was signalled behind the first access was waited for before the second"
-
 # Causes of races: the run again, with one of the detector's rules off.
 CAUSES = (
-    (
-        "no barrier",
-        "call tl.debug_barrier() between the data and the signal, and between the wait and the data",
-        Rules(barriers=False),
-    ),
-    ("narrow scope", 'signal and wait with scope="sys"', Rules(scopes=False)),
-    ("weak order", 'signal with sem="release", wait with sem="acquire"', Rules(orders=False)),
-    ("no proxy fence", "fence.proxy.async between the two", Rules(proxies=False)),
-    (
-        "weak order",
-        "barrier, release and acquire, or scope: more than one of them is missing",
-        Rules(barriers=False, orders=False, scopes=False),
-    ),
+    ("no barrier", hints.before, Rules(barriers=False)),
+    ("no barrier", hints.after, Rules(barriers_after=False)),
+    ("no barrier", hints.both, Rules(barriers=False, barriers_after=False)),
+    ("narrow scope", hints.scope, Rules(scopes=False)),
+    ("weak order", hints.order, Rules(orders=False)),
+    ("no proxy fence", hints.proxy, Rules(proxies=False)),
+    ("weak order", hints.several, Rules(*[False] * len(fields(Rules)))),
 )
 
 
@@ -228,14 +221,10 @@ def _explained(findings: list[Finding], relaxed: list[Detector], again: Detector
         told = again.found.get(finding.key, finding)
         finding = replace(finding, first=told.first, second=told.second)
         for (kind, hint, _), detector in zip(CAUSES, relaxed, strict=True):
-            if (
-                finding.kind != "narrow scope"
-                and finding.key not in detector.found
-                and finding.first
-            ):
-                finding = replace(finding, kind=kind, hint=hint)
+            if finding.first and finding.key not in detector.found:
+                finding = replace(finding, kind=kind, hint=hint(finding))
                 break
         if finding.first and not finding.hint and finding.signal is None:
-            finding = replace(finding, hint=MISSING)
+            finding = replace(finding, hint=hints.missing(finding))
         explained.append(finding)
     return explained

@@ -407,13 +407,13 @@ class Detector(AsyncProxy):
             if thread is not None:
                 if atomic.acquires or not self.rules.orders:
                     agent.acquire(thread, clock)
-                    if not self.rules.barriers:
+                    if not self.rules.barriers_after:
                         agent.learn(clock)
                 else:
                     agent.waiting[thread] = joined(agent.waiting.get(thread), clock)
             elif not atomic.acquires and self.rules.orders:
                 agent.pending = joined(agent.pending, clock)
-            elif atomic.each_thread and self.rules.barriers:
+            elif atomic.each_thread and self.rules.barriers_after:
                 agent.for_lanes = joined(agent.for_lanes, clock)
             else:
                 agent.learn(clock)
