@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from interlace.runtime.ptx.instruction import Action, Instruction
-from interlace.runtime.ptx.special import Threads
+from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.types import TYPES, Array
 
 
@@ -45,9 +45,18 @@ class AsyncGroups:
 
     def wait(self, threads: Threads, left: int) -> None:
         """Until all but the last ``left`` groups of these threads are done."""
-        before, those = threads.mask, threads.everyone()
-        for work in self._work:
-            due = those & work.pending & (work.group >= 0) & (work.group < self._committed - left)
+        those, last = threads.everyone(), self._committed - left
+        self._perform(threads, [(w, those & (w.group >= 0) & (w.group < last)) for w in self._work])
+
+    def reach(self, threads: Threads, last: AsyncWork) -> None:
+        """Until these threads' warps have done ``last``, and what was started before."""
+        those = np.repeat(threads.everyone().reshape(-1, WARP).any(axis=1), WARP)
+        self._perform(threads, [(w, those) for w in self._work[: self._work.index(last) + 1]])
+
+    def _perform(self, threads: Threads, chosen: list[tuple[AsyncWork, Array]]) -> None:
+        before = threads.mask
+        for work, those in chosen:
+            due = those & work.pending
             if due.any():
                 threads.mask, work.pending = due, work.pending & ~due
                 for action in (work.perform, *work.copies):

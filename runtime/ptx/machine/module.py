@@ -20,7 +20,7 @@ from interlace.runtime.ptx.machine.mbarriers import MBARRIERS
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import TENSOR_MAPS
 from interlace.runtime.ptx.machine.warps import WARPS
-from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move
+from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move, build_sum
 from interlace.runtime.ptx.memory import MEMORY, SCOPES
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
@@ -40,6 +40,7 @@ BUILDERS: dict[str, Builder] = {
 TOGETHER = {**WARPS, **MATRICES, **WGMMA}
 # which know what the others refuse
 BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
+BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*(?:\[(\d+)\])?\s*$"

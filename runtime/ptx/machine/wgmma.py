@@ -15,7 +15,7 @@ without a swizzle it is the other way round.
 
 Every warp's part is done when it waits for the group; shared memory, the factor in registers and the sums
 are looked at then, so all of them have to be left alone until the wait. Whoever reads the sums before sees
-what was there, but for ``mov``.
+what was there, but for ``mov``, and for sums of floats, before which the wait is made.
 """
 
 import functools
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.groups import build_commit, build_wait, groups_of
 from interlace.runtime.ptx.machine.matrices import (
@@ -48,6 +49,7 @@ from interlace.runtime.ptx.types import PREDICATE, TYPES, Array
 
 WGMMA, builds = builders()
 _SWIZZLES = (16, 128, 64, 32)
+_OF_FLOATS = re.compile(r"\.b?f(16|32)")
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 _FORMS = ("fence", "mma_async", "commit_group", "wait_group")
 
@@ -139,6 +141,24 @@ def _build_product(instruction: Instruction) -> Action:
         threads.session.unsettled.update(dict.fromkeys(slots, work))
 
     return start
+
+
+def build_sum(instruction: Instruction) -> Action:
+    """Arithmetic on a sum that is not there yet waits for it, as assemblers have it do."""
+    action, known = ARITHMETIC[instruction.mnemonic](instruction), instruction.registers
+    sources = [known[each].slot for each in instruction.operands[1:] if each in known]
+    if not _OF_FLOATS.search(instruction.opcode):
+        return action
+
+    def sum_up(threads: Threads) -> None:
+        unsettled = threads.session.unsettled
+        for slot in sources if unsettled else ():
+            work = unsettled.get(slot)
+            if work is not None and (work.pending & threads.everyone()).any():
+                groups_of(threads, "wgmma").reach(threads, work)
+        action(threads)
+
+    return sum_up
 
 
 def build_move(instruction: Instruction) -> Action:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import interlace
-from interlace import verify
+from interlace import functional, verify
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.tuning.configuration import override
 from sim.ptx import product_kernels
@@ -123,3 +123,24 @@ def test_what_compiled_code_does_wrong_has_a_line(kernel: str, arch: int, text: 
     assert isinstance(told, SourceText) and re.search(text, told), told
     assert re.search(rf"product_kernels\.py:\d+ in {kernel}$", told), told
     assert told.frames[0][0].endswith("product_kernels.py")
+
+
+def scaled_step() -> tuple[torch.Tensor, torch.Tensor]:
+    generator, one = torch.Generator().manual_seed(interlace.get_rank()), torch.ones(())
+    x, w = (
+        torch.randint(-2, 3, (n, 64), generator=generator).float().to(torch.float8_e4m3fn)
+        for n in (80, 64)
+    )
+    how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.bfloat16}
+    with override(**BY_TMA):
+        return (
+            functional.all_gather_scaled_matmul(x, w.t(), one, one, **how),
+            functional.scaled_matmul_reduce_scatter(x, w.t(), one, one, **how),
+        )
+
+
+def test_matmuls_of_fp8_are_those_of_sim() -> None:
+    """Their parts are summed up before the wait for the group of the products."""
+    found = interlace.run(scaled_step, 2, place="ptx", arch=90, seed=1)
+    for ones, others in zip(found, interlace.run(scaled_step, 2), strict=True):
+        assert all(map(torch.equal, ones, others))

@@ -187,10 +187,15 @@ def test_who_does_not_wait_sees_what_was_there(rest: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("copy", "waited"), [("mov.b32 %r30, %r100;", True), ("add.u32 %r30, %r100, 0;", False)]
+    ("copy", "waited"),
+    [
+        ("mov.b32 %r30, %r100;", True),
+        ("add.u32 %r30, %r100, 0;", False),
+        ("add.f32 %r30, %r100, 0f00000000;", True),
+    ],
 )
 def test_a_copy_of_a_sum_waits_with_it(copy: str, waited: bool) -> None:
-    """As compilers have it; whatever else looks at a sum before the wait sees what was there."""
+    """And so does a sum of it, as compilers have both; whatever else looks before sees what was there."""
     rest = f"{COMMIT} {copy} wgmma.wait_group.sync.aligned 0; mov.b32 %r100, %r30;"
     a, b, d = products(("f32", "f16", "f16"), 8, rest=rest)
     assert (d[::16, 0] == ((a @ b.T + 5)[::16, 0] if waited else 5)).all()
