@@ -1,4 +1,4 @@
-"""The hints of races: by the rule without which it would be none, at the lines of its signal if it has one."""
+"""Hints of races: by the rule without which it would be none, at the lines of its signal, if it has one."""
 
 import re
 
