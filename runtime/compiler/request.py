@@ -85,7 +85,8 @@ class Measurement:
 
     ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` and ``tensor_cores`` count
     instructions. ``error`` is set if it did not compile, and then only ``where`` and ``seconds`` with it.
-    Of what is to be run there is only ``ptx``, with ``scratch`` bytes of global memory for each program.
+    Of what is to be run there is only ``ptx``, with ``scratch`` bytes of global memory for each program,
+    and, where ``descriptors`` are arguments, what Triton says of the tensor maps to be made of them.
     """
 
     registers: int = 0
@@ -100,6 +101,7 @@ class Measurement:
     loops: tuple[Loop, ...] = ()
     ptx: str = ""
     scratch: int = 0
+    descriptors: tuple[Mapping[str, Any], ...] = ()
 
 
 def definition(path: str, name: str) -> SourceText:

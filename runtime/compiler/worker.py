@@ -183,10 +183,14 @@ def _to_run(request: Compilation) -> Measurement:
     with without_machine_code(), installed(request.stand_ins):
         kernel = compile_kernel(request)
     metadata = kernel.metadata
-    if metadata.num_ctas != 1 or metadata.tensordesc_meta:
-        raise NotImplementedError("clusters and tensor descriptors as arguments are not run")
-    scratch = int(metadata.global_scratch_size)
-    return Measurement(shared=int(metadata.shared), ptx=kernel.asm["ptx"], scratch=scratch)
+    if metadata.num_ctas != 1:
+        raise NotImplementedError("clusters are not run")
+    return Measurement(
+        shared=int(metadata.shared),
+        ptx=kernel.asm["ptx"],
+        scratch=int(metadata.global_scratch_size),
+        descriptors=tuple(metadata.tensordesc_meta or ()),
+    )
 
 
 def measure(request: Compilation) -> Measurement:

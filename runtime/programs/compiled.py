@@ -10,10 +10,11 @@ import inspect
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.runtime.compat import stand_ins
 from interlace.runtime.compat.triton_interpreter import builder
@@ -24,6 +25,7 @@ from interlace.runtime.core.kernel_arguments import leaves, specialised
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.machine.machine import PtxMachine
 from interlace.runtime.ptx.machine.module import PtxKernel, PtxParameter, read
+from interlace.runtime.ptx.machine.tensor_maps import tensor_map
 from interlace.runtime.ptx.types import Array
 
 _read = functools.lru_cache(maxsize=256)(read)
@@ -76,13 +78,31 @@ class CompiledPrograms:
         measured = compiled(function, request)
         kernel = _read(self._rewrite(launch.name, measured.ptx) if self._rewrite else measured.ptx)
         given = leaves(arguments)
-        values = [given[path] for path, kind in types.items() if kind != "constexpr"]
+        maps, values = iter(measured.descriptors), []
+        for path in (path for path, kind in types.items() if kind != "constexpr"):
+            descriptor = isinstance(given[path], TensorDescriptor)
+            values += _taken_apart(given[path], next(maps, None)) if descriptor else [given[path]]
         nbytes = measured.scratch * math.prod(launch.extents)
         scratch = torch.zeros(nbytes, dtype=torch.uint8)
         if nbytes:
             hooks.memory.of_tensor(scratch, hooks.current.rank)
         values.append(scratch)
         return program(kernel, measured.shared, values, hooks), kernel.threads
+
+
+def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[Any]:
+    """The parameters that Triton makes of one of the host's: with a map for TMA, or with its pointer."""
+    base, sizes = descriptor.base, [*descriptor.shape, *descriptor.strides]
+    nan = int(descriptor.padding == "nan")
+    if of_map is None:
+        return [base, *sizes, nan, int(descriptor.round_f32_to_tf32), *sizes]
+    strides = [stride * base.element_size() for stride in descriptor.strides[-2::-1]]
+    box, kind = of_map["block_size"][::-1], of_map["elem_type"]
+    how = {"swizzle": of_map["swizzle"], "fill": nan}
+    return [
+        tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how),
+        *sizes,
+    ]
 
 
 _measured: weakref.WeakKeyDictionary[Any, dict[str, Measurement]] = weakref.WeakKeyDictionary()

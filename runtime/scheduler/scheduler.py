@@ -143,7 +143,8 @@ class Scheduler(ProgramHooks):
 
     def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
         """Add every program of ``launch``; the result tells whether all have ended."""
-        for value in kernel_arguments.leaves(launch.arguments).values():
+        for argument in kernel_arguments.leaves(launch.arguments).values():
+            value = getattr(argument, "base", argument)  # of a descriptor
             if isinstance(value, torch.Tensor):
                 self.memory.of_tensor(value, rank)
         function, threads = self._programs(launch, self)

@@ -224,7 +224,7 @@ def build_address_conversion(instruction: Instruction) -> Action:
     """Generic addresses of shared memory are where it is in this process; others are what they are."""
     back = instruction.flag("to")
     shared = instruction.choose(*SPACES) is not None
-    instruction.choose("global", "const", "local")
+    instruction.choose("global", "const", "local", "param")
     kind = instruction.take_type(("u64",))
     instruction.finish(2)
     write = instruction.writer(instruction.operands[0], kind)

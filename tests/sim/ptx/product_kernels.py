@@ -57,3 +57,10 @@ def unknown(ptr, BLOCK: tl.constexpr):
 def begins_anywhere(ptr, BLOCK: tl.constexpr):
     tile = tl.make_tensor_descriptor(ptr + 1, [BLOCK, BLOCK], [BLOCK, 1], [16, 16])
     tile.store([0, 0], tl.zeros([16, 16], tl.float32))
+
+
+@triton.jit
+def shifted(source, target, N: tl.constexpr):
+    """By descriptors of the host: each row and column of the target is the source's plus one."""
+    at = tl.program_id(0) * N
+    target.store([at, 0], source.load([at, 0]) + 1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import interlace
 from interlace import functional, verify
@@ -144,3 +145,19 @@ def test_matmuls_of_fp8_are_those_of_sim() -> None:
     found = interlace.run(scaled_step, 2, place="ptx", arch=90, seed=1)
     for ones, others in zip(found, interlace.run(scaled_step, 2), strict=True):
         assert all(map(torch.equal, ones, others))
+
+
+@pytest.mark.parametrize("arch", [None, 80, 90])
+@pytest.mark.parametrize("padding", ["zero", "nan"])
+def test_descriptors_of_the_host(arch: int | None, padding: str) -> None:
+    """Beyond the source's 24 rows there are zeros, or nan."""
+    source, target = torch.arange(24.0 * 16).reshape(24, 16), torch.zeros(32, 16)
+
+    def on_rank() -> None:
+        given = TensorDescriptor.from_tensor(source, [16, 16], padding)
+        taken = TensorDescriptor.from_tensor(target, [16, 16])
+        product_kernels.shifted[(2,)](given, taken, 16)
+
+    report = verify.races(on_rank, 1, seeds=1, arch=arch)
+    assert report.clean and torch.equal(target[:24], source + 1), str(report)
+    assert target[24:].isnan().all() if padding == "nan" else (target[24:] == 1).all()

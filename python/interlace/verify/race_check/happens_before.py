@@ -126,7 +126,8 @@ class Detector(AsyncProxy):
         agent.tick()
         if hasattr(launch.kernel, "fn"):  # and is not PTX
             self.launches.append(launch)
-        for value in launch.arguments.values():
+        for argument in launch.arguments.values():
+            value = getattr(argument, "base", argument)  # of a descriptor
             if isinstance(value, torch.Tensor):
                 self.know(value, task.rank)
 
