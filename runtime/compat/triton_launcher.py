@@ -9,6 +9,7 @@ What differs by release, and how it is used::
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,6 +22,7 @@ FUSED = {"enable_fp_fusion": True}
 with needed("Triton", "Triton's compiler"):
     import triton
     from triton import knobs
+    from triton._C import libtriton
     from triton.runtime import _allocation
     from triton.runtime.jit import mangle_type
 
@@ -58,6 +60,15 @@ def ready_to_compile() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+@functools.cache
+def version_and_settings() -> str:
+    """What Triton's own cache tells apart, but for the code of Triton itself: its version and size."""
+    settings = dict(libtriton.get_cache_invalidating_env_vars())
+    settings.pop("TRITON_DISABLE_LINE_INFO", None)  # a compiling process has a setting of its own
+    size = os.path.getsize(libtriton.__file__)
+    return f"{triton.__version__} {size} {sorted(settings.items())}"
 
 
 @contextmanager

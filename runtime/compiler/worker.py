@@ -29,7 +29,7 @@ from interlace.runtime.compat.triton_launcher import (
     tool,
     without_machine_code,
 )
-from interlace.runtime.compiler import artifacts
+from interlace.runtime.compiler import artifacts, kept
 from interlace.runtime.compiler.lint import sass as sass_rules
 from interlace.runtime.compiler.lint.faults import NOWHERE, selected
 from interlace.runtime.compiler.lint.lines import Frame, describe
@@ -128,20 +128,9 @@ def _loaded(path: str, kernel: str) -> ModuleType:
     return module
 
 
-def use_cache_of(path: str) -> None:
-    """Keep files, and copies of this package, apart: Triton's cache goes by text, not by place.
-
-    It would give a kernel the lines of another file, which may be gone.
-    """
-    root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
-    place = os.path.realpath(path or __file__)
-    name = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-    knobs.cache.dir = os.path.join(root, f"interlace-{name}")
-
-
 def compile_kernel(request: Compilation) -> Any:
     """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
-    use_cache_of(request.path)
+    knobs.cache.dir = str(kept.folder(request.path))
     kernel = load(request)
     names = list(kernel.arg_names)
     given = dict.fromkeys(path.partition(".")[0] for path in request.types)
@@ -181,16 +170,20 @@ def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
 
 def _to_run(request: Compilation) -> Measurement:
     with without_machine_code(), installed(request.stand_ins):
+        file = kept.file_of(request, load(request))  # before Triton's folder is this kernel's
         kernel = compile_kernel(request)
     metadata = kernel.metadata
     if metadata.num_ctas != 1:
         raise NotImplementedError("clusters are not run")
-    return Measurement(
+    made = Measurement(
         shared=int(metadata.shared),
         ptx=kernel.asm["ptx"],
         scratch=int(metadata.global_scratch_size),
         descriptors=tuple(metadata.tensordesc_meta or ()),
     )
+    if file is not None:
+        kept.write(file, made)
+    return made
 
 
 def measure(request: Compilation) -> Measurement:
@@ -222,12 +215,12 @@ def _disassembly(cubin: bytes, file_name: str) -> str:
     """SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s for the smallest kernel."""
     version = tool("nvdisasm").version
     digest = hashlib.blake2b(cubin, key=f"nvdisasm -g {version}".encode(), digest_size=32)
-    kept, name = cached(digest.hexdigest()), "disassembly.sass.gz"
-    found = kept.get_file(name)
+    manager, name = cached(digest.hexdigest()), "disassembly.sass.gz"
+    found = manager.get_file(name)
     if found:
         return gzip.decompress(pathlib.Path(found).read_bytes()).decode()
     sass = _tool("nvdisasm", "-g", file_name)
-    kept.put(gzip.compress(sass.encode(), compresslevel=1), name)
+    manager.put(gzip.compress(sass.encode(), compresslevel=1), name)
     return sass
 
 

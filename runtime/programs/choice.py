@@ -7,15 +7,13 @@ calls, and among its arguments. A text that is put together while it runs, and s
 by the interpreter.
 """
 
-import dis
 import functools
-import inspect
 import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.kernel_code import named
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.runtime.ptx.special import by_threads
@@ -51,7 +49,7 @@ def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
 
 def by_need(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
     """One program of ``launch``, to be run in a session, and its threads if they are told apart."""
-    texts = _texts(launch.kernel) | frozenset(_of_value(launch.arguments, set()))
+    texts = _texts(launch.kernel) | _texts.__wrapped__(launch.arguments)
     reason = next(filter(None, map(by_threads, sorted(texts))), None)
     if reason is None:
         return interpreted(launch, hooks)
@@ -71,54 +69,5 @@ def arch_for(texts: frozenset[str]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _texts(kernel: Any) -> frozenset[str]:
-    """All texts in the code of ``kernel`` and of what it may call."""
-    return frozenset(_of_value(kernel, set()))
-
-
-def _of_value(value: Any, seen: set[int]) -> Iterator[str]:
-    """The texts in ``value``, or in the code that it stands for."""
-    while hasattr(value, "fn"):  # under triton.jit, an autotuner, heuristics
-        value = value.fn
-    if isinstance(value, str):
-        yield value
-    elif hasattr(value, "value"):  # a constant
-        yield from _of_value(value.value, seen)
-    elif isinstance(value, dict):
-        yield from _of_value(tuple(value.values()), seen)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _of_value(each, seen)
-    elif id(value) not in seen and not _NOT_OURS.match(str(getattr(value, "__module__", ""))):
-        seen.add(id(value))
-        if isinstance(value, types.FunctionType):
-            for each in _named(value):
-                yield from _of_value(each, seen)
-        elif isinstance(value, type):
-            for member in vars(value).values():
-                if hasattr(member, "fn") or isinstance(member, types.FunctionType):
-                    yield from _of_value(member, seen)
-
-
-def _named(function: types.FunctionType) -> Iterator[Any]:
-    """What the code of ``function`` names: constants, and what is around it or in modules there."""
-    around = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        value: Any = None
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-                value = around.get(step.argval)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(
-                value, types.ModuleType
-            ):
-                value = vars(value).get(step.argval)
-            elif step.opname != "PUSH_NULL":
-                value = None
-            if value is not None and not isinstance(value, types.ModuleType):
-                yield value
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                codes.append(constant)
-            elif constant != function.__doc__:
-                yield constant
+    """All texts in the code of ``kernel`` and of what it may call, or in values."""
+    return frozenset(each for each in named(kernel, _NOT_OURS) if isinstance(each, str))

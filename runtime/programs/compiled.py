@@ -2,7 +2,7 @@
 
 In the place ``ptx`` all are; in ``sim`` those whose threads differ (``choice.py``). What a launch depends
 on is what Triton specialises on, so a kernel is compiled once for all launches of a process that would
-share code on a GPU, by a worker process (``compiler/pool.py``), whose cache outlives this process.
+share code on a GPU, by a worker process (``compiler/pool.py``), and kept for others (``compiler/kept.py``).
 """
 
 import functools
@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.runtime.compat import stand_ins
 from interlace.runtime.compat.triton_interpreter import builder
+from interlace.runtime.compiler import kept
 from interlace.runtime.compiler.pool import compile_one
 from interlace.runtime.compiler.request import Compilation, Measurement, jitted_function
 from interlace.runtime.core.errors import InterlaceError
@@ -112,7 +113,8 @@ def compiled(function: Any, request: Compilation) -> Measurement:
     """The PTX of ``request``, for the function under its kernel. InterlaceError if there is none."""
     known = _measured.setdefault(function, {})
     if (key := repr(request)) not in known:
-        known[key] = compile_one(request)
+        file = kept.file_of(request, function)
+        known[key] = (file and kept.read(file)) or compile_one(request)
     if (made := known[key]).error is not None:
         raise InterlaceError(f"{request.kernel} for sm_{request.arch}: {made.error}")
     return made

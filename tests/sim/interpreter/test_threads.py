@@ -1,10 +1,16 @@
 """Kernels whose threads differ are run as compiled code: right ones are clean, each fault is found."""
 
+import pathlib
 import re
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import interlace
+from interlace.runtime.compiler import kept
+from interlace.runtime.programs import compiled
 from interlace.verify import races, schedules
 from sim.interpreter import thread_kernels as kernels
 
@@ -90,3 +96,37 @@ def test_what_cannot_be_told_is_not_checked(fn: object, why: str) -> None:
     assert not report.findings and not report.errors and not report.clean
     ((_, refusal),) = report.refusals
     assert re.search(why, refusal), refusal
+
+
+def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is kept by the texts and values that it is made of, and taken if it is whole."""
+    asked: list[pathlib.Path] = []
+
+    def file_of(*what: Any) -> pathlib.Path:
+        asked.append(kept.file_of(*what))
+        return asked[-1]
+
+    monkeypatch.setattr(compiled, "kept", SimpleNamespace(file_of=file_of, read=kept.read))
+
+    def files(threads: Any = kernels.threads) -> pathlib.Path:
+        monkeypatch.setattr(compiled, "_measured", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(kernels, "threads", threads)
+        assert interlace.run(kernels.numbered, 1, 2)[0][2] == 64
+        return asked[-1]
+
+    file = files()
+    whole = kept.read(file)
+    assert whole is not None and ".entry number(" in whole.ptx
+    assert files(kernels.thread) != file and kept.read(asked[-1]) is None  # of no file's texts
+    monkeypatch.setattr(compiled, "compile_one", None)
+    assert files() == file
+    for damaged in (
+        "",
+        "[]",
+        "{}",
+        file.read_text()[:-9],
+        '{"ptx": "", "shared": 0, "scratch": 0}',
+    ):
+        (other := file.with_suffix(".damaged")).write_text(damaged)
+        assert kept.read(other) is None
+    other.unlink()

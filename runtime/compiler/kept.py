@@ -1,0 +1,90 @@
+"""PTX to run that another process had compiled: no compiling process is started for it.
+
+Files are in the folder in which Triton keeps what it has compiled of the kernel's file. Each is named by a
+digest of the request, of Triton, of what compiles here, and of the kernel: the texts and values of all that
+its code names. The compiling process writes it by what it has loaded itself, and another one asks for it by
+what that has loaded: where the two differ, as when a test has set a constant anew, nothing is found.
+"""
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import os
+import pathlib
+import re
+import secrets
+import types
+from typing import Any
+
+from interlace.runtime.compat.triton_launcher import version_and_settings
+from interlace.runtime.compiler.request import Compilation, Measurement
+from interlace.runtime.core.kernel_code import named
+
+_NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")
+_COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/kernel_arguments.py")
+
+
+def folder(path: str) -> pathlib.Path:
+    """Where to keep what is compiled of the file ``path``.
+
+    Files, and copies of this package, are kept apart: Triton's cache goes by text, not by place. It would
+    give a kernel the lines of another file, which may be gone.
+    """
+    root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    place = os.path.realpath(path or __file__)
+    name = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+    return pathlib.Path(root, f"interlace-{name}")
+
+
+def file_of(request: Compilation, kernel: Any) -> pathlib.Path | None:
+    """Where to keep what is made of ``request``; None where something that counts is told by address."""
+    told = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
+    with contextlib.suppress(OSError):  # of a function without a file
+        told += map(_told, named(kernel, _NOT_OURS))
+        if not any(" at 0x" in each for each in told[2:]):
+            digest = hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
+            return folder(request.path) / f"{digest}.json"
+    return None
+
+
+def read(file: pathlib.Path) -> Measurement | None:
+    """What was kept, if the file is there and whole."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = Measurement(**json.loads(file.read_bytes()))
+        if found.ptx and type(found.shared) is type(found.scratch) is int:
+            return found
+    return None
+
+
+def write(file: pathlib.Path, made: Measurement) -> None:
+    """Keep it, whoever reads it or writes the same meanwhile."""
+    values = {name: getattr(made, name) for name in ("ptx", "shared", "scratch")}
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole = file.with_suffix(f".{secrets.token_hex(8)}")
+        whole.write_text(json.dumps(values))
+        os.replace(whole, file)
+
+
+@functools.cache
+def _compiler() -> str:
+    here = pathlib.Path(__file__).parent
+    return "".join((here / name).read_text() for name in _COMPILER)
+
+
+def _told(part: Any) -> str:
+    """What a compiler may know of ``part``."""
+    text = None
+    while hasattr(part, "fn"):
+        text, part = getattr(part, "raw_src", None), part.fn  # as it was when it was loaded
+    if isinstance(part, types.ModuleType):
+        return os.path.realpath(getattr(part, "__file__", None) or part.__name__)
+    if not isinstance(part, (type, types.FunctionType)):
+        return repr(part)
+    if _NOT_OURS.match(str(part.__module__)):
+        return f"{part.__module__}.{part.__qualname__}"
+    code = getattr(part, "__code__", None)
+    place = f"{os.path.realpath(code.co_filename)} {code.co_firstlineno}" if code else ""
+    return "".join([place, *(text or inspect.getsourcelines(part)[0])])
