@@ -19,8 +19,8 @@ import types
 from typing import Any
 
 from interlace.runtime.compat.triton_launcher import version_and_settings
+from interlace.runtime.compiler.kernel_code import named
 from interlace.runtime.compiler.request import Compilation, Measurement
-from interlace.runtime.core.kernel_code import named
 
 _NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")
 _COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/kernel_arguments.py")

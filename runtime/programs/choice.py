@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from interlace.runtime.compiler.kernel_code import named
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.kernel_code import named
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.runtime.ptx.special import by_threads

@@ -165,8 +165,11 @@ class ThreadsAgent(Agent):
             self.loaded.setdefault(site, []).append((addresses, threads))
             return self.over
         for load, accesses in self.loaded.items():
-            if any(((a == addresses[0]) & (t == threads[0])).any() for a, t in accesses):
-                self.over.add((site, load))
+            if (pair := (site, load)) not in self.over:
+                accesses[:] = [tuple(map(np.concatenate, zip(*accesses, strict=True)))]
+                ((loaded, by),) = accesses
+                if ((loaded == addresses[0]) & (by == threads[0])).any():
+                    self.over.add(pair)
         return self.over
 
     def _known_to(self, threads: Any) -> Any:

@@ -126,7 +126,7 @@ def races(  # type: ignore[misc]
         new = [finding for key, finding in detector.found.items() if key not in found]
         if new or differs:
             relaxed, teller = (
-                [Detector(seed, rules) for _, _, rules in CAUSES],
+                [Detector(seed, rules, [each.key for each in new]) for _, _, rules in CAUSES],
                 RaceTeller(seed, new),
             )
             several = Several([*relaxed, teller.detector, teller])
@@ -198,13 +198,17 @@ def _observed(
 
 
 class Several:
-    """Observers of the same run, such as detectors with different rules: one that tells each of them."""
+    """Observers of the same run, such as detectors with different rules: one that tells each of them.
+
+    Those that are done are told no more.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def tell_all(*arguments: Any, **named: Any) -> Any:
+            self.observers = [each for each in self.observers if not getattr(each, "done", False)]
             answers = [getattr(each, name)(*arguments, **named) for each in self.observers]
             return answers[0]
 

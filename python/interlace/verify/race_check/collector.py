@@ -14,12 +14,16 @@ from interlace.verify.race_check.signals import SignalLog
 
 
 class Collector(Observer):
-    """``found``: the first finding of each :attr:`Finding.key`; ``reaches``: how far each goes."""
+    """``found``: the first finding of each :attr:`Finding.key`; ``reaches``: how far each goes.
+
+    With ``asked`` it is only to say which of these keys it finds, and is ``done`` when it has them all.
+    """
 
     _acting: Agent
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, asked: Iterable[tuple[Any, ...]] | None = None) -> None:
         self.seed = seed
+        self._missing = None if asked is None else set(asked)
         self._memory = ShadowMemory()
         self._owners: list[Agent] = []  # by component
         self._sites: dict[Access, int] = {}
@@ -27,6 +31,10 @@ class Collector(Observer):
         self._signals = SignalLog()
         self.found: dict[tuple[Any, ...], Finding] = {}
         self.reaches: dict[tuple[Any, ...], Reach] = {}
+
+    @property
+    def done(self) -> bool:
+        return self._missing == set()
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""
@@ -66,6 +74,8 @@ class Collector(Observer):
         if key not in self.found:
             signal = None if conflict is None else self._signal(conflict)
             self.found[key] = replace(finding, signal=signal)
+            if self._missing is not None:
+                self._missing.discard(key)
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
 
     def _signal(self, conflict: Conflict) -> FailedSignal | None:

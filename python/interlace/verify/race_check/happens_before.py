@@ -62,8 +62,10 @@ Spot = tuple[ShadowSegment, Index]
 
 
 class Detector(AsyncProxy):
-    def __init__(self, seed: int, rules: Rules | None = None) -> None:
-        super().__init__(seed)
+    def __init__(
+        self, seed: int, rules: Rules | None = None, asked: Iterable[tuple[Any, ...]] | None = None
+    ) -> None:
+        super().__init__(seed, asked)
         self.rules = rules or Rules()
         self.events = 0
         self.launches: list[KernelLaunch] = []
@@ -114,7 +116,7 @@ class Detector(AsyncProxy):
         found: dict[int, tuple[list[int], Any]] = {}
         for thread in set(threads.tolist()):
             if (clock := agent.acquired.get(thread)) is not None:
-                found.setdefault(id(clock), ([], clock))[0].append(agent.first + thread)
+                found.setdefault(id(clock), ([], clock))[0].append(thread)
         more = [(these, self._lengthened(clock)) for these, clock in found.values()]
         return KnownTimes(self._whole(agent), agent, self._owners, agent.first + threads, more)
 

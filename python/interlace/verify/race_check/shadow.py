@@ -43,7 +43,7 @@ class KnownTimes:
     """What an access comes after: ``clock`` has the time of every component that it knows.
 
     Of its own agent it knows all components; where threads are told apart, that of each element, ``own``.
-    ``more``: clocks of threads that know more, with their components. ``owners``: agents by component.
+    ``more``: clocks of threads that know more, with their numbers. ``owners``: agents by component.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class KnownTimes:
             return late & ~self.agent.owns(component)
         late &= (component != self.own) | (marks["extra"] & SEVERAL != 0)
         for components, clock in self.more:
-            asked = late & np.isin(self.own, components)
+            theirs = np.zeros(self.agent.components, np.bool_)
+            theirs[components] = True
+            asked = late & theirs[self.own - self.agent.first]
             if asked.any():
                 late[asked] = self._behind(clock, marks[asked])
         return late
@@ -172,13 +174,12 @@ class ShadowSegment:
         for marks in self.atomics.values():
             never &= (marks["extra"][index] & WRITES) == 0
         cells = self._numbers(index, np.flatnonzero(never))
-        return cells[[self._is_poison(self.base + cell * self.cell) for cell in cells.tolist()]]
-
-    def _is_poison(self, address: int) -> bool:
-        begin = (address - self.base) % len(self.poison)
-        size = min(self.cell, self.end - address)  # the last cell may be longer than the memory
-        poison = (self.poison * (1 + LARGEST_CELL))[begin : begin + size]
-        return ctypes.string_at(address, size) == poison
+        nbytes, poison = self.end - self.base, np.frombuffer(self.poison, np.uint8)
+        memory = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(self.base), np.uint8)
+        offsets = cells[:, None] * self.cell + np.arange(self.cell)
+        same = memory[np.minimum(offsets, nbytes - 1)] == poison[offsets % len(poison)]
+        same |= offsets >= nbytes  # the last cell may be longer than the memory
+        return cells[same.all(axis=1)]
 
     def _numbers(self, index: Index, positions: Any) -> Any:
         """The cells at ``positions`` of an access."""
@@ -249,11 +250,13 @@ class ShadowSegment:
         first = known.agent.first
         before, low = mark[cells], components - first
         high = low
-        if len(np.unique(cells)) < len(cells):  # of the same access by other threads
-            lowest, highest = np.full(len(mark), len(known.owners)), np.zeros(len(mark), np.int64)
-            np.minimum.at(lowest, cells, low)
-            np.maximum.at(highest, cells, high)
-            low, high = lowest[cells], highest[cells]
+        different, place = np.unique(cells, return_inverse=True)
+        if len(different) < len(cells):  # of the same access by other threads
+            lowest = np.full(len(different), len(known.owners))
+            highest = np.zeros(len(different), np.int64)
+            np.minimum.at(lowest, place, low)
+            np.maximum.at(highest, place, high)
+            low, high = lowest[place], highest[place]
         counts = (before["time"] > known.clock[before["component"]]) & (before["time"] > 0)
         several = (before["extra"] & SEVERAL) != 0
         alone, threads = before["component"] - first, before["extra"] >> THREADS

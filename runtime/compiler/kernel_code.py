@@ -1,4 +1,4 @@
-"""What the code of a kernel names, and what the functions name that it calls."""
+"""Names in the code of a kernel, and in the functions that it calls: the values that they stand for."""
 
 import dis
 import inspect
