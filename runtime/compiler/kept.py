@@ -51,8 +51,9 @@ def file_of(request: Compilation, kernel: Any) -> pathlib.Path | None:
 
 def read(file: pathlib.Path) -> Measurement | None:
     """What was kept, if the file is there and whole."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        found = Measurement(**json.loads(file.read_bytes()))
+    with contextlib.suppress(OSError, LookupError, ValueError, TypeError):
+        values = json.loads(file.read_bytes())
+        found = Measurement(**{**values, "descriptors": tuple(values["descriptors"])})
         if found.ptx and type(found.shared) is type(found.scratch) is int:
             return found
     return None
@@ -60,7 +61,7 @@ def read(file: pathlib.Path) -> Measurement | None:
 
 def write(file: pathlib.Path, made: Measurement) -> None:
     """Keep it, whoever reads it or writes the same meanwhile."""
-    values = {name: getattr(made, name) for name in ("ptx", "shared", "scratch")}
+    values = {name: getattr(made, name) for name in ("ptx", "shared", "scratch", "descriptors")}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(f".{secrets.token_hex(8)}")

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import interlace
 from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
+from interlace.verify.race_check.check import Several
+from interlace.verify.race_check.findings import Access, Finding
+from interlace.verify.race_check.happens_before import Detector
 from sim.verify import race_kernels as kernels
 from sim.verify import test_memory_faults
 from sim.verify.user_exchange import exchange, last_program
@@ -44,6 +48,25 @@ def test_reports_are_repeatable() -> None:
     seed = first.findings[-1].seed
     alone = races(exchange, 2, 2, seeds=[seed])
     assert first.findings[-1].key in {finding.key for finding in alone.findings}
+
+
+class Told(Detector):
+    times = 0
+
+    def on_stuck(self) -> None:
+        self.times += 1
+
+
+def test_who_has_found_all_that_was_asked_is_told_no_more() -> None:
+    """So causes of a race cost no more where much else conflicts, too."""
+    finding = Finding("uninitialised", None, Access(0, "user", "loads", ()), "memory", 0, 1, 0)
+    one, other = Told(0, asked=[finding.key]), Told(0)
+    both = Several([one, other])
+    both.on_stuck()
+    for each in (one, other):
+        each._found(finding, np.arange(1), 1)
+    both.on_stuck()
+    assert (one.times, other.times) == (1, 2)
 
 
 def test_a_clean_verdict_does_not_need_a_bad_schedule() -> None:

@@ -175,7 +175,8 @@ class ShadowSegment:
             never &= (marks["extra"][index] & WRITES) == 0
         cells = self._numbers(index, np.flatnonzero(never))
         nbytes, poison = self.end - self.base, np.frombuffer(self.poison, np.uint8)
-        memory = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(self.base), np.uint8)
+        view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.base))
+        memory = np.frombuffer(view, np.uint8)
         offsets = cells[:, None] * self.cell + np.arange(self.cell)
         same = memory[np.minimum(offsets, nbytes - 1)] == poison[offsets % len(poison)]
         same |= offsets >= nbytes  # the last cell may be longer than the memory
