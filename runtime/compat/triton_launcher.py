@@ -13,7 +13,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.parse import quote
 
+from interlace.runtime.compat.attributes import replaced
 from interlace.runtime.compat.releases import installed, needed, release, was_tried
 
 FUSED = {"enable_fp_fusion": True}
@@ -72,21 +74,44 @@ def version_and_settings() -> str:
 
 
 @contextmanager
-def without_machine_code() -> Iterator[None]:
-    """Within the block compiling ends with PTX: no ``ptxas``, and what is called need be nowhere."""
+def to_be_run() -> Iterator[None]:
+    """Within the block compiling ends with PTX that is run on a CPU, and what is called need be nowhere.
+
+    Conditions that a kernel states are instructions ``check`` there (``ptx/waits.py``). Unlike Triton's own
+    code for an assertion those bring no barrier, which would hide that one is missing.
+    """
+    from triton.language import core as tl
+    from triton.language.semantic import TritonSemantic
 
     def change(backend: Any = None, stages: Any = None, *rest: Any) -> Any:
         if stages is None:
-            return "ptx only", "ptx only"  # what Triton's cache is to tell apart
+            return "checked ptx", "checked ptx"  # what Triton's cache is to tell apart
         stages["cubin"] = lambda ptx, metadata: b""
         return None
 
-    before = knobs.runtime.add_stages_inspection_hook
-    knobs.runtime.add_stages_inspection_hook = change
-    try:
+    def check(language: Any, condition: Any, what: str, message: Any) -> None:
+        text = f"check.{what} $1, {quote(str(message), safe='')}; mov.u32 $0, 0;"
+        holds = language.cast(language.cast(condition, tl.int1), tl.int32)
+        tl.inline_asm_elementwise(
+            text, "=r,r", [holds], tl.int32, is_pure=False, pack=1, _semantic=language
+        )
+
+    def device_assert(language: Any, condition: Any, message: Any, mask: Any) -> None:
+        if mask is not None:
+            condition = language.or_(condition, language.not_(mask))
+        check(language, condition, "device_assert", message)
+
+    def assume(language: Any, condition: Any) -> Any:
+        check(language, condition, "assume", "")
+        return stock(language, condition)
+
+    stock = TritonSemantic.assume
+    with replaced(
+        (knobs.runtime, "add_stages_inspection_hook", change),
+        (TritonSemantic, "device_assert", device_assert),
+        (TritonSemantic, "assume", assume),
+    ):
         yield
-    finally:
-        knobs.runtime.add_stages_inspection_hook = before
 
 
 def cached(digest: str) -> Any:

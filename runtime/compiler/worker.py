@@ -26,8 +26,8 @@ from interlace.runtime.compat.triton_launcher import (
     cached,
     compiled,
     knobs,
+    to_be_run,
     tool,
-    without_machine_code,
 )
 from interlace.runtime.compiler import artifacts, kept
 from interlace.runtime.compiler.lint import sass as sass_rules
@@ -142,6 +142,8 @@ def compile_kernel(request: Compilation) -> Any:
         "num_stages": request.num_stages,
         **({"maxnreg": request.max_registers} if request.max_registers else {}),
     }
+    if request.to_run:
+        options["sanitize_overflow"] = False  # conditions of its own at every operation
     if request.libraries:
         options["extern_libs"] = request.libraries
     return compiled(kernel, _specialised(names, request), request.arch, options)
@@ -169,7 +171,7 @@ def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
 
 
 def _to_run(request: Compilation) -> Measurement:
-    with without_machine_code(), installed(request.stand_ins):
+    with to_be_run(), installed(request.stand_ins):
         file = kept.file_of(request, load(request))  # before Triton's folder is this kernel's
         kernel = compile_kernel(request)
     metadata = kernel.metadata

@@ -18,7 +18,12 @@ OF_PARENT = (
 
 
 class InterlaceError(RuntimeError):
-    """Base of every error that is not a misuse of an argument."""
+    """Base of every error that is not a misuse of an argument.
+
+    ``frames``: lines of source that the text names, as (path, line), innermost first.
+    """
+
+    frames: tuple[tuple[str, int], ...] = ()
 
 
 class PlaceUnavailableError(InterlaceError):
@@ -111,6 +116,10 @@ class MemoryAccessError(InterlaceError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.kind)
+
+
+class KernelAssertionError(InterlaceError, AssertionError):
+    """A condition that a kernel states does not hold: ``tl.device_assert``, ``assert`` or ``tl.assume``."""
 
 
 class CollectiveTimeoutError(InterlaceError):

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from interlace.runtime.compat.attributes import Replacement
 from interlace.runtime.compat.triton_interpreter import (
     TensorHandle,
     atomics,
@@ -36,7 +37,6 @@ from interlace.runtime.compat.triton_interpreter import (
     ir,
     triton_interpreter,
 )
-from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.numerics import float_formats as formats
 
 Handle = Any  # triton's TensorHandle: a numpy array and the triton dtype it stands for

@@ -12,8 +12,8 @@ from typing import Any
 
 import triton.language as tl
 
+from interlace.runtime.compat.attributes import Replacement
 from interlace.runtime.core.accesses import Hooks
-from interlace.runtime.interpreter.attributes import Replacement
 
 Asked = Callable[[str, Any], Any]
 """(path of an argument, tensor) -> its origin."""

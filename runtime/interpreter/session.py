@@ -22,6 +22,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from interlace.runtime.compat.attributes import Replacement, replaced
 from interlace.runtime.compat.triton_interpreter import (
     NO_POLICY,
     InterpretedFunction,
@@ -34,7 +35,6 @@ from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants
 from interlace.runtime.interpreter import provenance, shortcut_arithmetic, shortcut_calls
-from interlace.runtime.interpreter.attributes import Replacement, replaced
 from interlace.runtime.interpreter.descriptors import checked
 from interlace.runtime.interpreter.exact import exact_arithmetic
 
@@ -104,6 +104,8 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                 "__call__",
                 lambda self, *a, **named: self.rewrite()(*a, **named),
             ),
+            # of a block, which an assert may be about, stock Triton's is True
+            (tl.tensor, "__bool__", lambda tensor: bool(tensor.handle.data.all())),
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
             (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
             (triton_interpreter, "_get_np_dtype", _numpy_dtype),
@@ -114,6 +116,10 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             # checks every integer operation for overflow, then drops what it found
             unchecked = replace(builder.options, sanitize_overflow=False)
             changes.append((builder, "options", unchecked))
+        changes += [
+            (triton_interpreter.interpreter_semantic, "device_assert", _device_assert),
+            (builder, "create_assume", lambda condition: _check("assume", condition.data, "")),
+        ]
         stack.enter_context(replaced(*exact_arithmetic(), *changes))
         if shortcuts:
             stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
@@ -121,6 +127,21 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         if shortcuts:
             stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
         yield builder
+
+
+def _device_assert(condition: Any, message: Any, mask: Any) -> None:
+    """Checked always; Triton does where it compiles with ``debug``."""
+    holds = condition.handle.data.astype(np.bool_)
+    _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
+
+
+def _check(what: str, holds: Any, message: Any) -> None:
+    if not holds.all():
+        told = f"{what} fails"
+        if holds.size > 1:
+            shape, first = "x".join(map(str, holds.shape)), np.argwhere(~holds)[0].tolist()
+            told += f" for {(~holds).sum()} elements, the first {(*first,)} of a block of {shape}"
+        raise AssertionError(f"{told}: {message}" if message else told)
 
 
 def _uses_language() -> None:

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from interlace.runtime.compat.attributes import Replacement
 from interlace.runtime.compat.triton_interpreter import TensorHandle, builder
-from interlace.runtime.interpreter.attributes import Replacement
 
 Method = Callable[..., Any]
 

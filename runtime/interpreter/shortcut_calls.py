@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from interlace.runtime.compat.attributes import Replacement
 from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle
-from interlace.runtime.interpreter.attributes import Replacement
 from interlace.runtime.interpreter.shortcut_arithmetic import block_of, lengths
 
 _shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}

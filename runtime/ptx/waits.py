@@ -6,6 +6,7 @@ between the others is nothing; where a whole kernel is run, observers are told o
 
 import re
 from collections.abc import Callable
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -170,6 +171,25 @@ def build_end(instruction: Instruction) -> Action:
     """The machine lets these threads go."""
     instruction.finish(0)
     return _nothing
+
+
+@builds("check")
+def build_check(instruction: Instruction) -> Action:
+    """A condition that a kernel states, as ``compat/triton_launcher.py`` writes it; no GPU has this."""
+    what = ".".join(instruction.qualifiers)
+    instruction.qualifiers.clear()
+    given, *message = instruction.operands
+    read, said = instruction.reader(given, TYPES["u32"]), ": ".join(map(unquote, message))
+
+    def check(threads: Threads) -> None:
+        if not (holds := threads.active(read(threads))).all():
+            first = threads.active(threads.numbers)[holds == 0][0]
+            told = (
+                f"{what} fails in {(holds == 0).sum()} of {holds.size} threads, the first {first}"
+            )
+            raise AssertionError(f"{told}: {said}" if said else told)
+
+    return check
 
 
 @builds("trap")

@@ -153,5 +153,8 @@ class MemoryCheck:
         if self._on_bad is not None:
             self._on_bad(task, bad)
         if self._on_bad is None or self._count > MOST:
-            lines = ", called from ".join(program_lines())
-            raise MemoryAccessError(f"rank {task.rank}, {task.who}, {lines}: {bad}", bad.kind)
+            lines = program_lines()
+            place = ", called from ".join(lines)
+            error = MemoryAccessError(f"rank {task.rank}, {task.who}, {place}: {bad}", bad.kind)
+            error.frames = tuple(frame for line in lines for frame in line.frames)
+            raise error

@@ -35,7 +35,7 @@ from interlace.runtime.scheduler import torch_state
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
-from interlace.runtime.scheduler.source_lines import polling, program_line
+from interlace.runtime.scheduler.source_lines import polling, program_line, with_lines
 from interlace.runtime.scheduler.strategies import Random, ScheduleSegment, Strategy
 from interlace.runtime.scheduler.task import Program, Task
 
@@ -288,6 +288,8 @@ class Scheduler(ProgramHooks):
             ) from None
         except BaseException as error:
             self._tasks.remove(task)
+            if task.program is not None and isinstance(error, AssertionError):
+                error = _of_program(task, error)
             raise TaskFailed(task) from error
         finally:
             self._current = None
@@ -388,6 +390,14 @@ class Scheduler(ProgramHooks):
             self._current.seen.clear()
             self._current.loads = 0
             self._current.changes += 1
+
+
+def _of_program(task: Task, error: AssertionError) -> errors.KernelAssertionError:
+    """``error`` with the program and the lines where a condition did not hold."""
+    told = with_lines(error)
+    made = errors.KernelAssertionError(f"{task.who}: {told}")
+    made.frames, made.__cause__ = told.frames, error
+    return made
 
 
 def run_interpreted(

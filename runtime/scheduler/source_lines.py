@@ -12,7 +12,6 @@ from typing import Any
 from interlace.runtime.core.errors import (
     BlockedWait,
     InterlaceError,
-    MemoryAccessError,
     RankError,
     SourceText,
 )
@@ -99,7 +98,9 @@ def with_lines(error: BaseException) -> SourceText:
     if not text or text.endswith(":"):
         text = f"{text.removesuffix(':') or type(error).__name__} without a message"
     raised = error.original if isinstance(error, RankError) else error
-    lines = [] if isinstance(raised, MemoryAccessError) else _compiled_lines(raised)
+    if isinstance(raised, InterlaceError) and raised.frames:
+        return SourceText(text, raised.frames)
+    lines = _compiled_lines(raised)
     if isinstance(raised, InterlaceError) and not lines:
         return SourceText(text)
     for frame, number in traceback.walk_tb(None if lines else raised.__traceback__):

@@ -104,3 +104,17 @@ def fill_by_switch(address, BY: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def state(x_ptr, limit, HOW: tl.constexpr, N: tl.constexpr):
+    """Says of its input what is not true if ``limit`` is too small."""
+    x = tl.load(x_ptr + tl.arange(0, N))
+    if HOW == "masked":
+        tl.device_assert(x < limit, "too large", mask=x < 4)
+    elif HOW == "device_assert":
+        tl.device_assert(x < limit, "too; {large}")
+    elif HOW == "assert":
+        assert x < limit, "too; {large}"
+    else:
+        tl.assume(limit > 8)

@@ -1,5 +1,6 @@
 """Accesses that are wrong by themselves: each kind with a kernel that is right and one that is not."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import interlace
 from interlace import symmetric_memory
 from interlace.groups.groups import default_group
+from interlace.runtime.core.errors import SourceText
 from interlace.verify import Finding, RaceReport, races, schedules
 from sim.verify import memory_kernels as kernels
 
@@ -247,3 +249,27 @@ def test_a_descriptor_that_tma_cannot_read_is_named(first: int, stride: int, tex
     interlace.run(lambda: kernels.describe[(1,)](memory, N, N), 1)
     with pytest.raises(ValueError, match=text):
         interlace.run(lambda: kernels.describe[(1,)](memory[first:], stride, N), 1)
+
+
+@pytest.mark.parametrize("arch", [None, 80])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("device_assert", r"device_assert fails .*the first \(?8\b.*: too; \{large\}"),
+        ("assert", r".*too; \{large\}"),
+        ("assume", "assume fails"),
+        ("masked", ""),
+    ],
+)
+def test_a_condition_that_does_not_hold_is_found(how: str, says: str, arch: int | None) -> None:
+    def on_rank(limit: int) -> None:
+        kernels.state[(1,)](torch.arange(float(N)), limit, how, N)
+
+    assert races(on_rank, 1, N, seeds=1, arch=arch).clean
+    report = races(on_rank, 1, 8, seeds=1, arch=arch)
+    assert report.clean == (not says)
+    if says:
+        ((_, text),) = report.errors
+        place = r" at memory_kernels.py:\d+ in state"
+        assert re.search(f"rank 0: .*state program 0: {says}.*{place}", text), text
+        assert isinstance(text, SourceText) and text.frames
