@@ -107,7 +107,7 @@ FOLDERS = {
         "runtime/places/cuda runtime/start"
     ),
     "interlace/symmetric_memory": (
-        "interlace/arguments interlace/groups interlace/ops/eager runtime/core"
+        "interlace/arguments interlace/groups interlace/ops/eager runtime/compat runtime/core"
     ),
     "interlace/tensor/uneven": (
         "interlace/arguments interlace/collectives interlace/groups interlace/ops runtime/core"

@@ -4,11 +4,25 @@ import contextlib
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 now: dict[str, str] = {}
 """What stands for what at present, by name: also for processes that import the same files."""
+
+
+on_simulated_ranks: list[Callable[[], tuple[dict[str, Any], Mapping[str, Any]]]] = []
+"""What has which names replaced while simulated ranks run, in one thread by turns."""
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Within, ranks are simulated."""
+    with contextlib.ExitStack() as leaving:
+        for names, values in (each() for each in on_simulated_ranks):
+            for name, value in values.items():
+                put(leaving, names, name, value)
+        yield
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
+from interlace.runtime.compat import stand_ins
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
@@ -473,7 +474,7 @@ def run_sim(
     for rank in members:
         scheduler.spawn(rank, "user code", functools.partial(main, rank))
     try:
-        with AROUND.get()(world) as begin:
+        with stand_ins.simulated(), AROUND.get()(world) as begin:
             scheduler.run()
     except TaskFailed as failure:
         assert failure.__cause__ is not None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import interlace
+from interlace import symmetric_memory
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.places.cuda_processes.place import CudaPlace
 from interlace.runtime.places.sim.place import SimPlace, run_sim
@@ -295,6 +296,22 @@ def test_memory_is_given_back_within_the_run() -> None:
 
     assert [after for _, after in interlace.run(on_rank, 2)] == [0, 0]
     assert len(symmetric_tensors._allocations) == known
+
+
+@pytest.mark.parametrize("name", ["one_shot_all_reduce", "two_shot_all_reduce_"])
+def test_ops_of_torch_take_turns(name: str) -> None:
+    """As ops they wait within pybind11, and a rank that goes on there ends the process."""
+
+    def on_rank() -> list[float]:
+        tensor = symmetric_memory.empty(8).fill_(interlace.get_rank() + 1.0)
+        group = symmetric_memory.rendezvous(tensor).group_name
+        op = getattr(torch.ops.symm_mem, name)
+        results = [fn(tensor.clone(), "sum", group).tolist() for fn in (op, op.default, op)]
+        return [value for result in results for value in result]
+
+    for seed in range(3):
+        assert interlace.run(on_rank, 4, seed=seed) == [[10.0] * 24] * 4
+    assert isinstance(torch.ops.symm_mem.one_shot_all_reduce, torch._ops.OpOverloadPacket)
 
 
 def test_observers_are_told_of_buffers_and_pads() -> None:
