@@ -122,6 +122,7 @@ def _touched(
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
         pointers = pointers_of(threads, addresses, kind, lanes)
+        pointers.shared = True
         if bits is not None:
             there = program.shared.view(kind.raw)[offsets // (kind.bits // 8)]
             pointers.unchanged = bool((there == bits).all())

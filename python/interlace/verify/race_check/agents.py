@@ -159,7 +159,8 @@ class ThreadsAgent(Agent):
         """Pairs (site of a store, site of a load) of which a thread has done both there, the load first.
 
         Where a block has fewer elements than a program threads, Triton has all of them load, and one of
-        those with the same element store. What the others have loaded is not used.
+        those with the same element store. What the others have loaded is not used. In shared memory Triton
+        puts a barrier there.
         """
         if not stores:
             self.loaded.setdefault(site, []).append((addresses, threads))

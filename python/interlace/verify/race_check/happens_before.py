@@ -286,7 +286,8 @@ class Detector(AsyncProxy):
         size = pointers.get_element_ty().primitive_bitwidth // 8
         site = self._site(agent, "stores" if stores else "loads", program_lines())
         unchanged = getattr(pointers, "unchanged", False)
-        over = agent.has_accessed(site, addresses, threads, stores=stores)
+        shared = getattr(pointers, "shared", False)
+        over = () if shared else agent.has_accessed(site, addresses, threads, stores=stores)
 
         def repeats(earlier: Conflict) -> bool:
             pair = (site, earlier.site) if stores else (earlier.site, site)
