@@ -59,7 +59,7 @@ def prepared(
         if outputs and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
-                f"are {lengths}; only interlace.{OP}, called by itself, takes unequal shards"
+                f"are {lengths}; pad the shorter ones, or call interlace.{OP} itself, which takes them"
             )
         inner = sum(lengths) if along_k else input.shape[-1]
         for number, each in enumerate(operands.weights):

@@ -173,9 +173,25 @@ def test_copies_share_the_group_and_pickles_are_refused() -> None:
         (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got float"),
         (
             lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2, 5)),
-            "input must have as many features as weights[0] of shape (out, in) = (2, 4), got input of "
-            "shape (2, 5)",
+            "input must have 4 features, hidden_size, got shape (2, 5)",
         ),
+        (
+            lambda: inn.ColumnParallelLinear(4, 8)(torch.ones(2, 5)),
+            "input must have 4 features, in_features, got shape (2, 5)",
+        ),
+        (
+            lambda: inn.RowParallelLinear(8, 4)(torch.ones(4, 8)),
+            "input must have 2 features, in_features 8 over 4 ranks, got shape (4, 8)",
+        ),
+        (
+            lambda: inn.QKVParallelLinear(8, 4)(torch.ones(4, 1, 7)),
+            "input must have 8 features, hidden_size, got shape (4, 1, 7)",
+        ),
+        (lambda: inn.SequenceParallelMLP(-32, 8), "hidden_size must be positive, got -32"),
+        (lambda: inn.SequenceParallelMLP("32", 8), "hidden_size must be an int, got str"),
+        (lambda: inn.ColumnParallelLinear(0, 8), "in_features must be positive, got 0"),
+        (lambda: inn.QKVParallelLinear(8, 8, 0), "num_kv_heads must be positive, got 0"),
+        (lambda: inn.VocabParallelEmbedding(4, 0), "embedding_dim must be positive, got 0"),
         (
             lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2 + interlace.get_rank(), 4)),
             "input must be equally long on all ranks along dimension 0, lengths by rank are [2, 3, 4, 5]",

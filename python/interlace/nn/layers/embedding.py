@@ -10,6 +10,7 @@ from interlace.arguments import checks
 from interlace.nn.functions import regions
 from interlace.nn.layers.linear import InitMethod, eager
 from interlace.nn.parameters.sharded_module import ShardedModule
+from interlace.nn.parameters.sharding import positive
 
 Tensor = torch.Tensor
 
@@ -59,8 +60,9 @@ class VocabParallelEmbedding(ShardedModule):
         dtype: Any = None,
     ) -> None:
         super().__init__(group)
-        if padding_idx is not None:
-            with self.group.accepting(type(self).__name__):
+        with self.group.accepting(type(self).__name__):
+            positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+            if padding_idx is not None:
                 padding_idx = checks.index("padding_idx", padding_idx, num_embeddings)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.init_method = padding_idx, init_method

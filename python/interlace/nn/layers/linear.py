@@ -9,7 +9,7 @@ from interlace.nn.functions import regions
 from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.parameters.sharded_module import ShardedModule
-from interlace.nn.parameters.sharding import divisible
+from interlace.nn.parameters.sharding import divisible, positive
 
 Tensor = torch.Tensor
 InitMethod = Callable[[Tensor], Any]
@@ -43,9 +43,10 @@ class LinearParameters(ShardedModule):
         copies: int = 1,
     ) -> None:
         super().__init__(group)
-        if copies == 1:
-            name, size = (("out_features", out_features), ("in_features", in_features))[dim]
-            with self.group.accepting(type(self).__name__):
+        with self.group.accepting(type(self).__name__):
+            positive(in_features=in_features, out_features=out_features)
+            if copies == 1:
+                name, size = (("out_features", out_features), ("in_features", in_features))[dim]
                 divisible(name, size, self.group)
         self.in_features, self.out_features = in_features, out_features
         self.init_method = init_method
@@ -81,6 +82,15 @@ def _options(layer: Any) -> dict[str, Any]:
     """The options of the linear functions that are attributes of a layer."""
     names = ("sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in names}
+
+
+def check_features(layer: Any, input: Any, features: int, meaning: str) -> None:
+    """Raise unless ``input`` has so many features; what is no tensor is left to the function."""
+    with layer.group.on(input).accepting(type(layer).__name__):
+        if isinstance(input, Tensor) and input.dim() and input.shape[-1] != features:
+            raise ValueError(
+                f"input must have {features} features, {meaning}, got shape {tuple(input.shape)}"
+            )
 
 
 def gathering_linear(
@@ -157,6 +167,7 @@ class ColumnParallelLinear(LinearParameters):
 
     @eager
     def forward(self, input: Tensor) -> Any:
+        check_features(self, input, self.in_features, "in_features")
         bias = self.bias
         (output,) = gathering_linear(
             self, input, [self.weight], [None if self.skip_bias_add else bias]
@@ -225,7 +236,10 @@ class RowParallelLinear(LinearParameters):
     def forward(self, input: Tensor) -> Any:
         self._check_alike(self.group.on(input), "bias")
         if not self.input_is_parallel:
+            check_features(self, input, self.in_features, "in_features")
             input = regions.scatter_to_group(input, group=self.group)
+        size, ranks = self.in_features, self.group.world_size
+        check_features(self, input, size // ranks, f"in_features {size} over {ranks} ranks")
         output = row_parallel_linear(
             input,
             self.weight,

@@ -9,7 +9,7 @@ from interlace.arguments import checks
 from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
-from interlace.nn.parameters.sharding import OnGroup, divisible
+from interlace.nn.parameters.sharding import OnGroup, divisible, positive
 from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor
@@ -63,8 +63,10 @@ class SequenceParallelMLP(OnGroup):
     ) -> None:
         super().__init__(group)
         with self.group.accepting("SequenceParallelMLP"):
+            positive(hidden_size=hidden_size)
             divisible("intermediate_size", intermediate_size, self.group)
             named = None if callable(activation) else checks.activation("activation", activation)
+        self.hidden_size = hidden_size
         self.activation = activation if named is None else named
         self.save_gathered = save_gathered
         options: dict[str, Any] = {
@@ -87,6 +89,7 @@ class SequenceParallelMLP(OnGroup):
 
     @linear.eager
     def forward(self, input: Tensor) -> Tensor:
+        linear.check_features(self, input, self.hidden_size, "hidden_size")
         up, gate = self.up, self.gate
         layers = [up] if gate is None else [gate, up]
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]

@@ -6,8 +6,14 @@ import torch
 
 from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
-from interlace.nn.layers.linear import InitMethod, LinearParameters, eager, gathering_linear
-from interlace.nn.parameters.sharding import OnGroup, divisible
+from interlace.nn.layers.linear import (
+    InitMethod,
+    LinearParameters,
+    check_features,
+    eager,
+    gathering_linear,
+)
+from interlace.nn.parameters.sharding import OnGroup, divisible, positive
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -82,6 +88,7 @@ class QKVParallelLinear(OnGroup):
 
     @eager
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_features(self, input, self.hidden_size, "hidden_size")
         q, k, v = self.q, self.k, self.v
         shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
@@ -119,7 +126,8 @@ def _checked_heads(
     world_size = communicator.world_size
     divisible("num_heads", num_heads, communicator)
     kv = num_heads if num_kv_heads is None else num_kv_heads
-    if kv < 1 or num_heads % kv:
+    positive(hidden_size=hidden_size, num_kv_heads=kv, head_dim=1 if head_dim is None else head_dim)
+    if num_heads % kv:
         raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {kv}")
     if kv % world_size and world_size % kv:
         raise ValueError(

@@ -184,11 +184,19 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
     return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
 
 
+def positive(**sizes: Any) -> None:
+    """TypeError or ValueError for the first of ``sizes``, by argument, that is no positive int."""
+    for argument, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{argument} must be positive, got {value}")
+
+
 def divisible(argument: str, value: Any, group: Communicator) -> None:
-    """ValueError unless ``value`` is a positive multiple of the size of ``group``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
-    if value < 1 or value % group.world_size:
+    """Raise unless ``value`` is a positive multiple of the size of ``group``."""
+    positive(**{argument: value})
+    if value % group.world_size:
         raise ValueError(
             f"{argument} must be a positive multiple of the group's size {group.world_size}, got {value}"
         )
