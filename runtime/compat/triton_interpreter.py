@@ -27,9 +27,10 @@ MODULE = ("_get_np_dtype", "_implicit_cvt", "_patch_lang", "_ir", "ReduceOps", "
 with needed("Triton", "Triton's interpreter"):
     from triton._C.libtriton import interpreter as atomics
     from triton.runtime import interpreter as triton_interpreter
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpretedFunction, TensorHandle
     from triton.runtime.interpreter import interpreter_builder as builder
-    from triton.runtime.jit import KernelInterface
+    from triton.runtime.jit import JITFunction, KernelInterface
 
     for _name in BUILDER:
         getattr(builder, _name)
@@ -37,12 +38,15 @@ with needed("Triton", "Triton's interpreter"):
         getattr(triton_interpreter, _name)
     ir: Any = triton_interpreter._ir
     _usual = ir.CACHE_MODIFIER.NONE, ir.EVICTION_POLICY.NORMAL
+    _ = Autotuner.do_bench
     _made = getattr(builder, "get_cache_policy", None)
     NO_POLICY: tuple[Any, ...] = _usual if _made is None else (_made(*_usual),)
 
 __all__ = [
     "NO_POLICY",
+    "Autotuner",
     "InterpretedFunction",
+    "JITFunction",
     "KernelInterface",
     "TensorHandle",
     "atomics",

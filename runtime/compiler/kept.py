@@ -23,7 +23,10 @@ from interlace.runtime.compiler.kernel_code import named
 from interlace.runtime.compiler.request import Compilation, Measurement
 
 _NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")
-_COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/kernel_arguments.py")
+_COMPILER = (
+    *("worker.py", "../compat/triton_driver.py", "../compat/triton_launcher.py"),
+    "../core/kernel_arguments.py",
+)
 
 
 def folder(path: str) -> pathlib.Path:

@@ -40,6 +40,8 @@ def _named(value: Any, beyond: re.Pattern[str], seen: set[int]) -> Iterator[Any]
 
 
 def _of_class(value: type) -> Iterator[Any]:
+    if hasattr(value, "hash_attrs"):  # an aggregate of Triton's, made of the class that was written
+        value = inspect.getclosurevars(value.__new__).nonlocals["cls"]
     for member in vars(value).values():
         plain = isinstance(member, (types.FunctionType, int, float, str))
         if plain or hasattr(member, "fn"):
@@ -61,7 +63,9 @@ def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Itera
                 value, types.ModuleType
             ):
                 other = beyond.match(value.__name__)
-                value = None if other else vars(value).get(step.argval)
+                value = vars(value).get(step.argval)
+                if other and not isinstance(value, types.ModuleType):
+                    value = None
             elif step.opname != "PUSH_NULL":
                 value = None
             if value is not None:

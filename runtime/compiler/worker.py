@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from interlace.runtime.compat.stand_ins import installed
+from interlace.runtime.compat.triton_driver import driver_of
 from interlace.runtime.compat.triton_launcher import (
     cached,
     compiled,
@@ -131,7 +132,11 @@ def _loaded(path: str, kernel: str) -> ModuleType:
 def compile_kernel(request: Compilation) -> Any:
     """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
     knobs.cache.dir = str(kept.folder(request.path))
-    kernel = load(request)
+    with driver_of(request.arch):
+        return _compiled(load(request), request)
+
+
+def _compiled(kernel: Any, request: Compilation) -> Any:
     names = list(kernel.arg_names)
     given = dict.fromkeys(path.partition(".")[0] for path in request.types)
     if given.keys() != set(names):

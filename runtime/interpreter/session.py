@@ -25,7 +25,9 @@ import triton.language as tl
 from interlace.runtime.compat.attributes import Replacement, replaced
 from interlace.runtime.compat.triton_interpreter import (
     NO_POLICY,
+    Autotuner,
     InterpretedFunction,
+    JITFunction,
     TensorHandle,
     bare,
     ir,
@@ -109,7 +111,9 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
             (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
             (triton_interpreter, "_get_np_dtype", _numpy_dtype),
-            (InterpretedFunction, "run", _launched(hooks)),
+            *((kind, "run", _launched(hooks)) for kind in (InterpretedFunction, JITFunction)),
+            # no configuration is timed, so the first that is left is taken
+            (Autotuner, "do_bench", lambda *call, **how: (0.0,) * 3),
         ]
         shortcuts = shortcuts and not builder.options.debug
         if not builder.options.debug:

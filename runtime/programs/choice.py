@@ -1,16 +1,19 @@
-"""Programs of launches in ``sim``: interpreted as wholes, or, where their threads differ, as compiled code.
+"""Programs of launches in ``sim``: interpreted as wholes, or, where that cannot be, as compiled code.
 
 The interpreter knows programs, not threads. A kernel that tells its threads apart, lets some of them wait
-or counts on how many there are, is compiled, and its PTX is run thread by thread (``compiled.py``). Which
-ones do is seen from their code before the launch: the texts of inline PTX in the kernel, in what it
-calls, and among its arguments. A text that is put together while it runs, and so was not seen, is refused
-by the interpreter.
+or counts on how many there are, is compiled, and its PTX is run thread by thread (``compiled.py``). So is
+one that names what only the compiler has: libdevice, ``tl.extra.cuda``, aggregates, Gluon, builtins
+imported by name, which a session cannot replace. Both are seen from the code before the launch: from
+texts and names in the kernel, in what it calls, and among its arguments. A text that is put together while
+it runs, and so was not seen, is refused by the interpreter.
 """
 
 import functools
 import re
 from collections.abc import Callable
 from typing import Any
+
+import triton.language as tl
 
 from interlace.runtime.compiler.kernel_code import named
 from interlace.runtime.core.errors import InterlaceError
@@ -23,11 +26,17 @@ Rewrite = Callable[[str, str], str]
 """(name of a kernel, its PTX) -> the PTX to run."""
 ARCHES = (80, 90)  # whose PTX can be run
 _SINCE_90 = re.compile(
-    r"\b(elect|mbarrier|wgmma|multimem|mapa|fence\.proxy|cp\.async\.bulk)\b|\.cluster\b"
+    r"\b(elect|mbarrier|wgmma|multimem|mapa|fence\.proxy|cp\.async\.bulk|griddepcontrol)\b"
+    r"|\.cluster\b|\.gdc\.|\.gluon\."
 )
-_NOT_OURS = re.compile(
-    r"(triton|torch|numpy|interlace\.(kernels|runtime))(\.|$)"
-)  # have no such texts
+_COMPILED = re.compile(r"triton\.(language\.(extra|target_info)|experimental\.gluon)\b")
+_NOT_OURS = re.compile(  # have no such texts
+    rf"(?!{_COMPILED.pattern})(triton|torch|numpy|interlace\.(kernels|runtime))(\.|$)"
+)
+
+
+class OnlyCompiled(str):
+    """The name of what a kernel uses and a session has not replaced, so that it cannot be interpreted."""
 
 
 def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
@@ -49,17 +58,24 @@ def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
 
 def by_need(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
     """One program of ``launch``, to be run in a session, and its threads if they are told apart."""
-    texts = _texts(launch.kernel) | _texts.__wrapped__(launch.arguments)
-    reason = next(filter(None, map(by_threads, sorted(texts))), None)
+    found = _texts(launch.kernel) | _texts.__wrapped__(launch.arguments)
+    reason = next(filter(None, map(_not_interpreted, sorted(found))), None)
     if reason is None:
         return interpreted(launch, hooks)
     try:
-        return _compiled(arch_for(texts))(launch, hooks)
+        return _compiled(arch_for(found))(launch, hooks)
     except (InterlaceError, TypeError, ValueError) as error:
         raise InlineAssemblyError(
-            f"{launch.name}: its threads differ ('{reason}' in its inline PTX), so its compiled code is "
-            f"to be run, and cannot be: {error}"
+            f"{launch.name}: {reason}, so its compiled code is to be run, and cannot be: {error}"
         ) from error
+
+
+def _not_interpreted(text: str) -> str | None:
+    """Why a kernel with ``text`` in it has to be compiled; None if it does not."""
+    if isinstance(text, OnlyCompiled):
+        return f"only the compiler has {text}"
+    differs = by_threads(text)
+    return differs and f"its threads differ ('{differs}' in its inline PTX)"
 
 
 def arch_for(texts: frozenset[str]) -> int:
@@ -69,5 +85,15 @@ def arch_for(texts: frozenset[str]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _texts(kernel: Any) -> frozenset[str]:
-    """All texts in the code of ``kernel`` and of what it may call, or in values."""
-    return frozenset(each for each in named(kernel, _NOT_OURS) if isinstance(each, str))
+    """The texts in the code of ``kernel`` and of what it may call, or in values; within a session."""
+    found = (_text(each) for each in named(kernel, _NOT_OURS))
+    return frozenset(each for each in found if each is not None)
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    homes = str(getattr(value, "__module__", "")), type(value).__module__
+    if tl.core.is_builtin(value) or any(map(_COMPILED.match, homes)):
+        return OnlyCompiled(f"{homes[0]}.{getattr(value, '__name__', type(value).__name__)}")
+    return None

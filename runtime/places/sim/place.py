@@ -24,6 +24,7 @@ import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime.compat import stand_ins
+from interlace.runtime.compat.triton_driver import PROGRAMS, driver_of
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
@@ -237,7 +238,7 @@ class SimPlace(Place):
 
     name = "sim"
     device = torch.device("cpu")
-    program_limit = 8
+    program_limit = PROGRAMS
     simulated = True
     interpreted = True
     direct_access = False
@@ -474,7 +475,8 @@ def run_sim(
     for rank in members:
         scheduler.spawn(rank, "user code", functools.partial(main, rank))
     try:
-        with stand_ins.simulated(), AROUND.get()(world) as begin:
+        arch = scheduler.compiled_for or 90
+        with driver_of(arch), stand_ins.simulated(), AROUND.get()(world) as begin:
             scheduler.run()
     except TaskFailed as failure:
         assert failure.__cause__ is not None

@@ -1,4 +1,7 @@
-"""Kernels whose threads differ are run as compiled code: right ones are clean, each fault is found."""
+"""Kernels whose threads differ are run as compiled code: right ones are clean, each fault is found.
+
+So are those that name what only the compiler has.
+"""
 
 import pathlib
 import re
@@ -7,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import interlace
 from interlace.runtime.compiler import kept
 from interlace.runtime.programs import compiled
 from interlace.verify import races, schedules
+from sim.interpreter import compiled_kernels
 from sim.interpreter import thread_kernels as kernels
 
 ALL = 1 << 20
@@ -89,6 +94,10 @@ def test_who_waits_in_vain_is_named_with_the_line() -> None:
         (kernels.put_together, "threads differ by '%tid'.* was not in its code before the launch"),
         (kernels.refused, "unknown: its threads differ .* cannot be: .*brkpt"),
         (kernels.nested, "inside: its threads differ .* not at the top level of a file"),
+        (
+            compiled_kernels.nested,
+            r"inside: only the compiler has .*\.smid, .* not at the top level",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_not_checked(fn: object, why: str) -> None:
@@ -130,3 +139,25 @@ def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> No
         (other := file.with_suffix(".damaged")).write_text(damaged)
         assert kept.read(other) is None
     other.unlink()
+
+
+X = torch.arange(1.0, 65.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("bound_at_import", X.rsqrt()),
+        ("by_libdevice", X.rsqrt() + X),
+        ("of_cuda", X + 128),
+        ("of_target", X),
+        ("of_aggregates", 4 * X),
+        ("of_gluon", X + 1),
+        ("tuned", X + 2 * 16),  # the first configuration
+        ("pruned", X + 2 * 32),  # of those that are left
+    ],
+)
+def test_what_only_the_compiler_has(name: str, result: torch.Tensor) -> None:
+    report = races(compiled_kernels.launched, 1, name, seeds=1)
+    assert report.clean, str(report)
+    torch.testing.assert_close(interlace.run(compiled_kernels.launched, 1, name)[0], result)

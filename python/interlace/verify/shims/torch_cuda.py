@@ -162,15 +162,16 @@ def current_device() -> int:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return 9, 0
+    return divmod(_place().world.scheduler.compiled_for or 90, 10)
 
 
 def get_device_properties(device: Any = None) -> Any:
     """Those of an H100 but for the number of SMs, which is that of the programs that may wait here."""
+    major, minor = get_device_capability()
     return SimpleNamespace(
         name=get_device_name(),
-        major=9,
-        minor=0,
+        major=major,
+        minor=minor,
         multi_processor_count=_place().program_limit,
         total_memory=80 << 30,
         warp_size=32,
@@ -183,7 +184,7 @@ def get_device_properties(device: Any = None) -> Any:
 
 
 def get_device_name(device: Any = None) -> str:
-    return "simulated sm_90"
+    return "simulated sm_{}{}".format(*get_device_capability())
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from interlace.runtime.compat.triton_driver import driver_of
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.verify.lint_check.check import (
@@ -303,7 +304,8 @@ def load_function(text: str) -> Callable[[], Any]:
     sys.modules[module_name] = module
     own_arguments, sys.argv = sys.argv, [str(path)]  # a script may parse its own
     try:
-        spec.loader.exec_module(module)
+        with driver_of(90):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         shim = str(missing).partition(".")[0]
