@@ -17,7 +17,12 @@ from interlace.cli.bench.options import BenchOptions
 from interlace.cli.commands import build, calibrate, check, doctor, inspect, new, verify
 from interlace.cli.demo.workload import DemoOptions
 from interlace.cli.output.consoles import new_console, write
-from interlace.cli.output.options import CommandOptions, add_command, from_arguments
+from interlace.cli.output.options import (
+    CommandOptions,
+    CommandParser,
+    add_command,
+    from_arguments,
+)
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.core.errors import InterlaceError, RankError
@@ -49,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m interlace", description="Collectives that run inside the matmuls they feed."
     )
     top.add_argument("--version", action="version", version=f"interlace {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
     for name, (kind, _) in COMMANDS.items():
         add_command(commands, name, kind)
     return top

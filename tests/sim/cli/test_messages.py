@@ -12,6 +12,7 @@ from interlace.cli import main
 from interlace.cli.bench import report
 from interlace.cli.commands import doctor
 from interlace.cli.output import files, progress
+from interlace.cli.output.options import arches
 from interlace.verify import RULES
 from interlace.verify.suite import jobs
 
@@ -59,6 +60,13 @@ def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.run(["demo", "--ranks", "abc"])
     assert "argument --ranks: must be a positive whole number, got 'abc'" in said(capsys)
+
+
+def test_a_command_says_itself_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.run(["bench", "--op", "all_gather"])
+    assert "python -m interlace bench: error: unrecognized arguments: --op" in said(capsys)
+    assert arches("sm_86,90") == [86, 90]
 
 
 def test_rules_to_ignore_and_shims_are_of_own_kernels(capsys: pytest.CaptureFixture[str]) -> None:

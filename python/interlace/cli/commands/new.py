@@ -32,7 +32,8 @@ def new(console: Any, options: NewOptions) -> int:
     name, folder = options.name, pathlib.Path(options.folder)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(
-            f"{name}: the name of a kernel is lower-case letters, digits and _, as my_kernel"
+            f"{name!r}: the name of a kernel is lower-case letters, digits and _, and no word of "
+            "Python's, as my_kernel"
         )
     if name.startswith("test_") or name.endswith("_test"):
         raise ValueError(f"{name}: pytest takes a file of that name for tests; leave test out")

@@ -31,6 +31,16 @@ class CommandOptions:
         return None
 
 
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command, which says itself what it does not know."""
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        given, unknown = super().parse_known_args(*arguments, **options)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return given, unknown
+
+
 def add_command(commands: Any, name: str, kind: type[CommandOptions]) -> None:
     """The command ``name``, an argument for every field of ``kind``: ``world_size`` is ``--world-size``."""
     text = inspect.getdoc(kind) or ""
@@ -101,7 +111,7 @@ def world_sizes(text: str) -> list[int]:
 
 def arches(text: str) -> list[int]:
     """For ``type=``: "80,90,100"."""
-    found = _numbers(text, "80,90,100")
+    found = _numbers(text.replace("sm_", ""), "80,90,100")
     unknown = [arch for arch in found if arch not in BUILDABLE]
     if unknown:
         known = ", ".join(map(str, BUILDABLE))
