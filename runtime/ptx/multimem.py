@@ -77,7 +77,8 @@ def build_multimem(instruction: Instruction) -> Action:
 
     def addresses(threads: Threads) -> list[Array]:
         """The addresses of the access in every rank's memory, by rank."""
-        return list(np.array([on_ranks(each) for each in where(threads).tolist()], np.uint64).T)
+        by_rank = zip(*map(on_ranks, where(threads).tolist()), strict=True)
+        return [np.array(each, np.uint64) for each in by_rank]  # atomics take them as they lie
 
     number = TYPES[PAIRS[packed]] if packed in PAIRS else None
     ordering = None if packed or len(parts) > 1 else sem

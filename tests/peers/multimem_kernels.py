@@ -1,7 +1,8 @@
 """A two-shot all-reduce by the switch in the style of Megatron and SGLang: ``multimem`` by inline PTX.
 
 Every rank adds up a part of all ranks' buffers by one load from the multicast address, and sends the sums
-to all by one store to it. All ranks meet before, when inputs are there, and after, when sums are.
+to all by one store to it. All ranks meet before, when inputs are there, and after, when sums are. There is
+a thread for each float: of several that do the same one would add up what another has sent already.
 """
 
 import torch
@@ -74,7 +75,7 @@ def two_rounds():
     for step in range(ROUNDS):
         tensor.copy_(torch.arange(world_size * PART) + 1000.0 * rank + step)
         all_reduce[(1,)](
-            handle.multicast_ptr, words.buffer_ptrs_dev, step, rank, world_size, PART
+            handle.multicast_ptr, words.buffer_ptrs_dev, step, rank, world_size, PART, num_warps=2
         )  # fmt: skip
         ranks = world_size * (world_size - 1) / 2
         right = world_size * (torch.arange(world_size * PART) + step) + 1000.0 * ranks

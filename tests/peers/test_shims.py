@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._symmetric_memory as of_torch
+import triton
 from torch._C._distributed_c10d import _SymmetricMemory
 
 import interlace
@@ -169,3 +170,21 @@ def test_a_stream_that_waits_in_vain_is_a_deadlock(function: Any) -> None:
         interlace.DeadlockError, match=r"rank 0 stream 2.* a value at .*int32 tensor"
     ):
         interlace.run(fn, 1)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", ["progress_kernels", "tuple_kernels", "multimem_kernels"])
+def test_code_for_a_gpu_as_compiled_code(name: str, arch: int) -> None:
+    def step() -> Any:
+        if torch.cuda.get_device_capability() >= (9, 0) or name != "multimem_kernels":
+            two_rounds()
+        driver, told = triton.runtime.driver.active, torch.cuda.get_device_properties()
+        told_there = driver.utils.get_device_properties(driver.get_current_device())
+        assert told.multi_processor_count == told_there["multiprocessor_count"]
+        assert driver.get_active_torch_device().index == interlace.get_rank()
+        support = of_torch._SymmetricMemory.has_multicast_support("cuda", 0)
+        return 10 * told.major + told.minor, driver.get_current_target().arch, support
+
+    with shims.installed("torch"):
+        two_rounds = load_function(f"{FILE.with_name(name)}.py::two_rounds")
+        assert interlace.run(step, 2, place="ptx", arch=arch) == [(arch, arch, arch == 90)] * 2

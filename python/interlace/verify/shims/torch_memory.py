@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interlace.symmetric_memory import functions, handle
-from interlace.verify.shims.torch_cuda import run_streams
+from interlace.verify.shims.torch_cuda import get_device_capability, run_streams
 
 _groups: dict[int, str] = {}  # of allocations that were told one, by address
 
@@ -57,8 +57,8 @@ class MemoryOfTorch(handle.SymmetricMemory):
 
     @staticmethod
     def has_multicast_support(device_type: Any = None, device_idx: int = 0) -> bool:
-        """True: ``multicast_ptr`` is an address for multimem instructions."""
-        return True
+        """From sm_90 on, where ``multicast_ptr`` is an address for multimem instructions."""
+        return get_device_capability() >= (9, 0)
 
     @staticmethod
     def get_backend(device: Any) -> str:
