@@ -32,7 +32,8 @@ from model.published import Compared, compare_all
 from model.simulation.machines import MACHINES, ModelMachine, machine_named
 from model.tables import Progress, Table
 
-from interlace.cli.output.files import refuse_unwritable, require_matplotlib
+from interlace.arguments.paths import refuse_unwritable
+from interlace.cli.output.files import require_matplotlib
 
 PAGE = Path(__file__).parents[1] / "docs" / "model.md"
 IMAGES = PAGE.parent / "images"

@@ -78,7 +78,7 @@ FOLDERS = {
     ),
     "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
     "interlace/cli/output": (
-        "runtime/compat runtime/compiler runtime/core runtime/places/hosts "
+        "interlace/arguments runtime/compat runtime/compiler runtime/core runtime/places/hosts "
         "runtime/places/shm/machine_code runtime/tuning"
     ),
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",

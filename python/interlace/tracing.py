@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.arguments.paths import refuse_unwritable
 from interlace.runtime.scheduler import chrome_trace
 from interlace.runtime.scheduler import trace as recorder
 from interlace.runtime.scheduler.recording import Recording, merge
@@ -33,8 +34,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     nothing to see, nor of ranks that ``interlace.run`` has not started, as torchrun does: take a profile. A
     file without events is logged.
 
-    Raises ValueError for an empty path, and OSError if the file cannot be written, before the block runs
-    if that is known then. Of a block that fails it is logged.
+    Raises TypeError for what is no path and ValueError for a file that cannot be written, before the block
+    runs; OSError if writing fails after it, which is logged if the block fails too.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "steps.json")
@@ -45,11 +46,10 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     >>> os.path.getsize(path) > 1000
     True
     """
-    if not os.fspath(path):
-        raise ValueError("path must name a file, got ''")
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must name a file, got {path!r}")
+    refuse_unwritable("path", os.fspath(path))
     file = pathlib.Path(path).absolute()  # the block may change the folder
-    with open(file, "ab"):  # leaves what is there
-        pass
     with collected() as runs:
         try:
             yield

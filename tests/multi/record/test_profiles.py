@@ -153,13 +153,23 @@ def test_a_run_that_failed_is_traced_as_far_as_it_came(tmp_path: Path) -> None:
     assert any(event.get("cat") == "tile" for event in events)
 
 
+REFUSED_TRACES: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, "^path must name a file, got None$"),
+    (5, TypeError, "^path must name a file, got 5$"),
+    ("", ValueError, "^path '': the path is empty$"),
+    (".", ValueError, "^path .*: is a folder$"),
+    ("nowhere/t.json", ValueError, "^path .*/nowhere/t.json: the folder does not exist$"),
+    ("/proc/t.json", ValueError, "^path /proc/t.json: cannot be written: "),
+]
+
+
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ran: list[int] = []
-    with pytest.raises(ValueError, match="path must name a file, got ''"), interlace.trace(""):
-        raise AssertionError("the block has run")
-    with pytest.raises(OSError), interlace.trace(tmp_path / "nowhere/t.json"):
-        ran.append(1)
-    assert not ran
+    for path, error, text in REFUSED_TRACES:
+        where: Any = str(tmp_path / path) if error is ValueError and path else path
+        with pytest.raises(error, match=text), interlace.trace(where):
+            ran.append(1)
+    assert not ran and not [*tmp_path.iterdir()]
 
 
 def test_a_trace_within_a_trace_leaves_it_whole(tmp_path: Path, monkeypatch: Any) -> None:

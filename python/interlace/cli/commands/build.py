@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from interlace import __version__, aot, formulas
+from interlace.arguments.paths import refuse_empty
 from interlace.cli.output import consoles
-from interlace.cli.output.files import refuse_empty, refuse_no_folder
+from interlace.cli.output.files import refuse_no_folder
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int
 from interlace.cli.output.progress import counted
 from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from interlace.arguments.paths import refuse_empty
 from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_empty
 from interlace.cli.output.options import CommandOptions, option
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.one_host.blame import FRESH_SECONDS, follow
