@@ -56,29 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARK)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A mark that cannot be as it is written is an error of its file, before any test runs."""
-    report = yield
-    wrong: dict[str, str] = {}
-    for item in report.result or ():
-        if isinstance(item, pytest.Item):
-            try:
-                _marked(item)
-            except (TypeError, ValueError) as error:
-                wrong[item.nodeid.partition("[")[0]] = str(error)
-    if not wrong:
-        return report
-    lines = "\n".join(f"{test}: {error}" for test, error in wrong.items())
-    return pytest.CollectReport(collector.nodeid, "failed", lines, [])
-
-
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     reports = item.stash.setdefault(REPORTS, [])
-    how = _marked(item)  # again: a conftest.py may have marked it since
+    wrong, how = "", None
+    try:
+        how = _marked(item)
+    except (TypeError, ValueError) as error:
+        wrong = str(error)  # the mark cannot be as it is written
+    if wrong:
+        pytest.fail(wrong, pytrace=False)
     test: Any = item
     if how is not None:
         body, test.obj = test.obj, _on_ranks(test.obj, **how)

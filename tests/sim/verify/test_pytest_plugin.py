@@ -135,6 +135,10 @@ def test_ranks():
 @pytest.mark.interlace
 async def test_that_no_call_runs():
     assert False
+
+@pytest.mark.interlace(seeds=1)
+def test_right():
+    pass
 """
 WRONG_CLASS = """
 import pytest, unittest
@@ -198,25 +202,28 @@ def test_what_passes_and_what_fails(
     assert "no such size" in text and "in a case" in text
 
 
-def test_marks_that_are_wrong_are_told_before_a_test_runs(
+def test_a_wrong_mark_fails_its_own_test_alone(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(PYTHON)
+    monkeypatch.setenv("COLUMNS", "300")  # of a line of the summary
     pytester.makepyfile(test_them=WRONG, test_class=WRONG_CLASS, test_doctest=NO_FUNCTION)
     result = pytester.runpytest_inprocess(*OPTIONS, "--doctest-modules")
-    result.assert_outcomes(errors=3)
+    result.assert_outcomes(passed=1, failed=10)
     told = dict(
-        line.partition("::")[2].split(": ", 1)
+        line.partition("::")[2].split(" - Failed: ", 1)
         for line in result.outlines
-        if line.startswith("test_") and "::" in line
+        if line.startswith("FAILED ")
     )
+    assert "another exception" not in result.stdout.str()
+    stores = told.pop("test_store_buffers[1]"), told.pop("test_store_buffers[2]")
+    assert stores == ("store_buffers must be a bool, got 'yes'",) * 2
     how = "the mark is interlace(ranks=2, seeds=10, store_buffers=False, timeout=300.0), by name; got "
     seeds = told.pop("test_seeds")
     assert seeds.startswith("seeds must be a number of schedules or a list, got <generator object")
     assert told == {
         "test_misspelt": how + "seed",
         "test_not_by_name": how + "4",
-        "test_store_buffers": "store_buffers must be a bool, got 'yes'",
         "test_a_seed": "seeds must be ints, got 1.5",
         "test_ranks": "ranks must be within 1..64, got 0",
         "test_that_no_call_runs": "the body is async or a generator: a call would not run its body",
