@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -40,11 +41,18 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path
 
 
+def log() -> dict[str, Any]:
+    (run,) = json.loads(pathlib.Path("log.sarif").read_text())["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert all(" " in rule["shortDescription"]["text"] for rule in rules)
+    return dict(run)
+
+
 def written(results: list[JobResult]) -> list[tuple[str, list[str], bool]]:
     """The rule of each, the text of its lines, and whether it has the way there."""
     sarif.write("log.sarif", results)
-    (run,) = json.loads(pathlib.Path("log.sarif").read_text())["runs"]
-    source = WAITS.splitlines()
+    run = log()
+    source = pathlib.Path("vain.py").read_text().splitlines()
 
     def line(place: dict[str, dict[str, dict[str, int]]]) -> str:
         return source[place["physicalLocation"]["region"]["startLine"] - 1].strip()
@@ -59,6 +67,10 @@ def test_a_deadlock_that_several_checks_find_is_one_result(folder: pathlib.Path)
     assert [bool(result.findings) for result in results] == [True] * 3
     poll = 'while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") == 0:'
     assert written(results) == [("schedules/DeadlockError", [poll], True)]
+    (result,) = log()["results"]
+    text = result["message"]["text"]
+    assert "(again with schedules(..., seeds=[0])): " in text and "vain.py:10 in waits" in text
+    assert len(text) < 1000 and "context switches" not in text
 
 
 def test_a_fault_of_compiled_code_without_a_line_is_at_its_kernel(folder: pathlib.Path) -> None:
@@ -69,3 +81,19 @@ def test_a_fault_of_compiled_code_without_a_line_is_at_its_kernel(folder: pathli
         ("lint", ["def in_vain():"], False),
         ("lint/spills", ["def waits(flag_ptr):"], False),
     ]
+
+
+def test_a_fingerprint_is_of_the_line_and_not_of_its_number(folder: pathlib.Path) -> None:
+    def mark() -> str:
+        place = definition("vain.py", "waits")
+        report = LintReport(kernel="waits", arch=90, findings=(Fault("spills", "3"),), place=place)
+        text = JobResult("vain.py::in_vain", "lint", "waits sm_90", "", ("no",), 0.1, report)
+        written([text])
+        (result,) = log()["results"]
+        return str(result["partialFingerprints"]["primaryLocationLineHash"])
+
+    first = mark()
+    (folder / "vain.py").write_text("# a line before it\n" + WAITS)
+    assert mark() == first
+    (folder / "vain.py").write_text(WAITS.replace("waits(flag_ptr)", "waits(flag_ptr, other=1)"))
+    assert mark() != first

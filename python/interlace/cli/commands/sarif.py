@@ -5,8 +5,12 @@ that is in the repository, so that one in a library is where it was called; with
 function that was checked.
 """
 
+import hashlib
 import json
 import pathlib
+import re
+import urllib.parse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +24,16 @@ from interlace.verify.suite.jobs import JobResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 MOST_STEPS = 200  # of a schedule; its last ones
+DEFINITION = re.compile(r"\s*(?:async )?def (\w+)")
+# Rules besides those of races and lint; what a rank raises is a rule by its name.
+OTHERS = {
+    "schedules/DeadlockError": "Ranks or programs wait for each other, and nothing can run.",
+    "schedules/CollectiveTimeoutError": "In some schedule the function does not end in time.",
+    "schedules/different-results": "What ranks return depends on the schedule.",
+    "schedules/not-repeatable": "A schedule failed once: something besides the schedule decides.",
+    "lint": "A compiled kernel breaks a rule.",
+    "protocol": "An interleaving of a signal pattern goes wrong.",
+}
 
 
 Lines = Sequence[SourceText]
@@ -33,13 +47,17 @@ def write(path: str, results: Sequence[JobResult]) -> None:
         if (told := found.setdefault(_cause(each), each)) is not each and "codeFlows" in each:
             found[_cause(each)] = told if "codeFlows" in told else each
     texts = {f"races/{_id(kind)}": text for kind, text in KINDS.items()}
-    texts |= {f"lint/{_id(rule)}": text for rule, text in RULES.items()}
-    rules = dict.fromkeys(each["ruleId"] for each in found.values())
-    driver = {
-        "name": "interlace",
-        "version": __version__,
-        "rules": [{"id": i, "shortDescription": {"text": texts.get(i, i)}} for i in rules],
-    }
+    texts |= {f"lint/{_id(rule)}": text for rule, text in RULES.items()} | OTHERS
+    rules = {}
+    times: Counter[str] = Counter()
+    for each in found.values():
+        rule = each["ruleId"]
+        text = texts.get(rule) or f"In some schedule a rank raises {rule.rpartition('/')[2]}."
+        rules[rule] = {"id": rule, "shortDescription": {"text": text}}
+        mark = _fingerprint(each, root)
+        times[mark] += 1
+        each["partialFingerprints"] = {"primaryLocationLineHash": f"{mark}:{times[mark]}"}
+    driver = {"name": "interlace", "version": __version__, "rules": [*rules.values()]}
     run = {
         "tool": {"driver": driver},
         "originalUriBaseIds": {"ROOT": {"uri": root.as_uri() + "/"}},
@@ -48,6 +66,19 @@ def write(path: str, results: Sequence[JobResult]) -> None:
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     pathlib.Path(path).write_text(json.dumps(log, indent=2) + "\n", encoding="ascii")
+
+
+def _fingerprint(finding: dict[str, Any], root: pathlib.Path) -> str:
+    """Of the rule, the file, the function and the text of the line: other lines may come and go."""
+    facts, (place,) = [finding["ruleId"]], finding["locations"]
+    if place:
+        at = place["physicalLocation"]
+        uri, number = at["artifactLocation"]["uri"], at["region"]["startLine"]
+        file = root / urllib.parse.unquote(uri)
+        lines = file.read_text("utf-8").splitlines()[:number] if file.is_file() else []
+        heads = (match[1] for line in lines[::-1] if (match := DEFINITION.match(line)))
+        facts += [uri, next(heads, ""), *(line.strip() for line in lines[number - 1 :])]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def _cause(finding: dict[str, Any]) -> tuple[str, str]:
@@ -91,9 +122,8 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
         told = report.failure.told
         ways = (location(e.lines, root, f"{e.task} {e.text}") for e in told.steps[-MOST_STEPS:])
         flow = {"locations": [{"location": place} for place in ways if place]}
-        found = made(
-            f"schedules/{report.failure.kind}", str(report), _end(report.failure.text, told)
-        )
+        rule, end = f"schedules/{report.failure.kind}", _end(report.failure.text, told)
+        found = made(rule, report.failure.head, end)
         yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
     elif isinstance(report, LintReport):
         for fault, text in zip(report.findings, report.texts(), strict=True):

@@ -63,12 +63,15 @@ class Failure:
         """The interleaving, a line per step."""
         return self.told.lines()
 
+    @property
+    def head(self) -> str:
+        """What failed, and how to repeat it."""
+        again = f"again with schedules(..., seeds=[{self.seed}])"
+        return f"seed {self.seed} fails ({again}): {self.text}"
+
     def __str__(self) -> str:
-        lines = [
-            f"seed {self.seed} fails (again with schedules(..., seeds=[{self.seed}])): {self.text}",
-            f"with {self.switches} context switches ({self.found_switches} as found):",
-        ]
-        return "\n".join([*lines, *(f"  {line}" for line in self.story)])
+        switches = f"with {self.switches} context switches ({self.found_switches} as found):"
+        return "\n".join([self.head, switches, *(f"  {line}" for line in self.story)])
 
 
 @dataclass(frozen=True)
