@@ -109,9 +109,11 @@ def run(  # type: ignore[misc]
 
         install = _install_on_gpu if place == "cuda" else _install
         setup = functools.partial(install, configuration.OVERRIDE.get(), seconds)
-        return default_pool.run(
-            fn, args, kwargs, world_size=world_size, timeout=seconds, setup=setup
-        )
+        how: Any = {"world_size": world_size, "timeout": seconds, "setup": setup}
+        try:
+            return default_pool.run(fn, args, kwargs, **how)
+        except KeyboardInterrupt as stopped:  # where this process waited is of no use
+            raise stopped.with_traceback(None) from None
 
     return tracing.around(start, fn, place=place)
 

@@ -393,6 +393,7 @@ def test_an_interrupt_while_ranks_start_is_told_once(tmp_path: pathlib.Path) -> 
     os.killpg(script.pid, signal.SIGINT)  # as a terminal does
     _, said = script.communicate()
     assert said.count("Traceback") == 1 and said.splitlines()[-1] == "KeyboardInterrupt"
+    assert said.count("\n  File ") <= 5 and "selectors.py" not in said
 
 
 # -- the worker ------------------------------------------------------------------------------------
