@@ -133,7 +133,9 @@ def specialised(
         if name in constants(kernel) or value is None or one:
             types[path], fixed[path] = "constexpr", value
             continue
-        types[path] = str(mangle_type(value))
+        kind = str(mangle_type(value))
+        const = kind[:1] == "*" and name in read_only(kernel)
+        types[path] = f"*k{kind[1:]}" if const else kind
         is_tensor = hasattr(value, "data_ptr")
         size = value.data_ptr() if is_tensor else value
         if type(size) is int and size % ALIGNMENT == 0 and (special or is_tensor):

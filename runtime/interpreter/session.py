@@ -122,6 +122,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             changes.append((builder, "options", unchecked))
         changes += [
             (triton_interpreter.interpreter_semantic, "device_assert", _device_assert),
+            (tl, "multiple_of", functools.partial(_multiple_of, tl.multiple_of)),
             (builder, "create_assume", lambda condition: _check("assume", condition.data, "")),
         ]
         stack.enter_context(replaced(*exact_arithmetic(), *changes))
@@ -137,6 +138,16 @@ def _device_assert(condition: Any, message: Any, mask: Any) -> None:
     """Checked always; Triton does where it compiles with ``debug``."""
     holds = condition.handle.data.astype(np.bool_)
     _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
+
+
+def _multiple_of(stock: Callable[..., Any], input: Any, values: Any, **named: Any) -> Any:
+    """What is said of a block is true of its first element: there its elements begin to be neighbours."""
+    made = stock(input, values, **named)
+    if isinstance(made, tl.tensor):
+        first = int(made.handle.data.flat[0])
+        for each in made.handle.attr["tt.divisibility"]:
+            _check("multiple_of", np.bool_(first % each == 0), f"{first} is not one of {each}")
+    return made
 
 
 def _check(what: str, holds: Any, message: Any) -> None:

@@ -116,7 +116,10 @@ def compiled(function: Any, request: Compilation) -> Measurement:
         file = kept.file_of(request, function)
         known[key] = (file and kept.read(file)) or compile_one(request)
     if (made := known[key]).error is not None:
-        raise InterlaceError(f"{request.kernel} for sm_{request.arch}: {made.error}")
+        place = f" at {made.where}" if made.where else ""
+        error = InterlaceError(f"{request.kernel} for sm_{request.arch}: {made.error}{place}")
+        error.frames = made.where.frames
+        raise error
     return made
 
 

@@ -116,5 +116,7 @@ def state(x_ptr, limit, HOW: tl.constexpr, N: tl.constexpr):
         tl.device_assert(x < limit, "too; {large}")
     elif HOW == "assert":
         assert x < limit, "too; {large}"
+    elif HOW == "multiple_of":
+        tl.multiple_of(limit, 16)
     else:
         tl.assume(limit > 8)

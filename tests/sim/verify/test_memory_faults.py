@@ -258,6 +258,7 @@ def test_a_descriptor_that_tma_cannot_read_is_named(first: int, stride: int, tex
         ("device_assert", r"device_assert fails .*the first \(?8\b.*: too; \{large\}"),
         ("assert", r".*too; \{large\}"),
         ("assume", "assume fails"),
+        ("multiple_of", "multiple_of fails: 8 is not one of 16"),
         ("masked", ""),
     ],
 )
@@ -267,9 +268,18 @@ def test_a_condition_that_does_not_hold_is_found(how: str, says: str, arch: int 
 
     assert races(on_rank, 1, N, seeds=1, arch=arch).clean
     report = races(on_rank, 1, 8, seeds=1, arch=arch)
+    says = (
+        "" if how == "multiple_of" and arch else says
+    )  # compiled code shows it by what it accesses
     assert report.clean == (not says)
     if says:
         ((_, text),) = report.errors
         place = r" at memory_kernels.py:\d+ in state"
         assert re.search(f"rank 0: .*state program 0: {says}.*{place}", text), text
         assert isinstance(text, SourceText) and text.frames
+
+
+def test_no_compiler_takes_a_store_to_what_is_const() -> None:
+    report = races(const, 1, kernels.fill_const, seeds=1, arch=80)
+    ((_, text),) = report.errors
+    assert re.search(r"Cannot store to a constant pointer at memory_kernels.py:\d+", text), text
