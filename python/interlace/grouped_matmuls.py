@@ -13,6 +13,7 @@ from interlace.arguments.words import (
     FusedGrouped,
     FusedGroupedLater,
     FusedGroupedNow,
+    Group,
     No,
     Splits,
     Yes,
@@ -73,7 +74,7 @@ def all_gather_grouped_matmul(
     return_received: bool = ...,
     async_op: bool = ...,
     **how: Unpack[FusedGrouped],
-) -> Any: ...
+) -> tuple[Tensor, ...] | Work: ...
 def all_gather_grouped_matmul(
     input: Tensor,
     weight: Tensor,
@@ -82,7 +83,7 @@ def all_gather_grouped_matmul(
     *,
     bias: Tensor | None = None,
     activation: Activation | None = None,
-    group: Any = None,
+    group: Group = None,
     return_received: bool = False,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
@@ -168,7 +169,7 @@ def all_to_all_grouped_matmul(
     return_received: bool = ...,
     async_op: bool = ...,
     **how: Unpack[FusedGrouped],
-) -> Any: ...
+) -> tuple[Tensor, ...] | Work: ...
 def all_to_all_grouped_matmul(
     input: Tensor,
     weight: Tensor,
@@ -177,7 +178,7 @@ def all_to_all_grouped_matmul(
     *,
     bias: Tensor | None = None,
     activation: Activation | None = None,
-    group: Any = None,
+    group: Group = None,
     return_received: bool = False,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
@@ -212,7 +213,7 @@ def all_to_all_grouped_matmul(
 
 
 def _grouped_matmul(
-    tensors: tuple[Any, ...], options: grouped.GroupedOptions, group: Any, async_op: bool
+    tensors: tuple[Any, ...], options: grouped.GroupedOptions, group: Group, async_op: bool
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)

@@ -18,6 +18,7 @@ from interlace.arguments.words import (
     FusedReduce,
     FusedReduceOp,
     FusedScatter,
+    Group,
     No,
     Tensors,
     Yes,
@@ -67,7 +68,7 @@ def all_gather_matmul(
     return_gathered: bool = ...,
     async_op: bool = ...,
     **how: Unpack[FusedGather],
-) -> Any: ...
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work: ...
 def all_gather_matmul(
     input: Tensor,
     weight: Tensors,
@@ -75,7 +76,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None,
-    group: Any = None,
+    group: Group = None,
     return_gathered: bool = False,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
@@ -158,7 +159,7 @@ def matmul_reduce_scatter(
 @overload
 def matmul_reduce_scatter(
     input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[FusedScatter]
-) -> Any: ...
+) -> Tensor | Work: ...
 def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
@@ -167,7 +168,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     bias: Tensor | None = None,
     activation: Activation | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
@@ -217,7 +218,7 @@ def matmul_all_reduce(
 @overload
 def matmul_all_reduce(
     input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[FusedReduce]
-) -> Any: ...
+) -> Tensor | Work: ...
 def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,
@@ -225,7 +226,7 @@ def matmul_all_reduce(
     reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None,
     activation: Activation | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
@@ -249,7 +250,7 @@ def matmul_all_reduce(
 
 
 def _matmul_reduce(
-    tensors: tuple[Any, ...], options: reduce.MatmulReduceOptions, group: Any, async_op: bool
+    tensors: tuple[Any, ...], options: reduce.MatmulReduceOptions, group: Group, async_op: bool
 ) -> Any:
     """Either op that reduces; recorded for backward if autograd can and is to know of it."""
     op, (input, weight, bias) = options.op, tensors

@@ -29,7 +29,9 @@ def fused(x: Tensor, w: Tensor, flag: bool) -> None:
     interlace.all_gather_matmul(x, ws, activation=["relu", "reluu"])  # wrong
     interlace.all_gather_matmul(x, w, bia=x)  # wrong
     interlace.all_gather_matmul("x", w)  # wrong
+    assert_type(interlace.matmul_reduce_scatter(x, w, async_op=flag), Tensor | Work)
     interlace.matmul_reduce_scatter(x, w, reduce_op="sume")  # wrong
+    interlace.matmul_all_reduce(x, w, group=3)  # wrong
     interlace.matmul_all_reduce(x, w, algorithm="fuse")  # wrong
     interlace.all_gather_grouped_matmul(x, w, [1], algorithm="fuse")  # wrong
 
@@ -46,6 +48,8 @@ def functions(x: Tensor, w: Tensor) -> None:
     functional.all_gather_scaled_matmul(x, w, x, x, algorithm="pipelined")  # wrong
     functional.matmul_all_reduce(x, w, "sume")  # wrong
     functional.all_reduce(x, "sume")  # wrong
+    functional.matmul_all_reduce(x, w, group=interlace.GroupSpec("tp", 4))
+    functional.matmul_all_reduce(x, w, group=3)  # wrong
 
 
 def collectives(x: Tensor, flag: bool = False) -> None:
@@ -63,6 +67,12 @@ def collectives(x: Tensor, flag: bool = False) -> None:
     nn.SequenceParallelMLP(4, 8, activation=torch.tanh)
     nn.SequenceParallelMLP(4, 8, activation="gelu_tanh")
     interlace.run(collectives, 2, x, place="shm")
+    group = interlace.new_group([0, 1], name="tp")
+    assert_type(group.rank, int)
+    interlace.all_reduce(x, group=group)
+    interlace.all_reduce(x, group=[0, 1])
+    interlace.all_reduce(x, group="tp")
+    interlace.all_reduce(x, group=3)  # wrong
     interlace.all_reduce(x, "sume")  # wrong
     interlace.all_reduce(x, algorithm="fused")  # wrong
     interlace.all_gather("x", x)  # wrong

@@ -5,12 +5,14 @@ And, as ``TypedDict``s for overloads, the options of the fused ops that do not d
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.kernels.epilogue import Activation
+from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning.cache import Algorithm
 
 RunPlace = Literal["sim", "shm", "cuda", "ptx"]
@@ -23,6 +25,30 @@ ReduceName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor
 FusedReduceOp = FusedReduceName | ReduceOp | ReduceOp.RedOpType
 AnyReduceOp = ReduceName | ReduceOp | ReduceOp.RedOpType
 
+Group = (
+    Communicator
+    | ProcessGroup
+    | DeviceMesh
+    | tuple[DeviceMesh, int | str]
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | str
+    | None
+)
+"""What :func:`interlace.groups.resolve` takes."""
+
+
+class NamedGroup(Protocol):
+    """An :class:`interlace.GroupSpec`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+
+FunctionalGroup = Group | NamedGroup
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
 PerRank = Tensor | list[Tensor]
@@ -34,7 +60,7 @@ Yes = Literal[True]
 
 
 class FunctionalOptions(TypedDict, total=False):
-    group: Any
+    group: FunctionalGroup
     tag: str
     out_dtype: torch.dtype | None
 
@@ -57,7 +83,7 @@ class FunctionalScaled(FunctionalOptions, total=False):
 
 
 class FusedOptions(TypedDict, total=False):
-    group: Any
+    group: Group
     algorithm: FusedAlgorithm
     out_dtype: torch.dtype | None
 

@@ -8,7 +8,7 @@ import torch
 
 from interlace.arguments import checks, dense
 from interlace.arguments.forms import apart, disjoint, one_per_rank
-from interlace.arguments.words import Sizes, Tensor, Yes
+from interlace.arguments.words import Group, Sizes, Tensor, Yes
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -93,18 +93,18 @@ _all_to_all = internal_form("all_to_all", checked_all_to_all)
 
 @overload
 def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = ..., *,
+    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = ..., *,
     async_op: Yes,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = ...,
+    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = ...,
     async_op: bool = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Rank r gets ``input_tensor_list[r]`` of every rank, in ``output_tensor_list``, by rank. Any dtype.
@@ -214,19 +214,19 @@ _all_to_all_single = internal_form("all_to_all_single", checked_all_to_all_singl
 @overload
 def all_to_all_single(
     output: Tensor, input: Tensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Any = ..., *, async_op: Yes,
+    group: Group = ..., *, async_op: Yes,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_to_all_single(
     output: Tensor, input: Tensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Any = ..., async_op: bool = ...,
+    group: Group = ..., async_op: bool = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """Rank r gets part r of every rank's ``input``, in rank order, in ``output``. Any dtype.

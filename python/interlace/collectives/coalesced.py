@@ -7,7 +7,7 @@ import torch
 
 from interlace.arguments import checks, dense
 from interlace.arguments.forms import disjoint
-from interlace.arguments.words import AnyReduceOp, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, Group, Tensor, Yes
 from interlace.collectives import rootless
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -104,16 +104,16 @@ _reduce_scatter_tensor_coalesced = _of_lists(
 
 @overload
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: AnyReduceOp = ..., group: Any = ..., *, async_op: Yes
+    tensors: Sequence[Tensor], op: AnyReduceOp = ..., group: Group = ..., *, async_op: Yes
 ) -> Work: ...
 @overload
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: AnyReduceOp = ..., group: Any = ..., async_op: bool = ...
+    tensors: Sequence[Tensor], op: AnyReduceOp = ..., group: Group = ..., async_op: bool = ...
 ) -> Work | None: ...
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: AnyReduceOp = "sum",
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """:func:`interlace.all_reduce` of each of ``tensors``, which may differ in shape and dtype.
@@ -134,18 +134,18 @@ def all_reduce_coalesced(
 
 @overload
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Any], input_tensor_list: Sequence[Tensor], group: Any = ..., *,
+    output_tensor_lists: Sequence[Any], input_tensor_list: Sequence[Tensor], group: Group = ..., *,
     async_op: Yes,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Any], input_tensor_list: Sequence[Tensor], group: Any = ...,
+    output_tensor_lists: Sequence[Any], input_tensor_list: Sequence[Tensor], group: Group = ...,
     async_op: bool = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Any],
     input_tensor_list: Sequence[torch.Tensor],
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """:func:`interlace.all_gather` of each tensor of ``input_tensor_list``, into an output each.
@@ -168,16 +168,16 @@ def all_gather_coalesced(
 
 @overload
 def all_gather_into_tensor_coalesced(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], group: Any = ..., *, async_op: Yes
+    outputs: Sequence[Any], inputs: Sequence[Tensor], group: Group = ..., *, async_op: Yes
 ) -> Work: ...
 @overload
 def all_gather_into_tensor_coalesced(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], group: Any = ..., async_op: bool = ...
+    outputs: Sequence[Any], inputs: Sequence[Tensor], group: Group = ..., async_op: bool = ...
 ) -> Work | None: ...
 def all_gather_into_tensor_coalesced(
     outputs: Sequence[Any],
     inputs: Sequence[torch.Tensor],
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """:func:`all_gather_coalesced` under the name that backends of torch have for it.
@@ -197,19 +197,19 @@ def all_gather_into_tensor_coalesced(
 
 @overload
 def reduce_scatter_tensor_coalesced(
-    outputs: Sequence[Tensor], inputs: Sequence[Any], op: AnyReduceOp = ..., group: Any = ..., *,
+    outputs: Sequence[Tensor], inputs: Sequence[Any], op: AnyReduceOp = ..., group: Group = ..., *,
     async_op: Yes,
 ) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter_tensor_coalesced(
-    outputs: Sequence[Tensor], inputs: Sequence[Any], op: AnyReduceOp = ..., group: Any = ...,
+    outputs: Sequence[Tensor], inputs: Sequence[Any], op: AnyReduceOp = ..., group: Group = ...,
     async_op: bool = ...,
 ) -> Work | None: ...  # fmt: skip
 def reduce_scatter_tensor_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[Any],
     op: AnyReduceOp = "sum",
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     """:func:`interlace.reduce_scatter` of each of ``inputs``, in either form, into each of ``outputs``.

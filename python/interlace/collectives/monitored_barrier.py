@@ -8,11 +8,11 @@ late to one is not taken to have come to the next. If one has not come rank 0 te
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.collectives import point_to_point
 from interlace.groups.groups import resolve
 from interlace.runtime.core.communicator import Communicator
@@ -117,7 +117,7 @@ def _collect(
 
 
 def monitored_barrier(
-    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.collectives import point_to_point, rooted
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, Terms
@@ -70,7 +71,7 @@ def _gathered(
     return found
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """``object_list`` becomes every rank's ``obj``, by rank. Semantics: ``torch.distributed``'s.
 
     Objects are pickled. Raises ValueError if the list does not have an entry per rank.
@@ -100,7 +101,7 @@ def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_dst: int | None = None,
 ) -> None:
     """On rank ``dst``, by default 0, ``object_gather_list`` becomes every rank's ``obj``, by rank.
@@ -130,7 +131,7 @@ def gather_object(
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
@@ -162,7 +163,7 @@ def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_src: int | None = None,
 ) -> None:
     """The first entry of the output list becomes this rank's of the input list of rank ``src``, or 0.
@@ -212,7 +213,7 @@ def scatter_object_list(
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
@@ -246,7 +247,7 @@ def send_object_list(
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense
+from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
@@ -82,7 +83,7 @@ def _irecv(
 def isend(
     tensor: torch.Tensor,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
@@ -107,7 +108,7 @@ def isend(
 def irecv(
     tensor: torch.Tensor,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
@@ -150,7 +151,7 @@ def _peer(
 def send(
     tensor: torch.Tensor,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
@@ -176,7 +177,7 @@ def send(
 def recv(
     tensor: torch.Tensor,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
@@ -216,7 +217,7 @@ class P2POp:
         op: Callable[..., Any],
         tensor: torch.Tensor,
         peer: int | None = None,
-        group: Any = None,
+        group: Group = None,
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import apart, one_per_rank
-from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group, Tensor, Yes
 from interlace.collectives import chosen_algorithm
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -69,18 +69,18 @@ _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
 
 @overload
 def broadcast(
-    tensor: Tensor, src: int | None = ..., group: Any = ..., *, async_op: Yes,
+    tensor: Tensor, src: int | None = ..., group: Group = ..., *, async_op: Yes,
     group_src: int | None = ..., algorithm: BroadcastAlgorithm = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def broadcast(
-    tensor: Tensor, src: int | None = ..., group: Any = ..., async_op: bool = ...,
+    tensor: Tensor, src: int | None = ..., group: Group = ..., async_op: bool = ...,
     group_src: int | None = ..., *, algorithm: BroadcastAlgorithm = ...,
 ) -> Work | None: ...  # fmt: skip
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
     *,
@@ -145,19 +145,19 @@ _reduce = internal_form("reduce", checked_reduce)
 
 @overload
 def reduce(
-    tensor: Tensor, dst: int | None = ..., op: AnyReduceOp = ..., group: Any = ..., *,
+    tensor: Tensor, dst: int | None = ..., op: AnyReduceOp = ..., group: Group = ..., *,
     async_op: Yes, group_dst: int | None = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def reduce(
-    tensor: Tensor, dst: int | None = ..., op: AnyReduceOp = ..., group: Any = ...,
+    tensor: Tensor, dst: int | None = ..., op: AnyReduceOp = ..., group: Group = ...,
     async_op: bool = ..., group_dst: int | None = ...,
 ) -> Work | None: ...  # fmt: skip
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
     op: AnyReduceOp = "sum",
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
@@ -247,19 +247,19 @@ _gather = internal_form("gather", checked_gather)
 
 @overload
 def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None = ..., dst: int | None = ..., group: Any = ...,
+    tensor: Tensor, gather_list: list[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
     *, async_op: Yes, group_dst: int | None = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None = ..., dst: int | None = ..., group: Any = ...,
+    tensor: Tensor, gather_list: list[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
     async_op: bool = ..., group_dst: int | None = ...,
 ) -> Work | None: ...  # fmt: skip
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
@@ -306,18 +306,18 @@ _scatter = internal_form("scatter", checked_scatter)
 @overload
 def scatter(
     tensor: Tensor, scatter_list: list[Tensor] | None = ..., src: int | None = ...,
-    group: Any = ..., *, async_op: Yes, group_src: int | None = ...,
+    group: Group = ..., *, async_op: Yes, group_src: int | None = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def scatter(
     tensor: Tensor, scatter_list: list[Tensor] | None = ..., src: int | None = ...,
-    group: Any = ..., async_op: bool = ..., group_src: int | None = ...,
+    group: Group = ..., async_op: bool = ..., group_src: int | None = ...,
 ) -> Work | None: ...  # fmt: skip
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:

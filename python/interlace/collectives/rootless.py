@@ -17,6 +17,7 @@ from interlace.arguments.forms import either, parts
 from interlace.arguments.words import (
     AnyReduceOp,
     CollectiveAlgorithm,
+    Group,
     PerRank,
     Tensor,
     Timeout,
@@ -74,18 +75,18 @@ _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
 
 @overload
 def all_reduce(
-    tensor: Tensor, op: AnyReduceOp = ..., group: Any = ..., *, async_op: Yes,
+    tensor: Tensor, op: AnyReduceOp = ..., group: Group = ..., *, async_op: Yes,
     algorithm: CollectiveAlgorithm = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_reduce(
-    tensor: Tensor, op: AnyReduceOp = ..., group: Any = ..., async_op: bool = ..., *,
+    tensor: Tensor, op: AnyReduceOp = ..., group: Group = ..., async_op: bool = ..., *,
     algorithm: CollectiveAlgorithm = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_reduce(
     tensor: torch.Tensor,
     op: AnyReduceOp = "sum",
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     algorithm: CollectiveAlgorithm = "auto",
@@ -182,13 +183,13 @@ _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
 
 @overload
 def all_gather(
-    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Any = ..., *, async_op: Yes,
+    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Group = ..., *, async_op: Yes,
     algorithm: CollectiveAlgorithm = ..., tensor_list: list[Tensor] | None = ...,
     output_tensor: Tensor | None = ..., input_tensor: Tensor | None = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_gather(
-    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Any = ...,
+    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Group = ...,
     async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
     tensor_list: list[Tensor] | None = ..., output_tensor: Tensor | None = ...,
     input_tensor: Tensor | None = ...,
@@ -196,7 +197,7 @@ def all_gather(
 def all_gather(
     output: PerRank | None = None,
     tensor: torch.Tensor | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     algorithm: CollectiveAlgorithm = "auto",
@@ -308,20 +309,20 @@ _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=
 @overload
 def reduce_scatter(
     output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
-    group: Any = ..., *, async_op: Yes, algorithm: CollectiveAlgorithm = ...,
+    group: Group = ..., *, async_op: Yes, algorithm: CollectiveAlgorithm = ...,
     input_list: list[Tensor] | None = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter(
     output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
-    group: Any = ..., async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
+    group: Group = ..., async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
     input_list: list[Tensor] | None = ...,
 ) -> Work | None: ...  # fmt: skip
 def reduce_scatter(
     output: torch.Tensor | None = None,
     input: PerRank | None = None,
     op: AnyReduceOp = "sum",
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     algorithm: CollectiveAlgorithm = "auto",
@@ -379,14 +380,14 @@ def _barrier(
 
 @overload
 def barrier(
-    group: Any = ..., *, async_op: Yes, device_ids: Any = ..., timeout: Timeout = ...
+    group: Group = ..., *, async_op: Yes, device_ids: Any = ..., timeout: Timeout = ...
 ) -> Work: ...
 @overload
 def barrier(
-    group: Any = ..., async_op: bool = ..., device_ids: Any = ..., timeout: Timeout = ...
+    group: Group = ..., async_op: bool = ..., device_ids: Any = ..., timeout: Timeout = ...
 ) -> Work | None: ...
 def barrier(
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     device_ids: Any = None,
     timeout: timedelta | float | None = None,

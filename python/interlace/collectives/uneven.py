@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import AnyReduceOp, Sizes, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, Group, Sizes, Tensor, Yes
 from interlace.collectives.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.collectives.rooted import _gather, _scatter
 from interlace.collectives.rootless import _all_gather, _reduce_scatter
@@ -56,19 +56,19 @@ def split(
 
 @overload
 def all_gather_v(
-    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Any = ..., *,
+    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Group = ..., *,
     async_op: Yes, dim: int = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_gather_v(
-    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Any = ...,
+    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Group = ...,
     async_op: bool = ..., *, dim: int = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_gather_v(
     output: Whole,
     tensor: torch.Tensor,
     output_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     dim: int = 0,
@@ -94,19 +94,19 @@ def all_gather_v(
 @overload
 def reduce_scatter_v(
     output: Tensor, input: Whole, input_split_sizes: Sizes = ..., op: AnyReduceOp = ...,
-    group: Any = ..., *, async_op: Yes, dim: int = ...,
+    group: Group = ..., *, async_op: Yes, dim: int = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter_v(
     output: Tensor, input: Whole, input_split_sizes: Sizes = ..., op: AnyReduceOp = ...,
-    group: Any = ..., async_op: bool = ..., *, dim: int = ...,
+    group: Group = ..., async_op: bool = ..., *, dim: int = ...,
 ) -> Work | None: ...  # fmt: skip
 def reduce_scatter_v(
     output: torch.Tensor,
     input: Whole,
     input_split_sizes: Sequence[int] | None = None,
     op: AnyReduceOp = "sum",
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     dim: int = 0,
@@ -132,19 +132,19 @@ def reduce_scatter_v(
 @overload
 def gather_v(
     tensor: Tensor, output: Whole | None = ..., sizes: Sizes = ..., dst: int | None = ...,
-    group: Any = ..., *, async_op: Yes, group_dst: int | None = ..., dim: int = ...,
+    group: Group = ..., *, async_op: Yes, group_dst: int | None = ..., dim: int = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def gather_v(
     tensor: Tensor, output: Whole | None = ..., sizes: Sizes = ..., dst: int | None = ...,
-    group: Any = ..., async_op: bool = ..., group_dst: int | None = ..., *, dim: int = ...,
+    group: Group = ..., async_op: bool = ..., group_dst: int | None = ..., *, dim: int = ...,
 ) -> Work | None: ...  # fmt: skip
 def gather_v(
     tensor: torch.Tensor,
     output: Whole | None = None,
     sizes: Sequence[int] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
     *,
@@ -174,19 +174,19 @@ def gather_v(
 @overload
 def scatter_v(
     tensor: Tensor, input: Whole | None = ..., sizes: Sizes = ..., src: int | None = ...,
-    group: Any = ..., *, async_op: Yes, group_src: int | None = ..., dim: int = ...,
+    group: Group = ..., *, async_op: Yes, group_src: int | None = ..., dim: int = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def scatter_v(
     tensor: Tensor, input: Whole | None = ..., sizes: Sizes = ..., src: int | None = ...,
-    group: Any = ..., async_op: bool = ..., group_src: int | None = ..., *, dim: int = ...,
+    group: Group = ..., async_op: bool = ..., group_src: int | None = ..., *, dim: int = ...,
 ) -> Work | None: ...  # fmt: skip
 def scatter_v(
     tensor: torch.Tensor,
     input: Whole | None = None,
     sizes: Sequence[int] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
     *,
@@ -216,19 +216,19 @@ def scatter_v(
 @overload
 def all_to_all_v(
     output: Whole, input: Whole, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Any = ..., *, async_op: Yes, dim: int = ...,
+    group: Group = ..., *, async_op: Yes, dim: int = ...,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_to_all_v(
     output: Whole, input: Whole, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Any = ..., async_op: bool = ..., *, dim: int = ...,
+    group: Group = ..., async_op: bool = ..., *, dim: int = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_to_all_v(
     output: Whole,
     input: Whole,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     *,
     dim: int = 0,

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from interlace.arguments import checks, reduce_ops
+from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import bound, describe
 from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
@@ -32,7 +33,12 @@ _traced = {name: _traceable(name) for name in library.BY_NAME}
 
 
 def run(
-    op: str, group: Any, tag: str, *args: Any, tensors: int = 1, out: torch.Tensor | None = None
+    op: str,
+    group: FunctionalGroup,
+    tag: str,
+    *args: Any,
+    tensors: int = 1,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Start ``op``, or leave a node in the graph. The first ``tensors`` of its arguments are such."""
     made: torch.Tensor
@@ -47,7 +53,9 @@ def run(
     return made
 
 
-def run_to_list(op: str, group: Any, tag: str, tensors: Sequence[Any], *args: Any) -> list[Any]:
+def run_to_list(
+    op: str, group: FunctionalGroup, tag: str, tensors: Sequence[Any], *args: Any
+) -> list[Any]:
     """Run an op that returns a list, as :func:`run` does; ``tensors`` are all those in its arguments."""
     if direct(*tensors):
         started = library.BY_NAME[op].start(bound(group, tag), *args)
@@ -79,7 +87,7 @@ def direct(*tensors: Any) -> bool:
     return True
 
 
-def refuse(op: str, group: Any, tag: str, error: Exception) -> NoReturn:
+def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoReturn:
     """Raise ``error``; where the op would run now, on all ranks of the group."""
     if not torch.compiler.is_compiling() and not modes_active():
         with bound(group, tag).accepting(op):
@@ -88,7 +96,7 @@ def refuse(op: str, group: Any, tag: str, error: Exception) -> NoReturn:
 
 
 def check(
-    op: str, group: Any, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
+    op: str, group: FunctionalGroup, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
 ) -> None:
     """Raise TypeError unless everything is what its name says; ``out`` and ``bias`` may be None."""
     for name, value in tensors.items():
@@ -103,7 +111,7 @@ def check(
             refuse(op, group, tag, TypeError(text))
 
 
-def ints(op: str, group: Any, tag: str, name: str, value: Any) -> list[Any]:
+def ints(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> list[Any]:
     """A list of ints, whatever sequence it came as; else TypeError."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in value
@@ -113,7 +121,7 @@ def ints(op: str, group: Any, tag: str, name: str, value: Any) -> list[Any]:
 
 
 def reduction(
-    op: str, group: Any, tag: str, reduce_op: Any, input: torch.Tensor
+    op: str, group: FunctionalGroup, tag: str, reduce_op: Any, input: torch.Tensor
 ) -> tuple[str, torch.Tensor]:
     """The reduction's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
     if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":

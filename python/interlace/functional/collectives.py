@@ -1,11 +1,10 @@
 """Functional collectives: start the op, or leave a node in the graph."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from interlace.arguments.words import AnyReduceOp
+from interlace.arguments.words import AnyReduceOp, FunctionalGroup
 from interlace.functional.calls import allow_in_graph, check, ints, reduction, run
 from interlace.ops.async_tensor import wait
 
@@ -16,7 +15,7 @@ def all_reduce(
     input: torch.Tensor,
     reduce_op: AnyReduceOp = "sum",
     *,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -43,7 +42,7 @@ def reduce_scatter(
     reduce_op: AnyReduceOp = "sum",
     scatter_dim: int = 0,
     *,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -64,7 +63,12 @@ def reduce_scatter(
 
 
 def reduce(
-    input: torch.Tensor, reduce_op: AnyReduceOp, dst: int, *, group: Any = None, tag: str = ""
+    input: torch.Tensor,
+    reduce_op: AnyReduceOp,
+    dst: int,
+    *,
+    group: FunctionalGroup = None,
+    tag: str = "",
 ) -> torch.Tensor:
     """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others.
 
@@ -86,7 +90,7 @@ def all_gather(
     input: torch.Tensor,
     gather_dim: int = 0,
     *,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -110,7 +114,7 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
     *,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -140,7 +144,7 @@ def broadcast(
     input: torch.Tensor,
     src: int,
     *,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -159,7 +163,7 @@ def broadcast(
 
 
 def permute(
-    input: torch.Tensor, src_dst: Sequence[int], *, group: Any = None, tag: str = ""
+    input: torch.Tensor, src_dst: Sequence[int], *, group: FunctionalGroup = None, tag: str = ""
 ) -> torch.Tensor:
     """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal.
 
@@ -177,7 +181,12 @@ def permute(
 
 
 def gather(
-    input: torch.Tensor, dst: int, gather_dim: int = 0, *, group: Any = None, tag: str = ""
+    input: torch.Tensor,
+    dst: int,
+    gather_dim: int = 0,
+    *,
+    group: FunctionalGroup = None,
+    tag: str = "",
 ) -> torch.Tensor:
     """Gather ``input`` on rank ``dst`` as :func:`all_gather` does; zeros of that shape on the others.
 
@@ -192,7 +201,12 @@ def gather(
 
 
 def scatter(
-    input: torch.Tensor, src: int, scatter_dim: int = 0, *, group: Any = None, tag: str = ""
+    input: torch.Tensor,
+    src: int,
+    scatter_dim: int = 0,
+    *,
+    group: FunctionalGroup = None,
+    tag: str = "",
 ) -> torch.Tensor:
     """This rank's slice, along ``scatter_dim``, of the ``input`` of rank ``src`` of the group.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.words import FunctionalGrouped, FusedAlgorithm, No, Yes
+from interlace.arguments.words import FunctionalGroup, FunctionalGrouped, FusedAlgorithm, No, Yes
 from interlace.functional.calls import check, ints, keeps, run_to_list
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def all_gather_grouped_matmul(
     output_splits: Sequence[int],
     *,
     bias: Tensor | None = None,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     return_received: bool = False,
     algorithm: FusedAlgorithm = "auto",
@@ -120,7 +120,7 @@ def all_to_all_grouped_matmul(
     output_splits: Sequence[int],
     *,
     bias: Tensor | None = None,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     return_received: bool = False,
     algorithm: FusedAlgorithm = "auto",
@@ -147,7 +147,7 @@ def all_to_all_grouped_matmul(
 
 def _grouped(
     op: str,
-    group: Any,
+    group: FunctionalGroup,
     tag: str,
     tensors: tuple[Tensor, Tensor, Tensor | None],
     splits: tuple[Sequence[int], Sequence[int]],

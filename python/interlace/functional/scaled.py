@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from interlace.arguments.words import (
+    FunctionalGroup,
     FunctionalScaled,
     FusedReduceOp,
     No,
@@ -89,7 +90,7 @@ def all_gather_scaled_matmul(
     gather_dim: int = 0,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     return_gathered: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -148,7 +149,7 @@ def scaled_matmul_reduce_scatter(
     scatter_dim: int = 0,
     *,
     bias: Tensor | None = None,
-    group: Any = None,
+    group: FunctionalGroup = None,
     tag: str = "",
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,

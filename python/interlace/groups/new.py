@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.groups import rank_lists
 from interlace.groups.groups import default_group, resolve
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import positive_seconds
 
+_OUTSIDE = cast(Communicator, dist.GroupMember.NON_GROUP_MEMBER)  # as from torch
 _made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -32,9 +34,9 @@ def new_group(
     device_id: Any = None,
     sort_ranks: bool = False,
     *,
-    group: Any = None,
+    group: Group = None,
     name: str | None = None,
-) -> Any:
+) -> Communicator:
     """A group of some ranks of ``group``, by default of all ranks.
 
     Collective over ``group``: every rank calls it with the same ``ranks``, as with
@@ -65,14 +67,14 @@ def new_group(
     communicator: Communicator | None
     if use_local_synchronization:
         if parent.rank not in members:
-            return dist.GroupMember.NON_GROUP_MEMBER
+            return _OUTSIDE
         count = _made_locally.setdefault(parent, Counter())
         count[members] += 1
         communicator = rank_lists.made(parent, members, rank_lists.ALONE - count[members])
     else:
         communicator = parent.split(members)
     if communicator is None:
-        return dist.GroupMember.NON_GROUP_MEMBER
+        return _OUTSIDE
     if seconds is not None:
         communicator.place.set_timeout(seconds)
     if name is not None:
@@ -82,7 +84,7 @@ def new_group(
 
 def new_subgroups(
     group_size: int,
-    group: Any = None,
+    group: Group = None,
     timeout: timedelta | float | None = None,
     backend: Any = None,
     pg_options: Any = None,
@@ -128,7 +130,7 @@ def new_subgroups_by_enumeration(
 
 
 def _by_enumeration(
-    name: str, lists: Any, timeout: timedelta | float | None, group: Any
+    name: str, lists: Any, timeout: timedelta | float | None, group: Group
 ) -> tuple[Any, list[Any]]:
     """All is checked before the first group is made: the other ranks see one refusal, or none."""
     parent = resolve(group)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.groups import groups, rank_lists
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import LocalMemory, tensor_over
@@ -93,7 +94,7 @@ def empty(
     return tensor_over(array, shape, dtype)
 
 
-def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
+def rendezvous(tensor: torch.Tensor, group: Group = None) -> SymmetricMemory:
     """The handle by which this rank reaches the tensors of all ranks of ``group``. Collective.
 
     ``tensor``: from :func:`empty`, or a view of such a tensor; the handle is of the whole storage, and
@@ -163,7 +164,7 @@ def _allocation_of(tensor: torch.Tensor, place: Place) -> _Allocation:
     return found
 
 
-def _name_of(group: Any, communicator: Communicator) -> str:
+def _name_of(group: Group, communicator: Communicator) -> str:
     if isinstance(group, str):
         return group
     if isinstance(group, dist.ProcessGroup):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.nn.functions.linear_gradients import (
     ColumnParallelLinearFunction,
@@ -43,7 +44,7 @@ def column_parallel_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     *,
-    group: Any,
+    group: Group,
     gather_dim: int = 0,
     sequence_parallel: bool = True,
     gradient_accumulation_fusion: bool = False,
@@ -107,7 +108,7 @@ def row_parallel_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    group: Any,
+    group: Group,
     scatter_dim: int = 0,
     sequence_parallel: bool = True,
     gradient_accumulation_fusion: bool = False,

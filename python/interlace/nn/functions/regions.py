@@ -25,6 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
 from interlace.ops.eager import plain
@@ -36,7 +37,7 @@ Tensor = torch.Tensor
 _Move = Callable[[Tensor, int, Communicator], Tensor]
 
 
-def _group(group: Any, *values: Any) -> Communicator:
+def _group(group: Group, *values: Any) -> Communicator:
     communicator = resolve(group).on(*values)
     prepare(communicator, *values)
     return communicator
@@ -85,7 +86,7 @@ def _region(op: str) -> type[_Region]:
 
 
 def _pass(
-    op: str, tensor: Tensor, dim: int | None, group: Any, there: _Move, back: _Move
+    op: str, tensor: Tensor, dim: int | None, group: Group, there: _Move, back: _Move
 ) -> Tensor:
     communicator = _group(group, tensor)
     with communicator.accepting(op):
@@ -124,7 +125,7 @@ class _CopyToGroup(torch.autograd.Function):
         return None, *[part.view_as(grad).to(grad.dtype) for part, grad in parts]
 
 
-def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]:
+def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ...]:
     """Return ``tensors`` as they are; their gradients are summed over ``group``, all in one collective.
 
     For parameters that every rank has, and uses on other data than the rest, as layer norms and positions
@@ -157,7 +158,7 @@ def copy_to_group(*tensors: Tensor | None, group: Any = None) -> tuple[Any, ...]
     )
 
 
-def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
+def reduce_from_group(tensor: Tensor, *, group: Group = None) -> Tensor:
     """The sum of ``tensor`` over ranks, on all ranks, which go on alike: the gradient is not summed again.
 
     ``tensor``: any shape, equal on all ranks. Raises ValueError or TypeError on every rank, before any data
@@ -169,7 +170,7 @@ def reduce_from_group(tensor: Tensor, *, group: Any = None) -> Tensor:
     return _pass("reduce_from_group", tensor, None, group, _reduced, _as_it_is)
 
 
-def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
+def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> Tensor:
     """This rank's part, along ``dim``, of ``tensor``, which is the same on all ranks.
 
     The group's size divides the length of ``dim``. Raises ValueError or TypeError on every rank, before any
@@ -181,7 +182,7 @@ def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Ten
     return _pass("scatter_to_group", tensor, dim, group, _part, _whole)
 
 
-def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Tensor:
+def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> Tensor:
     """All ranks' parts along ``dim``, on all ranks, which go on alike: the gradient is not summed.
 
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
@@ -193,7 +194,7 @@ def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Any = None) -> Te
     return _pass("gather_from_group", tensor, dim, group, _whole, _part)
 
 
-def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
+def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -> Tensor:
     """This rank's part, along ``dim``, of the sum of ``tensor`` over ranks.
 
     Shapes are equal on all ranks, and the group's size divides the length of ``dim``. Raises ValueError or
@@ -206,7 +207,7 @@ def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Any = Non
     return _pass("reduce_scatter_to_sequence", tensor, dim, group, _reduced_part, _whole)
 
 
-def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Any = None) -> Tensor:
+def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -> Tensor:
     """All ranks' parts along ``dim``; each uses the whole in its own way, so gradients are summed.
 
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every

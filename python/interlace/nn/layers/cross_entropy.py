@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
@@ -28,7 +29,7 @@ def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    group: Any = None,
+    group: Group = None,
     vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -186,7 +187,7 @@ class VocabParallelCrossEntropy(OnGroup):
     def __init__(
         self,
         *,
-        group: Any = None,
+        group: Group = None,
         vocab_size: int | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.nn.functions import regions
 from interlace.nn.layers.linear import InitMethod, eager
 from interlace.nn.parameters.sharded_module import ShardedModule
@@ -52,7 +53,7 @@ class VocabParallelEmbedding(ShardedModule):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         batch_first: bool = False,
         init_method: InitMethod | None = None,

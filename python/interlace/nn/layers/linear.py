@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments.words import Group
 from interlace.nn.functions import regions
 from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
@@ -146,7 +147,7 @@ class ColumnParallelLinear(LinearParameters):
         out_features: int,
         bias: bool = True,
         *,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         batch_first: bool = False,
         gather_output: bool = False,
@@ -214,7 +215,7 @@ class RowParallelLinear(LinearParameters):
         out_features: int,
         bias: bool = True,
         *,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         batch_first: bool = False,
         input_is_parallel: bool = True,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
@@ -50,7 +51,7 @@ class SequenceParallelMLP(OnGroup):
         *,
         gated: bool = False,
         bias: bool = True,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         batch_first: bool = False,
         init_method: linear.InitMethod | None = None,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from interlace.arguments.words import Group
 from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.parameters.sharded_module import ShardedModule
 
@@ -20,7 +21,7 @@ class _Norm(ShardedModule):
         self,
         normalized_shape: int | Sequence[int],
         names: tuple[str, ...],
-        group: Any,
+        group: Group,
         sequence_parallel: bool,
         device: Any,
         dtype: Any,
@@ -77,7 +78,7 @@ class LayerNorm(_Norm):
         elementwise_affine: bool = True,
         bias: bool = True,
         *,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         device: Any = None,
         dtype: Any = None,
@@ -110,7 +111,7 @@ class RMSNorm(_Norm):
         eps: float | None = None,
         elementwise_affine: bool = True,
         *,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         device: Any = None,
         dtype: Any = None,

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments.words import Group
 from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers.linear import (
@@ -56,7 +57,7 @@ class QKVParallelLinear(OnGroup):
         head_dim: int | None = None,
         bias: bool = True,
         *,
-        group: Any = None,
+        group: Group = None,
         sequence_parallel: bool = True,
         batch_first: bool = False,
         init_method: InitMethod | None = None,
