@@ -20,6 +20,7 @@ from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
 
 MOST = 1000  # bad accesses of a run that goes on; a program that polls out of bounds polls for ever
+WORD = 4  # bytes: the least that compiled code can swap
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,16 @@ class MemoryCheck:
         self._memory, self._on_bad = memory, on_bad
         self._count = 0
 
-    def allowed(self, task: Task, pointers: Any, mask: Any, does: str, *, writes: bool) -> Any:
+    def allowed(
+        self,
+        task: Task,
+        pointers: Any,
+        mask: Any,
+        does: str,
+        *,
+        writes: bool,
+        atomic: bool = False,
+    ) -> Any:
         """The mask of what may be done: ``mask`` itself, unless something is wrong."""
         data, origin = pointers.data, origin_of(pointers)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -63,22 +73,32 @@ class MemoryCheck:
             low, high = int(data.min()), int(data.max())
         allocation = self._memory.at(low) if origin is None else origin.allocation
         if allocation is None or not allocation.has(low, high + size) or low % size:
-            return self._looked_at(task, pointers, mask, does, size, writes=writes)
+            return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
         if (writes and origin and origin.read_only) or not (
             (origin and origin.argument) or not allocation.is_gone()
         ):
-            return self._looked_at(task, pointers, mask, does, size, writes=writes)
+            return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
         return mask
 
     def _looked_at(
-        self, task: Task, pointers: Any, mask: Any, does: str, size: int, *, writes: bool
+        self,
+        task: Task,
+        pointers: Any,
+        mask: Any,
+        does: str,
+        size: int,
+        *,
+        writes: bool,
+        atomic: bool,
     ) -> Any:
         """Element by element. The kinds in the order in which they are told."""
         data, origin = pointers.data, origin_of(pointers)
         wanted = chosen(pointers, mask)
         if not wanted.any():
             return mask
-        there = self._there(data, wanted, origin, size, task.rank)
+        # sums of 16 bits swap the word that they are in, which memory has whole
+        needed = 1 if atomic and size == WORD else size
+        there = self._there(data, wanted, origin, needed, task.rank)
         wrong = (
             ("out of bounds", ~there),
             ("read-only", np.full(data.shape, bool(writes and origin and origin.read_only))),

@@ -120,7 +120,9 @@ class ProgramHooks:
         self.give_way()
         task = self.current
         does, writes = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", not atomic.reads_only
-        mask = self._check.allowed(task, atomic.pointers, atomic.mask, does, writes=writes)
+        mask = self._check.allowed(
+            task, atomic.pointers, atomic.mask, does, writes=writes, atomic=True
+        )
         if mask is not atomic.mask:
             atomic = replace(atomic, mask=mask)
             perform = partial(perform, mask)
