@@ -152,7 +152,7 @@ for _axis, _letter in enumerate("xyz"):
 
 _BY_THREADS = re.compile(
     r"%(n?tid|laneid|n?warpid|lanemask)\w*|\b(elect|shfl|vote|activemask|redux)\b|\bmatch\.(any|all)\b|"
-    r"\b(atom|red|ld_reduce)\.(?!\s)|\bbar(rier)?(\.cta)?\.(warp|arrive|red)\b|"
+    r"\b(atom|red)\.(?!\s)|\bbar(rier)?(\.cta)?\.(warp|arrive|red)\b|"
     r"\bbar(rier)?(\.cta)?\.sync(\.aligned)?\s+\w+\s*,"
 )
 _LOOP, _STORE = re.compile(r"\bbra\b"), re.compile(r"\bst\.(?!\s)")
@@ -161,8 +161,7 @@ _LOOP, _STORE = re.compile(r"\bbra\b"), re.compile(r"\bst\.(?!\s)")
 def by_threads(text: str) -> str:
     """What of a piece of PTX makes threads differ, or count, or wait for each other; empty if nothing does.
 
-    One that adds does so once for each thread, also if it adds up all ranks' and stores the sum in place;
-    in a loop that stores, one waits for what another does.
+    One that adds does so once for each thread; in a loop that stores, one waits for what another does.
     """
     found = _BY_THREADS.search(text)
     if found is None:

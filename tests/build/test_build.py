@@ -245,6 +245,7 @@ def test_exit_code(report: BuildReport, code: int, monkeypatch: pytest.MonkeyPat
     assert facts["loops"] == [vars(LOOPS[0])]
 
 
+@thorough
 def test_every_architecture_that_may_be_named_is_built() -> None:
     wanted = [next(catalogue.signals(arch)) for arch in BUILDABLE]
     reports = build(wanted)

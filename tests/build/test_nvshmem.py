@@ -99,6 +99,7 @@ def test_a_missing_library_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch)
         library(90)
 
 
+@thorough
 def test_every_function_of_the_table_links(tmp_path: pathlib.Path) -> None:
     (report,), (ptx,) = built([replace(EVERYTHING, libraries=library(90))], tmp_path)
     assert report.problems() == []

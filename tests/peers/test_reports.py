@@ -11,6 +11,7 @@ from interlace.verify import races, schedules, shims
 from interlace.verify.schedule_check.interleaving import Step, Story
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import TWO_SHOTS
+from tiers import thorough
 
 NO_BARRIER = "    if AFTER_STORES:\n        tl.debug_barrier()\n", ""
 
@@ -61,6 +62,7 @@ def test_an_error_in_a_kernel_has_its_line(tmp_path: pathlib.Path) -> None:
     assert failure and f" at {line} in exchange_kernel" in failure.text
 
 
+@thorough
 def test_text_json_page_and_sarif_say_the_same(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 
+from tiers import thorough
+
 ROOT = pathlib.Path(__file__).parents[2]
 ACTION = (ROOT / ".github/actions/verify/action.yml").read_text()
 FILE = """
@@ -69,6 +71,7 @@ def test_the_action_writes_findings_and_a_page(tmp_path: pathlib.Path) -> None:
         assert f"{name}: ${{{{ inputs.{name.lower()} }}}}" in ACTION
 
 
+@thorough
 def test_the_hook_is_a_command(tmp_path: pathlib.Path) -> None:
     hooks = (ROOT / ".pre-commit-hooks.yaml").read_text()
     (entry,) = re.findall(r"^  entry: (.*)$", hooks, re.MULTILINE)

@@ -82,7 +82,7 @@ def test_meshes_of_two_dimensions() -> None:
     request = CalibrationRequest((2, 2), small=(64, 128), large=(1024, 2048), repetitions=3)
     times = interlace.run(on_rank, 4, request, print_nothing, place="shm")
     assert all(set(each) == set(request.cases) for each in times)
-    quiet = {key: [float(key[2])] for key in request.cases}  # what was measured may be all noise
+    quiet = {key: [100.0 + key[2]] for key in request.cases}  # what was measured may be all noise
     found = measured(request, [quiet], "interlace", "shm")
     assert [(link.dim, link.ranks) for link in found.links] == [(0, 2)] * 4 + [(1, 2)] * 4
 

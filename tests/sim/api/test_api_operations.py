@@ -21,7 +21,9 @@ def _on_others(name: str) -> None:
         interlace.run(api_cases.serve, world, name, FEW, *async_ops, seed=world)
 
 
-@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize(
+    "name", few(MOVING, "broadcast", "gather_v", "scatter", "all_to_all_v", "isend")
+)
 def test_every_dtype_is_moved(name: str) -> None:
     """All dtypes on 3 ranks, a few on other numbers of ranks."""
     assert min(interlace.run(api_cases.serve, 3, name, support_table.MOVED_DTYPES, False)) > 20

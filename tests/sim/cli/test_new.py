@@ -12,6 +12,7 @@ import pytest
 from interlace.cli.main import run
 from interlace.verify import races
 from interlace.verify.suite import jobs as suite
+from tiers import thorough
 
 PYTHON = pathlib.Path(__file__).parents[3] / "python"
 
@@ -47,6 +48,7 @@ def test_its_tests_pass(kernel: pathlib.Path) -> None:
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+@thorough
 def test_verify_finds_nothing_in_it(
     kernel: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

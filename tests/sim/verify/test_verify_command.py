@@ -67,6 +67,7 @@ def test_a_wrong_kernel_is_exit_code_1_and_named(tmp_path: pathlib.Path) -> None
     assert "findings" in text.splitlines()[-1]
 
 
+@thorough
 def test_one_op_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     code = command("python -m interlace verify all_gather")
     text = capsys.readouterr().out
