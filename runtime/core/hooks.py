@@ -104,16 +104,11 @@ class Form(NamedTuple):
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
 _profiled = False
-_in_progress: ContextVar[_Ranges | None] = ContextVar("in progress", default=None)
+profiled_op: ContextVar[OpRanges | None] = ContextVar("profiled op", default=None)
+"""The op whose launch side runs here, while a profile is taken; who chooses its algorithm tells it."""
 
 
-def chosen(algorithm: str) -> None:
-    """What the op that runs here does until its launch side ends: a range of a profile, if one is taken."""
-    if _profiled and (ranges := _in_progress.get()):
-        ranges.begin(algorithm)
-
-
-class _Ranges:
+class OpRanges:
     """What one op has chosen: ranges in a profile, in whichever thread it does so."""
 
     def __init__(self, op: str) -> None:
@@ -121,17 +116,18 @@ class _Ranges:
         self.names: list[str] = []
 
     def begin(self, algorithm: str) -> None:
+        """By ``algorithm`` until the launch side ends."""
         self.names.append(f"{self._op}:{algorithm}")
         self._open.enter_context(_range(self.names[-1]))
 
     def around(self, start: Start) -> Any:
         """``start``, the launch side of the op."""
-        token = _in_progress.set(self)
+        token = profiled_op.set(self)
         try:
             with self._open:
                 return start()
         finally:
-            _in_progress.reset(token)
+            profiled_op.reset(token)
 
 
 class OpHooks:
@@ -143,7 +139,7 @@ class OpHooks:
         self._count = 0
         self._registered: OrderedDict[int, Hook] = shared._registered if shared else OrderedDict()
         self._over = self._within = False
-        self._ranges: _Ranges | None = None  # of the last op
+        self._ranges: OpRanges | None = None  # of the last op
         _all.add(self)
         if log.isEnabledFor(logging.DEBUG) and not shared:
             self.register(Hook(None, _log, None))
@@ -178,7 +174,7 @@ class OpHooks:
 
     def _named(self, op: str, start: Start, *outputs: Any, **more: Any) -> Any:
         """``run`` of the communicator, whose launch side has ranges in the profile that is taken."""
-        self._ranges, communicator = _Ranges(op), self._communicator
+        self._ranges, communicator = OpRanges(op), self._communicator
         started = functools.partial(self._ranges.around, start)
         return type(communicator).run(communicator, op, started, *outputs, **more)
 
@@ -316,7 +312,7 @@ class WatchedWork(Work):
     ``ranges``, if it is profiled: who waits has them, too, for its profile may not be of the op's thread.
     """
 
-    def __init__(self, work: Work, ended: Callable[..., None], ranges: _Ranges | None) -> None:
+    def __init__(self, work: Work, ended: Callable[..., None], ranges: OpRanges | None) -> None:
         super().__init__(work._op, work._place, work._outcome, work._outputs)
         self._ended: Callable[..., None] | None = ended
         self._raised: Exception | None = None

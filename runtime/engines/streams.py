@@ -44,7 +44,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.engines import single_kernel as kernels
@@ -91,7 +91,8 @@ class StreamEngine(Engine):
     def _verify_copies(self, call: Call) -> None:
         """Raise unless all ranks agree on ``call``, which copies do."""
         call.verify(self._communicator.messages(call))
-        chosen("copy")
+        if op_ranges := profiled_op.get():
+            op_ranges.begin("copy")
 
     def _chosen(
         self,
@@ -114,7 +115,8 @@ class StreamEngine(Engine):
                 kernel=supported,
                 multicast=lambda: reduction is None and self._communicator.arena.multicast(),
             )
-        chosen(algorithm)
+        if op_ranges := profiled_op.get():
+            op_ranges.begin(algorithm)
         return algorithm
 
     def _allowed(self, call: Call, dtype: torch.dtype, reduction: str | None) -> str:
@@ -187,9 +189,11 @@ class StreamEngine(Engine):
             place = self._communicator.place
             algorithm = auto.choose_collective(place, tensor.nbytes, kernel=False)
         if algorithm == "low_latency" and tensor.numel():
-            chosen(algorithm)
+            if op_ranges := profiled_op.get():
+                op_ranges.begin(algorithm)
             return kernels.broadcast(self._communicator, tensor, root)
-        chosen("copy")
+        if op_ranges := profiled_op.get():
+            op_ranges.begin("copy")
         data = bytes_of(tensor)
         is_root = self.rank == root
         staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []

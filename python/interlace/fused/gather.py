@@ -16,7 +16,7 @@ from interlace.runtime.algorithms import gather_matmul as algorithms
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -154,7 +154,8 @@ def _rows(
         algorithm = choose_algorithm(
             communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
         )
-    chosen(algorithm)
+    if op_ranges := profiled_op.get():
+        op_ranges.begin(algorithm)
     if algorithm == "unfused":
         whole = shard.new_empty(total, inner) if gathered is None else gathered
         return algorithms.all_gather_matmul_unfused(communicator, shard, linears, rows, whole)

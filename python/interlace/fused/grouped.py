@@ -28,7 +28,7 @@ from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -121,7 +121,8 @@ def _started(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
             'or "auto"'
         )
-    chosen(algorithm)
+    if op_ranges := profiled_op.get():
+        op_ranges.begin(algorithm)
     if algorithm == "unfused":
         return made.unfused()
     if algorithm == "pipelined":

@@ -20,7 +20,7 @@ from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.operands import Linear, factors, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -167,7 +167,8 @@ class _CheckedReduce:
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self._choice(SCATTER, max(count for _, count in segments), columns)
         algorithm = algorithm or self._chosen(rows, columns, choice.algorithm)
-        chosen(algorithm)
+        if op_ranges := profiled_op.get():
+            op_ranges.begin(algorithm)
         if algorithm == "fused":
             return algorithms.matmul_reduce_scatter_fused(
                 communicator, left, linear, segments, choice.configuration
@@ -184,7 +185,8 @@ class _CheckedReduce:
         choice = self._choice(ALL_REDUCE, rows, columns)
         algorithm = self._chosen(rows, columns, choice.algorithm)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
-            chosen("fused")
+            if op_ranges := profiled_op.get():
+                op_ranges.begin("fused")
             return algorithms.matmul_all_reduce_fused(
                 communicator, left, linear, choice.configuration
             )

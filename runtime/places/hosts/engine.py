@@ -36,7 +36,7 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine, Tensors
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks, RankTensor
@@ -68,7 +68,8 @@ class HostsEngine(Engine):
         """Around what moves the bytes of ``call``, which is compared before."""
         with record.recorded(self._place.group, call.message):
             call.verify(self._place.exchanged(call.message, call.op))
-            chosen("hosts")
+            if op_ranges := profiled_op.get():
+                op_ranges.begin("hosts")
             with self._place.guarded(call.op):
                 yield
 

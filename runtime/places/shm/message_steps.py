@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import (
     AREA,
@@ -192,7 +192,8 @@ class HostSteps:
         None if there are none; then the message is unsent.
         """
         self.call = call
-        chosen("message")
+        if op_ranges := profiled_op.get():
+            op_ranges.begin("message")
         message = call.message
         self.control, self.sequence = control, sequence = self._group.begin(message)
         told = control.recorder.told(message)

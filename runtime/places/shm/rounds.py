@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from interlace.runtime.core.hooks import chosen
+from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm import message_steps
@@ -232,7 +232,8 @@ class Rounds:
         """Rounds 0 to ``count`` - 1; ``sources``: from whom is collected."""
         steps = self._steps
         op, control, late = steps.call.op, steps.control, None
-        chosen("rings")
+        if op_ranges := profiled_op.get():
+            op_ranges.begin("rings")
         if not steps.machine_code or count > MOST // self._world_size:
             key = None
         how = f"{op} by Python" if key is None else op
