@@ -32,6 +32,9 @@ from interlace.runtime.start.worker_process import (
     success,
 )
 
+STARTED_WITHOUT = {signal.SIGINT, signal.SIGTERM}
+"""Signals that are blocked when the process starts, until it does what is its own on them."""
+
 Setup = Callable[[Place], Any]
 """Called with a rank's place; the place to close at the end of the run, if that is another one."""
 
@@ -54,7 +57,8 @@ def serve(connection: Connection, parent_thread_stays: bool) -> None:
     """The life of a process: ready, then one report per task until the connection closes."""
     end_with_parent(parent_thread_stays)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the pool
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as it was until now
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does, if this is its fork
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STARTED_WITHOUT)
     faulthandler.enable()
     with contextlib.suppress(EOFError, OSError):
         connection.send("ready")

@@ -38,7 +38,7 @@ from typing import Any
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
-from interlace.runtime.start.child import RankTask, Setup, serve
+from interlace.runtime.start.child import STARTED_WITHOUT, RankTask, Setup, serve
 from interlace.runtime.start.worker_process import GRACE_SECONDS, TaskReport, ended
 
 # A forked child could not use a GPU that its parent has used. The tests, which use none here, start
@@ -237,9 +237,9 @@ class ProcessPool:
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C comes after the block. Processes started in it have it blocked until they ignore it."""
-    multiprocessing.resource_tracker.ensure_running()  # which unblocks it when it is started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C and SIGTERM come after the block; the processes started in it unblock them."""
+    multiprocessing.resource_tracker.ensure_running()  # which unblocks them when it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STARTED_WITHOUT)
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.start import pool as pool_module
 from interlace.runtime.start.pool import ProcessPool
 from multi.shm import shm_ranks as ranks
 from support import shared_names
@@ -313,7 +314,8 @@ def test_nothing_is_left(pool: ProcessPool) -> None:
 PARENT = """
 if __name__ == "__main__":
     from multi.shm import shm_ranks as ranks
-    from interlace.runtime.start.pool import ProcessPool
+    from interlace.runtime.start import pool as pool_module
+from interlace.runtime.start.pool import ProcessPool
     ProcessPool(1).run(ranks.kill_parent, setup=ranks.setup)
 """
 
@@ -394,6 +396,23 @@ def test_an_interrupt_while_ranks_start_is_told_once(tmp_path: pathlib.Path) -> 
     _, said = script.communicate()
     assert said.count("Traceback") == 1 and said.splitlines()[-1] == "KeyboardInterrupt"
     assert said.count("\n  File ") <= 5 and "selectors.py" not in said
+
+
+def test_a_forked_process_does_not_do_what_its_parent_does_on_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where ranks are forked, a command's own handler would run in them, and print its traceback."""
+    monkeypatch.setattr(pool_module, "START_METHOD", "fork")
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    try:
+        child = pool_module._Child(0)
+        assert child.connection.recv() == "ready"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    child.process.terminate()
+    child.process.join()
+    assert child.process.exitcode == -signal.SIGTERM
+    child.kill()
 
 
 # -- the worker ------------------------------------------------------------------------------------

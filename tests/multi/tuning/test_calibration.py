@@ -1,18 +1,17 @@
 """``python -m interlace calibrate``, and what a calibration decides on ranks that are processes."""
 
-import io
+import itertools
 import json
 import pathlib
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import interlace
+from interlace.cli import main
 from interlace.cli.commands import calibrate as command
-from interlace.cli.commands.calibrate import CalibrateOptions, calibrate
 from interlace.runtime.tuning import calibration
-from interlace.tensor.mesh.calibration import CalibrationRequest, measured, on_rank
+from interlace.tensor.mesh.calibration import CalibrationRequest, NoisyTimesError, measured, on_rank
 from multi.tuning import calibration_ranks
 from support import under_torchrun
 from tiers import thorough
@@ -65,17 +64,22 @@ def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> Non
     assert [each["algorithm"] for each in found] == ["pipelined", "unfused"]
 
 
-def test_the_command(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "TRIES", 100)  # until it is not all noise
-    file, out = tmp_path / "new" / "calibration.json", io.StringIO()
-    options = CalibrateOptions(mesh="2", repetitions=3, cache=str(file))
-    assert calibrate(Console(file=out, width=200), options) == 0
+def test_the_command(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE", 600.0)  # until it is not all noise
+    file = tmp_path / "new" / "calibration.json"
+    words = "python -m interlace calibrate --mesh 2x2".split()[3:]
+    assert main.run([*words, "--repetitions", "3", "--cache", str(file)]) == 0
     (found,) = calibration.read(file=file)
-    assert (found.backend, found.mesh, found.processes) == ("interlace", (2,), "shm")
-    assert [link.op for link in found.links] == list(calibration.OPS)
+    assert (found.backend, found.mesh, found.processes) == ("interlace", (2, 2), "shm")
+    assert [(link.dim, link.op) for link in found.links] == list(
+        itertools.product((0, 1), calibration.OPS)
+    )
     for link in found.links:
         assert len(link.protocols) == 2 and link.us(1 << 20) > 0
-    assert "all_to_all" in out.getvalue() and str(file) in out.getvalue()
+    said = capsys.readouterr().out
+    assert "all_to_all" in said and str(file) in said.replace("\n", "")
 
 
 def test_meshes_of_two_dimensions() -> None:
@@ -89,6 +93,38 @@ def test_meshes_of_two_dimensions() -> None:
 
 def print_nothing(done: int, total: int) -> None:
     """Progress, for nobody."""
+
+
+def of_noise(times: list[Any]) -> Any:
+    """Raises what is said of noise until each case has six times."""
+    if len(times[0]["case"]) < 6:
+        raise NoisyTimesError("all_gather", 0, "none")
+    return times
+
+
+def test_times_that_are_noise_are_added_to() -> None:
+    found = command._without_noise(lambda number: [{"case": [1.0, number]}] * 2, of_noise)
+    assert found == [{"case": [1.0, 0, 1.0, 1, 1.0, 2]}] * 2  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize(("tries", "patience"), [(2, 0.0), (1, 600.0)])
+def test_what_stays_noise_is_refused_after_tries_and_time(
+    tries: int, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "TRIES", tries)
+    monkeypatch.setattr(command, "PATIENCE", patience)
+    made: list[int] = []
+
+    def attempt(number: int) -> list[Any]:
+        made.append(number)
+        return [{"case": [1.0, number]}]
+
+    if patience:  # enough of tries, but not of time
+        assert command._without_noise(attempt, of_noise)
+    else:
+        with pytest.raises(NoisyTimesError, match="nothing is written"):
+            command._without_noise(attempt, of_noise)
+    assert len(made) == (3 if patience else tries)
 
 
 @thorough

@@ -5,9 +5,11 @@
 """
 
 import contextlib
+import itertools
 import json
 import math
 import pathlib
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +28,7 @@ from interlace.runtime.tuning import calibration
 
 MOST_REPETITIONS = 10_000
 TIMEOUT = 600.0
-TRIES = 3  # where something else may be running
+TRIES, PATIENCE = 3, 60.0  # what is noise still, after so many and so many seconds, is refused
 
 
 @dataclass(frozen=True)
@@ -104,28 +106,48 @@ def calibrate(console: Any, options: CalibrateOptions) -> int:
     calibration.file_of("cpu").refuse_unwritable(file)
     with Progress("calibrate", 1, shown=not options.json) as progress:
 
-        def attempt(number: int) -> calibration.MeasuredMesh:
-            progress.begin(0, f"mesh {'x'.join(map(str, mesh))}" + number * ", again: noise")
+        def attempt(number: int) -> list[Any]:
+            again = f", again: {number} of {number} were noise" if number else ""
+            progress.begin(0, f"mesh {'x'.join(map(str, mesh))}{again}")
             with progress.on_ranks(apart=True) as tick:
-                times = interlace.run(
+                return interlace.run(
                     measuring.on_rank, math.prod(mesh), request, tick, place="shm", timeout=TIMEOUT
                 )
-            return measuring.measured(request, times, calibration.OWN, "shm")
 
-        found = _without_noise(attempt)
+        found = _without_noise(
+            attempt, lambda times: measuring.measured(request, times, calibration.OWN, "shm")
+        )
     calibration.add(found, file)
     _print(console, options, found, file)
     return 0
 
 
-def _without_noise(attempt: Callable[[int], calibration.MeasuredMesh]) -> calibration.MeasuredMesh:
-    """What the first attempt gives that is not all noise. Raises NoisyTimesError if the last one is."""
+def _without_noise(
+    attempt: Callable[[int], list[Any]],
+    fitted: Callable[[list[Any]], calibration.MeasuredMesh],
+    agreed: Callable[[bool], bool] = bool,
+) -> calibration.MeasuredMesh:
+    """What fits the times of all attempts so far, each of which makes the medians' noise less.
+
+    Raises NoisyTimesError after enough of them; ``agreed`` makes one decision of all ranks'.
+    """
     from interlace.tensor.mesh.calibration import NoisyTimesError
 
-    for number in range(TRIES - 1):
+    times: list[Any] = []  # by rank
+    begun = time.monotonic()
+    for number in itertools.count():
+        more = attempt(number)
+        times = times or [{} for _ in more]
+        times = [
+            {key: before.get(key, []) + now[key] for key in now}
+            for before, now in zip(times, more, strict=True)
+        ]
         with contextlib.suppress(NoisyTimesError):
-            return attempt(number)
-    return attempt(TRIES - 1)
+            return fitted(times)
+        enough = number + 1 >= TRIES and time.monotonic() - begun >= PATIENCE
+        if agreed(enough):
+            break
+    return fitted(times)
 
 
 def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: Any) -> int:
@@ -138,13 +160,16 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: A
     dist.init_process_group(backend)
     try:
 
-        def attempt(number: int) -> calibration.MeasuredMesh:
-            mine = measuring.on_rank(request, lambda done, total: None)
-            times: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(times, mine)  # so that all ranks see the same noise
-            return measuring.measured(request, times, backend, "torchrun")  # type: ignore[no-any-return]
+        def of_all(mine: Any) -> list[Any]:
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, mine)
+            return every
 
-        found = _without_noise(attempt)
+        found = _without_noise(  # of all ranks' times, so that all see the same noise
+            lambda number: of_all(measuring.on_rank(request, lambda done, total: None)),
+            lambda times: measuring.measured(request, times, backend, "torchrun"),
+            lambda enough: bool(of_all(enough)[0]),
+        )
         try:
             if local == 0:
                 file = _file(options, kind)
