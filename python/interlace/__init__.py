@@ -6,6 +6,7 @@ Examples in docstrings begin after ``import interlace, torch`` and ``from interl
 [0, 1]
 """
 
+import gc as _gc
 import importlib as _importlib
 import os as _os
 import signal as _signal
@@ -26,75 +27,93 @@ if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     # Decides how @triton.jit treats our kernels; has to be there before triton is imported.
     _os.environ["TRITON_INTERPRET"] = "1"
 
-import interlace_backend as _interlace_backend
-from interlace import symmetric_memory
-from interlace.arguments.reduce_ops import ReduceOp
-from interlace.collectives.all_to_all import all_to_all, all_to_all_single
-from interlace.collectives.coalesced import (
-    all_gather_coalesced,
-    all_gather_into_tensor_coalesced,
-    all_reduce_coalesced,
-    reduce_scatter_tensor_coalesced,
-)
-from interlace.collectives.monitored_barrier import monitored_barrier
-from interlace.collectives.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from interlace.collectives.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from interlace.collectives.rooted import broadcast, gather, reduce, scatter
-from interlace.collectives.rootless import (
-    _all_gather_base,
-    _reduce_scatter_base,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    barrier,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-)
-from interlace.collectives.uneven import (
-    all_gather_v,
-    all_to_all_v,
-    gather_v,
-    reduce_scatter_v,
-    scatter_v,
-)
-from interlace.grouped_matmuls import all_gather_grouped_matmul, all_to_all_grouped_matmul
-from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
-from interlace.groups.new import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
-from interlace.groups.recovery import rebuild, shrink
-from interlace.launcher import run
-from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from interlace.numerics import check_numerics
-from interlace.runtime.compat.environment import check_environment as _check_environment
-from interlace.runtime.compat.environment import write_log as _write_log
-from interlace.runtime.compat.launchers import launched
-from interlace.runtime.compat.releases import INTERLACE_VERSION as _INTERLACE_VERSION
-from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
-from interlace.runtime.core.errors import (
-    AbortedError,
-    CollectiveTimeoutError,
-    DeadlockError,
-    InterlaceError,
-    KernelAssertionError,
-    MemoryAccessError,
-    PeerDiedError,
-    PlaceUnavailableError,
-    RankError,
-)
-from interlace.runtime.core.hooks import HookedOp
-from interlace.runtime.core.place import timeout
-from interlace.runtime.core.work import Work
-from interlace.runtime.tuning.configuration import override as configured
-from interlace.symmetric_memory import registration as _torch_kernels
-from interlace.tracing import trace
+_collected = _gc.isenabled()
+_gc.disable()  # a collection would look through all that torch has, which takes longer than all of this
+try:
+    import interlace_backend as _interlace_backend
+    from interlace import symmetric_memory
+    from interlace.arguments.reduce_ops import ReduceOp
+    from interlace.collectives.all_to_all import all_to_all, all_to_all_single
+    from interlace.collectives.coalesced import (
+        all_gather_coalesced,
+        all_gather_into_tensor_coalesced,
+        all_reduce_coalesced,
+        reduce_scatter_tensor_coalesced,
+    )
+    from interlace.collectives.monitored_barrier import monitored_barrier
+    from interlace.collectives.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        recv_object_list,
+        scatter_object_list,
+        send_object_list,
+    )
+    from interlace.collectives.point_to_point import (
+        P2POp,
+        batch_isend_irecv,
+        irecv,
+        isend,
+        recv,
+        send,
+    )
+    from interlace.collectives.rooted import broadcast, gather, reduce, scatter
+    from interlace.collectives.rootless import (
+        _all_gather_base,
+        _reduce_scatter_base,
+        all_gather,
+        all_gather_into_tensor,
+        all_gather_single,
+        all_reduce,
+        barrier,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+    )
+    from interlace.collectives.uneven import (
+        all_gather_v,
+        all_to_all_v,
+        gather_v,
+        reduce_scatter_v,
+        scatter_v,
+    )
+    from interlace.grouped_matmuls import all_gather_grouped_matmul, all_to_all_grouped_matmul
+    from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
+    from interlace.groups.new import (
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        split_group,
+    )
+    from interlace.groups.recovery import rebuild, shrink
+    from interlace.launcher import run
+    from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from interlace.numerics import check_numerics
+    from interlace.runtime.compat.environment import check_environment as _check_environment
+    from interlace.runtime.compat.environment import write_log as _write_log
+    from interlace.runtime.compat.launchers import launched
+    from interlace.runtime.compat.releases import INTERLACE_VERSION as _INTERLACE_VERSION
+    from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
+    from interlace.runtime.core.errors import (
+        AbortedError,
+        CollectiveTimeoutError,
+        DeadlockError,
+        InterlaceError,
+        KernelAssertionError,
+        MemoryAccessError,
+        PeerDiedError,
+        PlaceUnavailableError,
+        RankError,
+    )
+    from interlace.runtime.core.hooks import HookedOp
+    from interlace.runtime.core.place import timeout
+    from interlace.runtime.core.work import Work
+    from interlace.runtime.tuning.configuration import override as configured
+    from interlace.symmetric_memory import registration as _torch_kernels
+    from interlace.tracing import trace
+finally:
+    if _collected:
+        _gc.enable()
 
 __version__ = _INTERLACE_VERSION
 

@@ -69,8 +69,8 @@ def test_the_command(
 ) -> None:
     monkeypatch.setattr(command, "PATIENCE", 600.0)  # until it is not all noise
     file = tmp_path / "new" / "calibration.json"
-    words = "python -m interlace calibrate --mesh 2x2".split()[3:]
-    assert main.run([*words, "--repetitions", "3", "--cache", str(file)]) == 0
+    said = "python -m interlace calibrate --mesh 2x2"
+    assert main.run([*said.split()[3:], "--repetitions", "3", "--cache", str(file)]) == 0
     (found,) = calibration.read(file=file)
     assert (found.backend, found.mesh, found.processes) == ("interlace", (2, 2), "shm")
     assert [(link.dim, link.op) for link in found.links] == list(
@@ -78,8 +78,8 @@ def test_the_command(
     )
     for link in found.links:
         assert len(link.protocols) == 2 and link.us(1 << 20) > 0
-    said = capsys.readouterr().out
-    assert "all_to_all" in said and str(file) in said.replace("\n", "")
+    printed = capsys.readouterr().out
+    assert "all_to_all" in printed and str(file) in printed.replace("\n", "")
 
 
 def test_meshes_of_two_dimensions() -> None:
