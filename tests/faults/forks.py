@@ -54,7 +54,8 @@ def forked(place: str, plan: Plan) -> Iterator[Trial]:
     timeout = BRIEF if plan.broken else LONG
     with crew(place, RANKS, on_rank, plan.trials, plan.broken, timeout=timeout) as team:
         for _ in range(plan.trials):
-            found = team.all_said(seconds=LONG)
+            # Without the protection a rank may have lost its connections, and says nothing any more.
+            found = team.all_said(seconds=LONG / 4 if plan.broken else LONG)
             if isinstance(ended := found[0], Said) or isinstance(ended := found[1], Said):
                 yield Trial(False, said=str(ended))
                 return

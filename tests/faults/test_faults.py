@@ -75,7 +75,7 @@ def test_a_row_that_is_run_alone_takes_its_own_place() -> None:
     assert made[1] == "| a fault | shm | 4 | 4 | 1 | 3 | 3 | yes | PASSES |"
 
 
-@pytest.mark.parametrize("place", few(["shm", "hosts"], "hosts"))
+@pytest.mark.parametrize("place", few(["shm", "hosts"], "shm"))
 def test_a_forked_child_disturbs_nobody(place: str) -> None:
     """Between hosts it once told the peers of its parent that the group was aborted."""
     assert [trial for trial in forks.forked(place, Plan(2)) if not trial.right] == []

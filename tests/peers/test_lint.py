@@ -9,7 +9,7 @@ from interlace.verify import shims
 from interlace.verify.suite.jobs import CheckPlan, lint_launches, load_function
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
-from tiers import thorough
+from tiers import few, thorough
 
 LITTLE = ["--seeds", "1", "--schedules", "1", "--arch", "90"]
 
@@ -32,10 +32,13 @@ def test_a_meeting_that_is_relaxed_on_purpose_is_no_finding(tmp_path: pathlib.Pa
 @thorough
 @pytest.mark.parametrize(
     ("peer", "name"),
-    [
-        (TWO_SHOTS, "the meeting before the sums acquires nothing"),
+    few(
+        [
+            (TWO_SHOTS, "the meeting before the sums acquires nothing"),
+            (PROGRESS, "a poll that acquires nothing"),
+        ],
         (PROGRESS, "a poll that acquires nothing"),
-    ],
+    ),
 )
 def test_one_that_loads_need_is(peer: Peer, name: str, tmp_path: pathlib.Path) -> None:
     assert linted(peer, tmp_path, name) == {"weak poll"}

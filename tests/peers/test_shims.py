@@ -20,6 +20,7 @@ from interlace.cli import main
 from interlace.ops import simulated_backward
 from interlace.verify import races, schedules, shims
 from interlace.verify.suite.jobs import load_function
+from tiers import few
 
 FILE = pathlib.Path(__file__).with_name("shim_kernels.py")
 GPU_CODE = pathlib.Path(__file__).with_name("gpu_code.py")
@@ -173,7 +174,10 @@ def test_a_stream_that_waits_in_vain_is_a_deadlock(function: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", ["progress_kernels", "tuple_kernels", "multimem_kernels"])
+@pytest.mark.parametrize(
+    "name",
+    few(["progress_kernels", "tuple_kernels", "multimem_kernels"], "progress_kernels"),
+)
 def test_code_for_a_gpu_as_compiled_code(name: str, arch: int) -> None:
     def step() -> Any:
         if torch.cuda.get_device_capability() >= (9, 0) or name != "multimem_kernels":

@@ -206,7 +206,7 @@ def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
     close(groups)
 
 
-@pytest.mark.parametrize("waits_on", [None, 0, 1])
+@pytest.mark.parametrize("waits_on", few([None, 0, 1], 0))
 def test_who_waits_for_another_is_not_to_blame(
     waits_on: int | None, place: dict[str, Any], patient: None
 ) -> None:
