@@ -74,6 +74,79 @@ class Experts(NamedTuple):
     stride_n: Any
 
 
+class TokenRows(NamedTuple):
+    """What a token takes along, a row each, as words: of ``x``, and of its scales if it has any.
+
+    ``facts``: int32, for each of its k slots the expert, then the position among the rows that this rank
+    has for that expert, then the bits of the weight.
+    """
+
+    x_ptr: Any
+    x_words: Any
+    scales_ptr: Any
+    scale_words: Any
+    facts_ptr: Any
+
+
+class TokenRegions(NamedTuple):
+    """Where what arrives from a dispatch lies: byte offsets in the data region, multiples of 256."""
+
+    counts_byte: Any
+    x_byte: Any
+    scales_byte: Any
+    facts_byte: Any
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of a dispatch or combine.
+
+    ``tokens``: of this rank; ``most_tokens``: of the rank that has most. ``experts``: of every rank.
+    ``senders``: programs that send to one rank. ``expert_rows``: result rows from the first of one expert
+    to the first of the next, 0 where they follow each other.
+    """
+
+    tokens: Any
+    most_tokens: Any
+    experts: Any
+    senders: Any
+    expert_rows: Any
+
+
+class ExpertRows(NamedTuple):
+    """The result of a dispatch, by expert: words, and a weight per row as int32."""
+
+    rows_ptr: Any
+    row_scales_ptr: Any
+    row_weights_ptr: Any
+
+
+class Combined(NamedTuple):
+    """Where a token's rows come back: the row of every slot (below 0: none), and its weight, fp32.
+
+    ``output``: ``[tokens, N]``, contiguous.
+    """
+
+    inverse_ptr: Any
+    slot_weights_ptr: Any
+    output_ptr: Any
+    tokens: Any
+
+
+class SlotRows(NamedTuple):
+    """Constants of kernels whose tokens have ``TOPK`` slots: how much a program moves at a time.
+
+    ``EXPERTS``: a power of two, as many as a rank has, or more. ``SCALED``, ``WEIGHTED``: whether there
+    are scales and weights.
+    """
+
+    TOPK: int
+    EXPERTS: int
+    BLOCK_ROWS: int
+    BLOCK_COLUMNS: int
+    SCALED: bool
+    WEIGHTED: bool
+
+
 class Table(NamedTuple):
     """Lines of int64, ``count`` of them; the kernel that reads it says what a line is."""
 

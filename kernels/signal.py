@@ -212,6 +212,13 @@ def wait(peers, source, slot_byte, epoch, COMPILED_STORES: tl.constexpr = False)
 
 
 @triton.jit
+def poll_slots(slot_ptrs, valid):
+    """What own slots have; each thread acquires what it polls (``slots.py``)."""
+    nothing = tl.zeros(valid.shape, tl.int64)
+    return tl.atomic_add(slot_ptrs, nothing, mask=valid, sem="acquire", scope="sys")
+
+
+@triton.jit
 def wait_credit(peers, peer, epoch):
     """Wait until ``peer`` has finished the op before this one, so its buffer may be written again."""
     return wait(peers, peer, (peer + _CREDIT) * 8, epoch - 1)
@@ -234,10 +241,7 @@ def linger(peers, peer, finished):
 
 @triton.jit
 def fence_descriptor_loads(COMPILED: tl.constexpr):
-    """Order descriptor (TMA) loads of this program after a preceding wait.
-
-    A wait orders generic loads; TMA reads through another proxy. The interpreter has one proxy.
-    """
+    """Order descriptor (TMA) loads of this program after a wait, which orders those of another proxy."""
     if COMPILED:
         tl.inline_asm_elementwise(
             "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -354,9 +358,9 @@ def wait_kernel(peers, source, slot_byte):
 def wait_credits_kernel(peers):
     """Hold a stream until every peer has finished the previous op on this channel.
 
-    Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write
-    for this op's producers. Copies that follow cannot see that a wait for a credit was given up, so the
-    kernel then goes on (``linger``) until the peer has nothing left to read.
+    Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write. Copies
+    that follow cannot see that a wait for a credit was given up, so the kernel then goes on (``linger``)
+    until the peer has nothing left to read.
 
     Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Rank 1's stays 5
     and is given up; rank 1 gives up too, and its finish_kernel sets it to -6: the kernel ends.
@@ -433,8 +437,7 @@ def wait_flag(flag_ptr, polls):
 def put_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, polls):
     """Raise this rank's flag at ``peer``; ``status_ptr`` is 1 + peer until that is done, then 0.
 
-    Ordering: one program, alone. What precedes it on its stream is visible to whoever takes the flag:
-    the kernel boundary orders it before the release.
+    Ordering: one program, alone. What precedes it on its stream is visible to whoever takes the flag.
 
     Example: with 4 ranks, ``put_signal_kernel[(1,)](pads, status, 2, 4, 1, 0, 1 << 62)`` turns word
     1 * 4 + 2 = 6 of rank 0's pad from 0 to 1.
@@ -449,7 +452,7 @@ def put_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, pol
 def wait_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, polls):
     """Take down ``peer``'s flag here; ``status_ptr`` is 1 + peer until that is done, then 0.
 
-    Ordering: one program, alone; the end of the kernel orders everything later on the stream after it.
+    Ordering: one program, alone; the end of the kernel orders all that is later on its stream.
 
     Example: with 4 ranks, ``wait_signal_kernel[(1,)](pads, status, 0, 4, 1, 2, 1 << 62)`` waits until
     word 1 * 4 + 2 = 6 of rank 0's pad is 1 and turns it to 0.
@@ -461,9 +464,7 @@ def wait_signal_kernel(pads_ptr, status_ptr, rank, world_size, channel, peer, po
 
 @triton.jit(do_not_specialize=["rank", "world_size", "channel", "polls"])
 def handle_barrier_kernel(pads_ptr, status_ptr, rank, world_size, channel, polls):
-    """Raise a flag at every other rank, then take every other rank's down.
-
-    ``status_ptr``: 1 + the rank that is waited for, 0 at the end.
+    """Raise a flag at every other rank, then take theirs down. ``status_ptr``: as of the kernels above.
 
     Ordering: one program, alone, after and before everything else on its stream. Every rank publishes
     to every other, and waits for every other, so all that precedes it on any rank is visible to all
@@ -491,9 +492,8 @@ def handle_barrier_kernel(pads_ptr, status_ptr, rank, world_size, channel, polls
 def write_value_kernel(word_ptr, value):
     """Set a 32-bit word: a kernel that follows a copy on the same stream.
 
-    Ordering: as publish_kernel: what precedes it on its stream is visible to whoever acquires the word.
+    Ordering: as publish_kernel, for whoever acquires the word.
 
-    Example: ``write_value_kernel[(1,)](progress[3:], 1)`` sets progress[3] to 1 after the copies that
-    precede it.
+    Example: ``write_value_kernel[(1,)](progress[3:], 1)`` sets progress[3] to 1 behind earlier copies.
     """
     publish(word_ptr, value)

@@ -24,7 +24,8 @@ MOST_PARAMETERS = 14
 FOLDERS = {
     "kernels": "",
     "kernels/collectives": "kernels",
-    "kernels/fused": "kernels kernels/collectives",
+    "kernels/experts": "kernels",
+    "kernels/fused": "kernels kernels/collectives kernels/experts",
     "kernels/nodes": "kernels kernels/collectives kernels/fused",
     "runtime": "",
     "runtime/compat": "",
@@ -43,9 +44,11 @@ FOLDERS = {
     "runtime/scheduler": "runtime/core runtime/interpreter",
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
+    "runtime/algorithms/experts": "runtime/algorithms runtime/core runtime/tuning",
     "runtime/compiler/lint": "runtime/core runtime/tuning",
     "runtime/compiler": (
-        "runtime/algorithms runtime/compat runtime/compiler/lint runtime/core runtime/tuning"
+        "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/compiler/lint "
+        "runtime/core runtime/tuning"
     ),
     "runtime/programs": (
         "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/scheduler"
@@ -86,7 +89,8 @@ FOLDERS = {
         "interlace/arguments interlace/groups runtime/algorithms runtime/core runtime/engines"
     ),
     "interlace/fused": (
-        "interlace/arguments interlace/collectives runtime/algorithms runtime/core runtime/tuning"
+        "interlace/arguments interlace/collectives runtime/algorithms runtime/algorithms/experts "
+        "runtime/core runtime/tuning"
     ),
     "interlace/ops/eager": (
         "interlace/arguments interlace/collectives interlace/fused runtime/algorithms "
@@ -94,10 +98,12 @@ FOLDERS = {
     ),
     "interlace/ops": (
         "interlace/arguments interlace/fused interlace/groups interlace/ops/eager "
-        "runtime/algorithms runtime/compat runtime/core runtime/numerics"
+        "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core runtime/numerics"
     ),
     "interlace/compile": "interlace/ops runtime/compat runtime/tuning",
-    "interlace/functional": ("interlace/arguments interlace/groups interlace/ops runtime/compat"),
+    "interlace/functional": (
+        "interlace/arguments interlace/fused interlace/groups interlace/ops runtime/compat"
+    ),
     "interlace/nn/functions": (
         "interlace/arguments interlace/collectives interlace/groups "
         "interlace/ops interlace/ops/eager runtime/algorithms runtime/core"
@@ -120,6 +126,10 @@ FOLDERS = {
         "interlace/groups interlace/ops interlace/ops/eager "
         "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/scheduler runtime/start runtime/tuning"
+    ),
+    "interlace/experts": (
+        "interlace interlace/arguments interlace/functional interlace/fused interlace/groups "
+        "interlace/ops interlace/ops/eager runtime/algorithms/experts runtime/core"
     ),
     "interlace/integrations": (
         "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"
@@ -152,9 +162,10 @@ FOLDERS = {
     ),
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (
-        "interlace interlace/arguments interlace/collectives interlace/compile interlace/functional "
-        "interlace/groups interlace/integrations interlace/nn interlace/ops interlace/symmetric_memory "
-        "interlace/tensor interlace/verify python runtime/compat runtime/core runtime/tuning"
+        "interlace interlace/arguments interlace/collectives interlace/compile interlace/experts "
+        "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
+        "interlace/symmetric_memory interlace/tensor interlace/verify python runtime/compat runtime/core "
+        "runtime/tuning"
     ),
     "interlace/benchmark/timing": "face interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",

@@ -77,7 +77,11 @@ try:
         reduce_scatter_v,
         scatter_v,
     )
-    from interlace.grouped_matmuls import all_gather_grouped_matmul, all_to_all_grouped_matmul
+    from interlace.grouped_matmuls import (
+        all_gather_grouped_matmul,
+        all_to_all_grouped_matmul,
+        grouped_matmul_combine,
+    )
     from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
     from interlace.groups.new import (
         new_group,
@@ -124,11 +128,22 @@ _interlace_backend.register()
 _torch_kernels.register()
 
 # what takes long to import: they bring torch's compilers along
-_ON_FIRST_USE = ("aot", "compile", "functional", "integrations", "nn", "ops", "tensor", "verify")
+_ON_FIRST_USE = (
+    "aot",
+    "compile",
+    "experts",
+    "functional",
+    "integrations",
+    "nn",
+    "ops",
+    "tensor",
+    "verify",
+)
 
 if _typing.TYPE_CHECKING:
     from interlace import aot as aot
     from interlace import compile as compile
+    from interlace import experts as experts
     from interlace import functional as functional
     from interlace import integrations as integrations
     from interlace import nn as nn
@@ -192,6 +207,7 @@ __all__ = [
     "gather_v",
     "get_rank",
     "get_world_size",
+    "grouped_matmul_combine",
     "init",
     "irecv",
     "isend",

@@ -1,4 +1,4 @@
-"""The grouped matmuls as they are called: rows meet the weights of their experts."""
+"""The grouped matmuls as they are called: rows meet the weights of their experts, and go home."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from interlace.arguments.words import (
     FusedGrouped,
     FusedGroupedLater,
     FusedGroupedNow,
+    FusedOptions,
     Group,
     No,
     Splits,
     Yes,
 )
-from interlace.fused import grouped
+from interlace.fused import grouped, grouped_combine
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
@@ -210,6 +211,135 @@ def all_to_all_grouped_matmul(
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
     options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
     return _grouped_matmul((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+
+
+@overload
+def grouped_matmul_combine(
+    input: Tensor,
+    weight: Tensor,
+    splits: Splits,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = ...,
+    *,
+    bias: Tensor | None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedOptions],
+) -> Tensor: ...
+@overload
+def grouped_matmul_combine(
+    input: Tensor,
+    weight: Tensor,
+    splits: Splits,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = ...,
+    *,
+    bias: Tensor | None = ...,
+    async_op: Yes,
+    **how: Unpack[FusedOptions],
+) -> Work: ...
+@overload
+def grouped_matmul_combine(
+    input: Tensor,
+    weight: Tensor,
+    splits: Splits,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = ...,
+    *,
+    bias: Tensor | None = ...,
+    async_op: bool,
+    **how: Unpack[FusedOptions],
+) -> Tensor | Work: ...
+def grouped_matmul_combine(
+    input: Tensor,
+    weight: Tensor,
+    splits: Splits,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | Work:
+    """Multiply every row by its expert's weight, send it home, and sum over its token's experts.
+
+    The other half of :func:`all_to_all_grouped_matmul`: with it a mixture-of-experts MLP is two fused ops.
+    Rows are stored where their tokens are as they are computed.
+
+    Parameters
+    ----------
+    input : ``(r, k)``, rows by expert, then by source rank, as that op returns them. Any strides.
+    weight : ``(E / W, k, n)``, this rank's experts, with any strides.
+    splits : rows by expert and source rank, E / W * W of them: what that op returns. They add up to ``r``.
+    topk_idx : integers ``(t, K)``: the experts of this rank's tokens, -1 for none. The rows that it has
+        sent were sorted by expert, then by token and slot, as :func:`interlace.experts.permute` does it.
+    topk_weights : ``(t, K)``, by which rows are multiplied, in fp32 and where their tokens are; None: a
+        sum.
+    bias : ``(E / W, n)``, added to every row before it is weighted.
+    algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
+
+    Returns ``(t, n)``, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it: the sum over slots
+    0, 1, 2 ... in fp32 of rows that were rounded to the output's dtype. It does not depend on timing, nor
+    on where experts are. A token without experts is 0.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
+    data moves. Gradients go to ``input``, ``weight``, ``bias`` and ``topk_weights``; the rows' gradients
+    travel and are multiplied by :func:`all_to_all_grouped_matmul`.
+
+    Compared with DeepEP's ``combine`` after ``torch._grouped_mm``, which are two kernels, and
+    Megatron-core's all-to-all dispatcher (``token_unpermutation``): the same sums. Triton-distributed fuses
+    the same two, and adds by arrival.
+
+    >>> def layer():
+    ...     rank = interlace.get_rank()
+    ...     experts = torch.tensor([[0, 1], [1, 0]])  # of this rank's two tokens
+    ...     rows, sent = interlace.experts.permute(torch.ones(2, 4), experts, 2)
+    ...     up, down = torch.ones(1, 4, 3), torch.full((1, 3, 1), 1.0 + rank)
+    ...     hidden, splits = interlace.all_to_all_grouped_matmul(rows, up, sent)
+    ...     weights = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    ...     return interlace.grouped_matmul_combine(hidden, down, splits, experts, weights).tolist()
+    >>> interlace.run(layer, 2)
+    [[[12.0], [18.0]], [[12.0], [18.0]]]
+    """
+    options = grouped_combine.CombineOptions(splits, False, algorithm, out_dtype)
+    tensors = (input, weight, bias, topk_idx, topk_weights)
+    op, communicator = grouped_combine.MATMUL_COMBINE, resolve(group).on(input)
+    if requires_gradients(*tensors):
+        if not modes_active():
+            with communicator.accepting(op):
+                call = grouped_combine.checked(communicator, *tensors, options)
+            first = f"{op} of tensors that require gradients"  # on all ranks, then
+            counts, _ = communicator.run(
+                first,
+                lambda: Outcome(grouped_combine.agree(communicator, call, first), None),
+                async_op=False,
+            )
+            return recorded.run(  # type: ignore[no-any-return]
+                op,
+                async_op,
+                (input, weight, call.splits, topk_idx, topk_weights),
+                lambda made: made,
+                options,
+                bias=bias,
+                group=group,
+                home_splits=counts[communicator.rank].tolist(),
+            )
+        checks.warn_without_gradients(op, stacklevel=3)
+    run = internal_form(op, _single)
+    return run(communicator, (*tensors, None), (options,), async_op)  # type: ignore[return-value]
+
+
+def _single(communicator: Any, *arguments: Any) -> Any:
+    """The op, whose result is the sums alone."""
+    start, outputs, call = grouped_combine.grouped_matmul_combine(communicator, *arguments)
+
+    def first() -> Outcome:
+        outcome = start()
+        assert isinstance(outcome, Outcome)
+        return Outcome(outcome.result[0], outcome.event)
+
+    return first, outputs, call
 
 
 def _grouped_matmul(

@@ -148,6 +148,24 @@ def _sum_error(
     return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
 
 
+def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype) -> Bounded:
+    """The sum over slots of a token's rows, ``(t, k, n)`` and their bounds, times ``weights`` ``(t, k)``.
+
+    >>> row = torch.ones(1, 2, 1).double()
+    >>> combine((row, 0 * row), torch.tensor([[0.5, 2.0]]), torch.float32)[0].tolist()
+    [[2.5]]
+    """
+    value, error = rows
+    unit = accumulation_unit(out_dtype)
+    if weights is not None:
+        scale = weights.double().unsqueeze(-1)
+        value, error = value * scale, error * scale.abs()
+        error = error + unit * (value.abs() + error)
+    slots = range(value.shape[1])
+    total = _sum_error([error[:, k] for k in slots], [value[:, k].abs() for k in slots], unit)
+    return value.sum(1), _rounded(total, value.sum(1), out_dtype)
+
+
 def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:
     """The parts of all ranks, as ``torch.chunk`` cuts them, trailing ranks perhaps with nothing."""
     parts = split_rows(whole.shape[dim], world_size)

@@ -31,6 +31,10 @@ from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce, plain
 from interlace.runtime.algorithms import low_latency as small
+from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.algorithms.experts.combine import Combine, Home
+from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
+from interlace.runtime.algorithms.experts.grouped_combine import GroupedMatmulCombine
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.multimem import BySwitch
@@ -49,6 +53,7 @@ ELEMENTS = 1 << 20  # of a shard
 UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
 """What the units of a low-latency kernel are called in the name of an entry."""
 EXPERTS = 2
+TOPK = 8  # slots of a token
 BY_ENGINE = {"copiers": 0}
 """What makes the copy engine send, and no programs of the kernel."""
 ROLES = {**BY_ENGINE, "warp_roles": True}
@@ -56,7 +61,13 @@ ROLES = {**BY_ENGINE, "warp_roles": True}
 
 
 def entries(arch: int) -> list[Entry]:
-    return [*signals(arch), *_collectives(arch), *_fused(arch), *between_nodes(arch)]
+    return [
+        *signals(arch),
+        *_collectives(arch),
+        *_fused(arch),
+        *_experts(arch),
+        *between_nodes(arch),
+    ]
 
 
 def one_of_each(found: Iterable[Entry]) -> list[Entry]:
@@ -344,3 +355,63 @@ def matmul_all_reduce(arch: int, operands: MatmulVariant, *, average: bool = Fal
     linear.average = average
     (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
     return _fused_entry(arch, operands, launch, "average" if average else "")
+
+
+def _experts(arch: int) -> Iterator[Entry]:
+    """Rows of experts: words of 4 bytes, as nearly all rows are, with and without weights and scales."""
+    for dtype, weighted in (("bf16", True), ("bf16", False), ("fp32", True)):
+        yield from experts_rows(arch, dtype, weighted=weighted)
+    if arch >= 90:
+        yield from experts_rows(arch, "fp8e4nv", weighted=True)
+    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    for operands in (
+        MatmulVariant(tma=tma),
+        MatmulVariant(tma=tma, layout="nk"),
+        MatmulVariant(tma=tma, bias="n"),
+        MatmulVariant(tma=tma, rows=64),
+        MatmulVariant(tma=False, columns=4095, inner=4095),
+        MatmulVariant(tma=False, dtype="fp32", layout="nk"),
+    ):
+        yield grouped_matmul_combine(arch, operands)
+
+
+def _chosen() -> Assignment:
+    return Assignment(meta(MANY_ROWS, TOPK), RANKS * EXPERTS, RANKS)
+
+
+def experts_rows(arch: int, dtype: str, *, weighted: bool) -> list[Entry]:
+    """Dispatch and combine of rows of ``dtype``; of fp8 with scales, and dispatch alone."""
+    assignment, kind = _chosen(), (DTYPES | SCALED_DTYPES)[dtype]
+    scaled = dtype in SCALED_DTYPES
+    configuration = gpu_default(arch, torch.bfloat16, MANY_ROWS)
+    x, segments = meta(MANY_ROWS, 4096, dtype=kind), meta(EXPERTS, RANKS, 3)
+    scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
+    weights = meta(MANY_ROWS, TOPK, dtype=torch.float32) if weighted else None
+    bounds = Bounds(MANY_ROWS, 2, 0)
+    result = DispatchResult(x, scales, None if weights is None else weights[:, 0], segments)
+
+    def run(group: Any) -> None:
+        Dispatch(group, x, scales, weights, assignment, bounds).fused(result, configuration)
+        if not scaled:
+            home = Home(assignment.inverse, weights, x)
+            Combine(group, x, segments, home, bounds).fused(configuration)
+
+    variant = f"{dtype} weighted" if weighted else dtype
+    return [entry(launch, variant, arch) for launch in launched(run)]
+
+
+def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
+    operands = replace(operands, grouped=True)
+    configuration, assignment = operands.configuration(arch), _chosen()
+    input, linear = operands.tensors(operands.rows, EXPERTS)
+    counts = torch.full((RANKS, RANKS * EXPERTS), operands.rows // EXPERTS)
+    weights = meta(MANY_ROWS, TOPK, dtype=torch.float32)
+    home = Home(
+        assignment.inverse, weights, meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
+    )
+
+    def run(group: Any) -> None:
+        GroupedMatmulCombine(group, input, linear, counts, home).fused(configuration, 128)
+
+    (launch,) = launched(run)
+    return _fused_entry(arch, operands, launch)

@@ -155,6 +155,8 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.all_gather_matmul(90, operands)
     catalogue.all_gather_matmul(90, replace(operands, overrides=SMALL | catalogue.ROLES))
     catalogue.grouped_matmul(90, operands)
+    catalogue.experts_rows(90, "bf16", weighted=True)
+    catalogue.grouped_matmul_combine(90, operands)
     catalogue.matmul_reduce_scatter(90, operands)
     catalogue.matmul_reduce_scatter_roles(operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))

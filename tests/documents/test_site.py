@@ -24,6 +24,7 @@ ROOT = pages.ROOT
 # Whose names have to be on pages below docs/reference.
 PUBLIC = (
     "interlace",
+    "interlace.experts",
     "interlace.functional",
     "interlace.verify",
     "interlace.compile",

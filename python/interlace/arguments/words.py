@@ -18,6 +18,7 @@ from interlace.runtime.tuning.cache import Algorithm
 RunPlace = Literal["sim", "shm", "cuda", "ptx"]
 FusedAlgorithm = Literal["auto", Algorithm]
 ScaledAlgorithm = Literal["auto", "fused", "unfused"]
+RowsAlgorithm = Literal["auto", "fused", "unfused"]
 CollectiveAlgorithm = Literal["auto", "kernel", "copy", "multimem", "low_latency"]
 BroadcastAlgorithm = Literal["auto", "copy", "low_latency"]
 FusedReduceName = Literal["sum", "avg"]

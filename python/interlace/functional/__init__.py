@@ -29,6 +29,7 @@ from interlace.functional.collectives import (
     reduce_scatter,
     scatter,
 )
+from interlace.functional.experts import combine, dispatch, grouped_matmul_combine
 from interlace.functional.grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
 from interlace.functional.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from interlace.functional.scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
@@ -46,7 +47,10 @@ __all__ = [
     "all_to_all",
     "all_to_all_grouped_matmul",
     "broadcast",
+    "combine",
+    "dispatch",
     "gather",
+    "grouped_matmul_combine",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "permute",

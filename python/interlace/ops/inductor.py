@@ -28,6 +28,7 @@ def register_lowerings() -> None:
         "all_gather", "reduce_scatter", "all_to_all", "reduce", "permute", "gather", "scatter",
         "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul",
         "all_gather_grouped_matmul", "all_to_all_grouped_matmul",
+        "dispatch", "combine", "grouped_matmul_combine",
     ):  # fmt: skip
         op = getattr(ops, name).default
         _register(lowering, op, _out_of_place(op))

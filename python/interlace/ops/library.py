@@ -9,7 +9,7 @@ import torch
 from interlace.fused import gather, reduce
 from interlace.fused.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.groups import specs
-from interlace.ops import gradients, grouped, inductor, undispatched
+from interlace.ops import experts, gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
@@ -111,6 +111,30 @@ OPS = (
             "Tensor[]",
         )
         for name in (GATHER, EXCHANGE)
+    ),
+    Op(
+        experts.DISPATCH,
+        experts.DISPATCH_ARGUMENTS,
+        experts.start_dispatch,
+        experts.dispatched,
+        (experts.setup_dispatch, experts.dispatch_backward),
+        "Tensor[]",
+    ),
+    Op(
+        experts.COMBINE,
+        experts.COMBINE_ARGUMENTS,
+        experts.start_combine,
+        experts.combined,
+        (experts.setup_combine, experts.combine_backward),
+        "Tensor[]",
+    ),
+    Op(
+        experts.MATMUL_COMBINE,
+        experts.MATMUL_COMBINE_ARGUMENTS,
+        experts.start_products,
+        experts.products,
+        (experts.setup_products, experts.products_backward),
+        "Tensor[]",
     ),
     Op(
         "all_gather_scaled_matmul",

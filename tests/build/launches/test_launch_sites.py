@@ -21,6 +21,9 @@ ALGORITHMS, PLACES = "runtime/algorithms", "runtime/places/cuda"
 COMPAT = "runtime/compat/triton_launcher.py"
 SITES = {
     "algorithms": [
+        f"{ALGORITHMS}/experts/combine.py::Combine.fused.body",
+        f"{ALGORITHMS}/experts/dispatch.py::Dispatch.fused.body",
+        f"{ALGORITHMS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
         f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
         f"{ALGORITHMS}/grouped_matmul.py::GroupedMatmul.fused.body",
         f"{ALGORITHMS}/low_latency.py::_run",

@@ -43,7 +43,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 # Which functions of kernels/signal.py a pattern stands for.
 MODELLED: dict[str, tuple[str, ...]] = {
-    "push": ("publish", "wait", "wait_credit", "finish_kernel"),
+    "push": ("publish", "wait", "poll_slots", "wait_credit", "finish_kernel"),
     "push on streams": ("publish_kernel", "wait_kernel", "wait_credit", "finish_kernel"),
     "pull": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
     "push after pull": ("publish", "wait", "wait_credits_kernel", "wait_credit", "finish_kernel"),

@@ -29,6 +29,7 @@ SMALL_TILES: dict[str, int | bool] = {
     "block_k": 16,
     "block_elements": 16,
     "programs": 2,
+    "copy_rows": 4,
 }
 INNER = 8
 MANY = 300  # more words than a program of kernels/collectives/low_latency.py takes
@@ -141,6 +142,59 @@ def _grouped(op: str) -> Start:
     return start
 
 
+def _chosen(world_size: int, call: int) -> list[torch.Tensor]:
+    """Two experts of each token, by rank; ranks have other numbers of tokens, one of them maybe none."""
+    experts, found = 2 * world_size, []
+    for rank in range(world_size):
+        tokens = (5 * rank + 3 * call) % 8
+        first = torch.arange(tokens) * 3 + rank + call
+        found.append(torch.stack([first, first + 1 + call % (experts - 1)], 1) % experts)
+    return found
+
+
+def _dispatch(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """A token's row is told by its first number, and goes to its experts' ranks in their order."""
+    chosen = _chosen(world_size, call)
+    inputs = [_numbers(r, call, len(each), INNER) for r, each in enumerate(chosen)]
+    work = interlace.experts.dispatch(inputs[rank], chosen[rank], None, 2 * world_size, **how)
+    expected = [
+        x[(idx == expert).any(1)]
+        for expert in (2 * rank, 2 * rank + 1)
+        for x, idx in zip(inputs, chosen, strict=True)
+    ]
+    return work, lambda result: _itself(result[0].x), torch.cat(expected)
+
+
+def _combine(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """Rows as they have been dispatched, times the number of their expert, from 1."""
+    chosen = _chosen(world_size, call)
+    inputs = [_numbers(r, call, len(each), INNER) for r, each in enumerate(chosen)]
+    group = how["group"]
+    received, handle = interlace.experts.dispatch(
+        inputs[rank], chosen[rank], None, 2 * world_size, group=group, algorithm="unfused"
+    )
+    counts = received.num_tokens_per_expert
+    factors = torch.arange(2 * rank + 1, 2 * rank + 3).repeat_interleave(counts)
+    del how["group"]
+    work = interlace.experts.combine(received.x * factors.unsqueeze(1), handle, **how)
+    return work, _itself, inputs[rank] * (chosen[rank] + 1).sum(1, keepdim=True)
+
+
+def _grouped_matmul_combine(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """As :func:`_combine`, the numbers being those of the experts' weights."""
+    chosen = _chosen(world_size, call)
+    inputs = [_numbers(r, call, len(each), INNER) for r, each in enumerate(chosen)]
+    rows = [
+        [x[(idx == expert).any(1)] for x, idx in zip(inputs, chosen, strict=True)]
+        for expert in (2 * rank, 2 * rank + 1)
+    ]
+    splits = [len(part) for each in rows for part in each]
+    weight = torch.stack([(2 * rank + 1 + e) * torch.eye(INNER) for e in range(2)])
+    arrived = torch.cat([part for each in rows for part in each])
+    work = interlace.grouped_matmul_combine(arrived, weight, splits, chosen[rank], **how)
+    return work, _itself, inputs[rank] * (chosen[rank] + 1).sum(1, keepdim=True)
+
+
 def _matmul_reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs = _all(world_size, call, 17 * world_size, INNER)
     work = interlace.matmul_reduce_scatter(inputs[rank], torch.eye(INNER), **how)
@@ -216,6 +270,7 @@ def _target(op: str, start: Start, names: tuple[str, ...], *more: str) -> Verify
 
 
 _MATMULS = ("fused", "pipelined", "unfused")
+_ROWS = ("fused", "unfused")
 _COLLECTIVES = ("kernel", "copy", "multimem")
 _WORDS = "low_latency"
 _LATE = ("late puts",)  # finds more than those that store at once
@@ -229,6 +284,11 @@ TARGETS = {
         op: VerifyTarget(_algorithms(_grouped(op), *_MATMULS), ("grouped_matmul_kernel",))
         for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
     },
+    "dispatch": VerifyTarget(
+        _algorithms(_dispatch, *_ROWS), ("dispatch_send_kernel", "dispatch_receive_kernel")
+    ),
+    "combine": _target("combine", _combine, _ROWS),
+    "grouped_matmul_combine": _target("grouped_matmul_combine", _grouped_matmul_combine, _MATMULS),
     "matmul_reduce_scatter": _target("matmul_reduce_scatter", _matmul_reduce_scatter, _MATMULS),
     "matmul_all_reduce": _target("matmul_all_reduce", _matmul_all_reduce, _MATMULS),
     "all_gather": _target("all_gather", _all_gather, (*_COLLECTIVES, _WORDS), "multimem", _WORDS),

@@ -1,0 +1,218 @@
+"""Dispatch: every token goes once to each rank that has some of its experts, and is sorted by expert there.
+
+Legend: W ranks with E experts each; a token has ``TOPK`` slots, each with an expert or none. A *row* of the
+result is a token in one of its slots. Rows are in the order (expert, source rank, row of the source), and
+those that one rank has for one expert are a *segment*.
+
+Nobody is asked for room: every source has a region in every rank's workspace, as long as the longest rank
+is. What a receiver has to know, how many tokens and rows are for it, comes with them, in device memory. So
+neither side waits for its host, and the host needs to know no count::
+
+    send     counts to all | tokens for rank + 1 | rank + 2 | ... | own
+    program 0               ... then waits for everybody's counts: where does each segment begin?
+    receive                 | own: sort by expert | rank - 1 | rank - 2 | ...
+
+A token that has several experts on one rank travels once, with its slots' experts and positions, and is
+copied where it is sorted: that is memory, and not a link. The two kernels follow each other on one stream;
+the end of the first makes the segments' table visible to all programs of the second.
+
+``senders`` programs send to one rank, each every so many blocks of tokens, and signal once when they are
+through: a slot per source and sender, besides one per source for the counts.
+
+Rejected: asking receivers for places first (a round trip more), one row per slot on the way (a token with 8
+experts on 8 ranks travels 5.3 times instead of 8 on average where ranks are hit by chance), and atomic
+counters that hand out places by arrival (another order of rows in every run).
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.tiling import first_tile
+from interlace.kernels.transfer import copy_elements, region_pointer
+
+SEGMENT_NUMBERS = 3  # of a segment: its first row here, its rows, and the first of them at home
+COUNT_NUMBERS = 2  # before the counts by expert: tokens, and the first row at home
+_SEGMENT = tl.constexpr(SEGMENT_NUMBERS)
+_COUNT = tl.constexpr(COUNT_NUMBERS)
+
+
+@triton.jit
+def copy_listed_rows(to_ptr, to_rows, from_ptr, from_rows, mask, words, BLOCK: tl.constexpr):
+    """Row ``to_rows[i]`` = row ``from_rows[i]`` where ``mask[i]``; rows of ``words``, int64 numbers."""
+    for first in range(0, words, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        both = mask[:, None] & (columns < words)[None, :]
+        block = tl.load(from_ptr + from_rows[:, None] * words + columns[None, :], mask=both)
+        tl.store(to_ptr + to_rows[:, None] * words + columns[None, :], block, mask=both)
+
+
+@triton.jit
+def _region(workspace, peer, byte, like_ptr):
+    return region_pointer(workspace, peer, workspace.data_offset + byte, like_ptr)
+
+
+@triton.jit
+def _send_tokens(workspace, rows, tokens_ptr, tokens, peer, sender, regions, sizes,
+                 SLOTS: tl.constexpr):  # fmt: skip
+    """Every ``senders``-th block of the ``tokens`` that ``tokens_ptr`` lists, into this rank's region."""
+    x_ptr = _region(workspace, peer, regions.x_byte, rows.x_ptr)
+    facts_ptr = _region(workspace, peer, regions.facts_byte, rows.facts_ptr)
+    first_row = tl.cast(workspace.rank, tl.int64) * sizes.most_tokens
+    step = sizes.senders * SLOTS.BLOCK_ROWS
+    for first in range(sender * SLOTS.BLOCK_ROWS, tokens, step):
+        number = first + tl.arange(0, SLOTS.BLOCK_ROWS)
+        mask = number < tokens
+        listed = tl.load(tokens_ptr + number, mask=mask, other=0)
+        to_rows = first_row + number
+        copy_listed_rows(x_ptr, to_rows, rows.x_ptr, listed, mask, rows.x_words,
+                         SLOTS.BLOCK_COLUMNS)  # fmt: skip
+        if SLOTS.SCALED:
+            scales_ptr = _region(workspace, peer, regions.scales_byte, rows.scales_ptr)
+            copy_listed_rows(
+                scales_ptr, to_rows, rows.scales_ptr, listed, mask, rows.scale_words, 32
+            )
+        copy_listed_rows(facts_ptr, to_rows, rows.facts_ptr, listed, mask, 3 * SLOTS.TOPK, 32)
+
+
+@triton.jit
+def _find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl.constexpr):
+    """Wait for all ranks' counts, and write where each segment begins."""
+    experts = tl.arange(0, EXPERTS)
+    mask = experts < sizes.experts
+    columns = sizes.experts + _COUNT
+    complete = True
+    for source in range(workspace.world_size):
+        seen = wait(workspace, source, workspace.slot_offset + source * 8, epoch)
+        complete = complete & (seen >= epoch)
+    # Of counts that have not come nothing may be made: places are computed from them.
+    if complete:
+        totals = tl.zeros((EXPERTS,), tl.int64)
+        for source in range(workspace.world_size):
+            totals += tl.load(counts_ptr + source * columns + _COUNT + experts, mask=mask, other=0)
+        begin = tl.cumsum(totals, 0) - totals
+        if sizes.expert_rows > 0:
+            begin = experts.to(tl.int64) * sizes.expert_rows
+        for source in range(workspace.world_size):
+            line_ptr = counts_ptr + source * columns
+            count = tl.load(line_ptr + _COUNT + experts, mask=mask, other=0)
+            # The rows that a source has for the experts of one rank lie together, in their order.
+            home = tl.load(line_ptr + 1) + tl.cumsum(count, 0) - count
+            segment_ptr = segments_ptr + (experts * workspace.world_size + source) * _SEGMENT
+            tl.store(segment_ptr, begin, mask=mask)
+            tl.store(segment_ptr + 1, count, mask=mask)
+            tl.store(segment_ptr + 2, home, mask=mask)
+            begin += count
+
+
+@triton.jit(do_not_specialize=["workspace", "sizes"])
+def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, regions, sizes,
+                         SLOTS: tl.constexpr):  # fmt: skip
+    """Send this rank's tokens to the ranks of their experts; find out where their rows will lie here.
+
+    Legend: ``tokens``, int64 ``[W, T]``: for every rank the tokens that go there, first those that do.
+    ``counts``, int64 ``[W, 2 + E]``: for every rank how many tokens go there, the number of rows that are
+    for ranks before it, and the rows by its experts. ``segments``, int64 ``[E, W, 3]``, is filled.
+
+    Ordering: a sender waits for the receiver's credit, stores, publishes its slot; program 0 does so with
+    the counts first of all, and waits for those of all ranks when it has sent everything: nobody who
+    sends waits for anything but credits, so no order of programs blocks. The segments are read by the
+    next kernel on the stream. The workspace may be written again after finish_kernel.
+
+    Example: W = 2, E = 1, TOPK = 2, tokens with experts (0, 1) and (1, -): rank 0's ``counts`` are [1, 0,
+    1] and [2, 1, 2], ``tokens`` [0, 1] and [0, 1]. Token 0 goes to row 0 of its region on ranks 0 and 1,
+    token 1 to row 1 on rank 1. If rank 1 has nothing, ``segments`` is [[0, 1, 0], [1, 0, 0]] on rank 0
+    and [[0, 2, 1], [2, 0, 0]] on rank 1.
+    """
+    epoch = current_epoch(workspace)
+    program = tl.program_id(0)
+    world_size = workspace.world_size
+    columns = sizes.experts + _COUNT
+    if program == 0:
+        for step in range(world_size):
+            peer = (workspace.rank + 1 + step) % world_size
+            if wait_credit(workspace, peer, epoch) >= epoch - 1:
+                to_ptr = _region(workspace, peer, regions.counts_byte, counts_ptr)
+                copy_elements(
+                    to_ptr + workspace.rank * columns, counts_ptr + peer * columns, columns, 128
+                )
+                slot_byte = workspace.slot_offset + workspace.rank * 8
+                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+    for item in range(program, world_size * sizes.senders, tl.num_programs(0)):
+        # The next rank first, so that not all send to one.
+        peer = (workspace.rank + 1 + item) % world_size
+        sender = item // world_size
+        if wait_credit(workspace, peer, epoch) >= epoch - 1:
+            listed_ptr = tokens_ptr + tl.cast(peer, tl.int64) * sizes.tokens
+            tokens = tl.load(counts_ptr + peer * columns).to(tl.int32)
+            _send_tokens(workspace, rows, listed_ptr, tokens, peer, sender, regions, sizes, SLOTS)
+            # Also by a sender without a token: who waits for the last block does not know whose it is.
+            slot = world_size + workspace.rank * sizes.senders + sender
+            publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
+    if program == 0:
+        own_ptr = _region(workspace, workspace.rank, regions.counts_byte, counts_ptr)
+        _find_segments(workspace, own_ptr, segments_ptr, sizes, epoch, SLOTS.EXPERTS)
+
+
+@triton.jit
+def _sort_tokens(workspace, rows, result, number, mask, source, segments_ptr, regions, sizes,
+                 SLOTS: tl.constexpr):  # fmt: skip
+    """Copy tokens ``number`` of ``source``'s region to their rows of the result."""
+    TOPK: tl.constexpr = SLOTS.TOPK
+    rank = workspace.rank
+    x_ptr = _region(workspace, rank, regions.x_byte, rows.x_ptr)
+    facts_ptr = _region(workspace, rank, regions.facts_byte, rows.facts_ptr)
+    from_rows = tl.cast(source, tl.int64) * sizes.most_tokens + number
+    for slot in range(TOPK):
+        fact_ptr = facts_ptr + from_rows * (3 * TOPK) + slot
+        expert = tl.load(fact_ptr, mask=mask, other=-1) - rank * sizes.experts
+        position = tl.load(fact_ptr + TOPK, mask=mask, other=-1)
+        here = (expert >= 0) & (expert < sizes.experts) & (position >= 0)
+        segment = (expert * workspace.world_size + source) * _SEGMENT
+        to_rows = tl.load(segments_ptr + segment, mask=here, other=0) + position
+        copy_listed_rows(result.rows_ptr, to_rows, x_ptr, from_rows, here, rows.x_words,
+                         SLOTS.BLOCK_COLUMNS)  # fmt: skip
+        if SLOTS.SCALED:
+            scales_ptr = _region(workspace, rank, regions.scales_byte, rows.scales_ptr)
+            copy_listed_rows(result.row_scales_ptr, to_rows, scales_ptr, from_rows, here,
+                             rows.scale_words, 32)  # fmt: skip
+        if SLOTS.WEIGHTED:
+            weight = tl.load(fact_ptr + 2 * TOPK, mask=here, other=0)
+            tl.store(result.row_weights_ptr + to_rows, weight, mask=here)
+
+
+@triton.jit(do_not_specialize=["workspace", "sizes"])
+def dispatch_receive_kernel(workspace, rows, result, segments_ptr, regions, sizes,
+                            SLOTS: tl.constexpr):  # fmt: skip
+    """Sort the tokens that arrive by expert: ``result[segment's first row + position] = token``.
+
+    Legend: as of ``dispatch_send_kernel``, which comes before it on the stream and has filled
+    ``segments``; of ``rows`` only sizes and types are looked at. Programs share blocks of tokens out.
+
+    Ordering: a program waits for the slot of the sender whose block it takes, and loads in a branch behind
+    the wait; where that was given up it takes nothing, as the numbers of rows may be anybody's. In a void
+    channel nothing is read. The workspace may be written again after finish_kernel.
+
+    Example: as there. On rank 1 program 0 waits for slot 2 of rank 0's only sender and copies tokens 0 and
+    1 of region 0 to rows 0 and 1: slot 1 of token 0 and slot 0 of token 1 have its expert.
+    """
+    epoch = current_epoch(workspace)
+    world_size = workspace.world_size
+    programs = tl.num_programs(0)
+    counts_ptr = _region(workspace, workspace.rank, regions.counts_byte, segments_ptr)
+    start = tl.zeros((), tl.int32)
+    for step in range(world_size):
+        source = (workspace.rank + world_size - step) % world_size
+        # The first wait for each source: counts of an op that was given up are not to be counted to.
+        slot_byte = workspace.slot_offset + source * 8
+        if wait(workspace, source, slot_byte, epoch) >= epoch:
+            tokens = tl.load(counts_ptr + source * (sizes.experts + _COUNT)).to(tl.int32)
+            end = start + tl.cdiv(tokens, SLOTS.BLOCK_ROWS)
+            for block in range(first_tile(start, tl.program_id(0), programs), end, programs):
+                sender = (block - start) % sizes.senders
+                slot = world_size + source * sizes.senders + sender
+                if wait(workspace, source, workspace.slot_offset + slot * 8, epoch) >= epoch:
+                    number = (block - start) * SLOTS.BLOCK_ROWS + tl.arange(0, SLOTS.BLOCK_ROWS)
+                    _sort_tokens(workspace, rows, result, number, number < tokens, source,
+                                 segments_ptr, regions, sizes, SLOTS)  # fmt: skip
+            start = end

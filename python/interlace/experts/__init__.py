@@ -1,0 +1,30 @@
+"""Mixtures of experts: tokens to their experts and back, as DeepEP's users know it.
+
+``dispatch`` and ``combine``, their low-latency forms, and what goes with them. The fused ops for whole
+layers are :func:`interlace.all_to_all_grouped_matmul` and :func:`interlace.grouped_matmul_combine`. See
+docs/experts.md.
+
+>>> def on_rank():
+...     tokens = torch.full((1, 2), 1.0 + interlace.get_rank())
+...     received, handle = interlace.experts.dispatch(tokens, torch.tensor([[1, 0]]), None, 2)
+...     return interlace.experts.combine(received.x * 10, handle).tolist()
+>>> interlace.run(on_rank, 2)
+[[[20.0, 20.0]], [[40.0, 40.0]]]
+"""
+
+from interlace.experts.low_latency import low_latency_combine, low_latency_dispatch
+from interlace.experts.quantized import dequantize, quantize
+from interlace.experts.rows import combine, dispatch, permute
+from interlace.fused.dispatch import DispatchHandle, Received
+
+__all__ = [
+    "DispatchHandle",
+    "Received",
+    "combine",
+    "dequantize",
+    "dispatch",
+    "low_latency_combine",
+    "low_latency_dispatch",
+    "permute",
+    "quantize",
+]

@@ -1,0 +1,154 @@
+"""The functional forms of dispatch, combine and grouped matmul + combine; in ``interlace.functional``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, RowsAlgorithm
+from interlace.functional.calls import check, ints, keeps, refuse, run_to_list
+from interlace.fused.dispatch import DispatchHandle, Received, Routing, routing_of
+
+Tensor = torch.Tensor
+
+
+def dispatch(
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    *,
+    num_max_dispatch_tokens_per_rank: int,
+    capacity: int | None = None,
+    low_latency: bool = False,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    algorithm: RowsAlgorithm = "auto",
+) -> tuple[Received, DispatchHandle]:
+    """Tokens to the ranks of their experts, as :func:`interlace.experts.dispatch`.
+
+    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as there. A
+    graph must know the shape of the result, so ``num_max_dispatch_tokens_per_rank`` has to be there:
+    ``received.x`` has rows for the worst case, those that nothing came for are zero. ``low_latency``: as
+    :func:`interlace.experts.low_latency_dispatch`. Gradients go to ``x`` and ``topk_weights``: a combine.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``dispatch``
+    with ``num_worst_tokens``.
+
+    >>> def on_rank():
+    ...     x, idx = torch.full((1, 2), 1.0 + interlace.get_rank()), torch.tensor([[0]])
+    ...     how = {"num_max_dispatch_tokens_per_rank": 1}
+    ...     received, handle = functional.dispatch(x, idx, None, 2, **how)
+    ...     return received.x.tolist(), functional.combine(received.x, handle).tolist()
+    >>> interlace.run(on_rank, 2)
+    [([[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0]]), ([[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0]])]
+    """
+    data, scales = x if isinstance(x, (tuple, list)) else (x, None)
+    check("dispatch", group, tag, {"num_experts": num_experts}, x=data, topk_idx=topk_idx)
+    most = num_max_dispatch_tokens_per_rank
+    try:
+        routing = routing_of(num_experts, capacity, most, low_latency, algorithm)
+        if not routing.max_tokens:
+            raise ValueError("give num_max_dispatch_tokens_per_rank: a graph must know shapes")
+    except ValueError as error:
+        refuse("dispatch", group, tag, error)
+    tensors = (data, scales, topk_idx, topk_weights)
+    made = run_to_list("dispatch", group, tag, tensors, *tensors, *routing)
+    return named(made, tensors, routing, group)
+
+
+def named(
+    made: Sequence[Tensor], tensors: tuple[Any, ...], routing: Routing, group: Any
+) -> tuple[Received, DispatchHandle]:
+    """The tensors of a dispatch by name."""
+    _, scales, topk_idx, topk_weights = tensors
+    rows, *rest, segments, inverse = made
+    of_rows = rest.pop(0) if scales is not None else None
+    if routing.packed:
+        experts = segments.shape[0]
+        rows = _by_expert(rows, experts)
+        of_rows = None if of_rows is None else _by_expert(of_rows, experts)
+    received = Received(rows, of_rows, rest[0] if topk_weights is not None else None, segments)
+    return received, DispatchHandle(segments, inverse, topk_idx, topk_weights, routing, group)
+
+
+def _by_expert(rows: Tensor, experts: int) -> Tensor:
+    return rows.view(experts, rows.shape[0] // experts, rows.shape[1])
+
+
+def combine(
+    y: Tensor,
+    handle: DispatchHandle,
+    *,
+    weighted: bool = True,
+    tag: str = "",
+    algorithm: RowsAlgorithm = "auto",
+) -> Tensor:
+    """Rows back to their tokens, and summed by slot, as :func:`interlace.experts.combine`.
+
+    ``y``: ``(rows, n)``, rows as the dispatch's that gave ``handle``; the result is ``(tokens, n)``.
+    ``weighted``: times the weights that the dispatch was given. Gradients go to ``y`` and the weights: a
+    dispatch.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``combine``.
+
+    >>> def on_rank():
+    ...     idx, how = torch.tensor([[0, 1]]), {"num_max_dispatch_tokens_per_rank": 1}
+    ...     weights = torch.tensor([[0.5, 2.0]])
+    ...     received, handle = functional.dispatch(torch.ones(1, 2), idx, weights, 2, **how)
+    ...     return functional.combine(received.x * 2, handle).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[5.0, 5.0]], [[5.0, 5.0]]]
+    """
+    group = handle.group
+    check("combine", group, tag, y=y)
+    rows = y.flatten(0, 1) if handle.routing.packed and y.dim() == 3 else y
+    weights = handle.topk_weights if weighted else None
+    tensors = (rows, handle.segments, handle.inverse, handle.topk_idx, weights)
+    kept = weights is not None and keeps(False, [weights])
+    routing = handle.routing._replace(algorithm=algorithm)
+    return run_to_list("combine", group, tag, tensors, *tensors, kept, *routing)[0]  # type: ignore[no-any-return]
+
+
+def grouped_matmul_combine(
+    input: Tensor,
+    weight: Tensor,
+    splits: Sequence[int],
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    home_splits: Sequence[int],
+    bias: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Experts' rows times their weights, back to their tokens: :func:`interlace.grouped_matmul_combine`.
+
+    ``input`` ``(r, k)``, ``weight`` ``(E / W, k, n)``, ``bias`` ``(E / W, n)``, ``topk_idx`` and
+    ``topk_weights`` ``(t, K)``. Splits are lists of ints: ``splits`` by expert and source rank, what this
+    rank has; ``home_splits`` by expert of all the group's, how many rows this rank has sent, as
+    ``input_splits`` of the grouped matmul before: the backward needs it.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch._grouped_mm``,
+    then ``torch.distributed.all_to_all_single``, then a weighted sum by token.
+
+    >>> def on_rank():  # a token for the expert of each rank
+    ...     rows, weight = torch.ones(2, 4), torch.ones(1, 4, 2)
+    ...     experts = torch.tensor([[0, 1]])
+    ...     how = {"home_splits": [1, 1]}
+    ...     return functional.grouped_matmul_combine(rows, weight, [1, 1], experts, **how).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[8.0, 8.0]], [[8.0, 8.0]]]
+    """
+    op = "grouped_matmul_combine"
+    check(op, group, tag, input=input, weight=weight, bias=bias, topk_idx=topk_idx)
+    received = ints(op, group, tag, "splits", splits)
+    sent = ints(op, group, tag, "home_splits", home_splits)
+    kept = topk_weights is not None and keeps(False, [topk_weights])
+    tensors = (input, weight, bias, topk_idx, topk_weights)
+    given = (sent, received, kept, algorithm, out_dtype)
+    return run_to_list(op, group, tag, tensors, *tensors, *given)[0]  # type: ignore[no-any-return]

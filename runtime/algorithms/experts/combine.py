@@ -1,0 +1,125 @@
+"""The launch side of combine: rows go home, and a token is the sum over its slots.
+
+``fused``    one Triton kernel (``kernels/experts/combine.py``)
+``unfused``  rows put in the order of their homes, an all-to-all, torch sums; any dtype, many nodes.
+             It needs counts on the host.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Combined, ExpertSizes, Rows
+from interlace.kernels.experts.combine import combine_kernel
+from interlace.runtime.algorithms.experts.dispatch import (
+    Bounds,
+    RowExchange,
+    slot_rows,
+    sorted_places,
+)
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+
+Tensor = torch.Tensor
+
+
+def sum_slots(home: Tensor, inverse: Tensor, weights: Tensor | None, output: Tensor) -> None:
+    """``output[t]`` = sum over slots k, in their order, of ``weights[t, k] * home[inverse[t, k]]``."""
+    wide = torch.float64 if output.dtype == torch.float64 else torch.float32
+    total = torch.zeros(output.shape, dtype=wide, device=output.device)
+    if home.shape[0]:
+        for slot in range(inverse.shape[1]):
+            row = inverse[:, slot]
+            value = home[row.clamp(min=0)].to(wide)
+            if weights is not None:
+                value = value * weights[:, slot, None].to(wide)
+            total += torch.where(row[:, None] < 0, 0.0, value)
+    output.copy_(total)
+
+
+@dataclass(frozen=True)
+class Home:
+    """A rank's tokens as rows come back to them: ``inverse`` ``[T, k]``, ``weights`` of slots or None.
+
+    ``output`` ``[T, N]`` gets the sums, ``kept``, if it is there, the rows themselves, ``[T * k, N]``, of
+    which as many are of use as there are.
+    """
+
+    inverse: Tensor
+    weights: Tensor | None
+    output: Tensor
+    kept: Tensor | None = None
+
+    def combined(self) -> Combined:
+        weights = self.output if self.weights is None else self.weights
+        return Combined(self.inverse, weights, self.output, self.output.shape[0])
+
+    def sum_rows(self, communicator: Communicator, home: Tensor) -> None:
+        """Sums of the rows that have come, by torch."""
+
+        def sums() -> None:
+            sum_slots(home, self.inverse, self.weights, self.output)
+
+        if self.kept is not None and home.numel():
+            communicator.compute.copy(self.kept[: home.shape[0]], home, "rows at home")
+        communicator.compute.call(sums, "sums by slot")
+
+    def keep(self, communicator: Communicator, workspace: Workspace) -> None:
+        """Copy the rows that a kernel has waited for."""
+        if self.kept is not None and self.kept.numel():
+            home = workspace.data(communicator.rank, 0, self.kept.shape, self.kept.dtype)
+            communicator.compute.copy(self.kept, home, "rows at home")
+
+
+@dataclass(frozen=True)
+class Combine:
+    """One call: ``rows`` ``[R, N]`` as a dispatch has sorted them, with its ``segments``."""
+
+    communicator: Communicator
+    rows: Tensor
+    segments: Tensor
+    home: Home
+    bounds: Bounds
+
+    def fused(self, configuration: Configuration) -> Event:
+        communicator, bounds = self.communicator, self.bounds
+        experts, world_size, _ = self.segments.shape
+        (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
+        slots = slot_rows(
+            configuration, topk, experts, scaled=False, weighted=self.home.weights is not None
+        )
+        row_bytes = columns * self.rows.element_size()
+        layout = Layout(world_size * bounds.senders, bounds.most_tokens * topk * row_bytes)
+        arguments: dict[str, Any] = {
+            "rows": Rows(self.rows, self.rows.stride(0)),
+            "segments_ptr": self.segments,
+            "combined": self.home.combined(),
+            "sizes": ExpertSizes(
+                0, bounds.most_tokens, experts, bounds.senders, bounds.expert_rows
+            ),
+            "N": columns,
+            "SLOTS": slots,
+        }
+        grid = formulas.persistent_grid(
+            0, world_size * bounds.senders, communicator.place.program_limit
+        )
+        options = {"num_warps": configuration.num_warps, "num_stages": 1}
+
+        def body(workspace: Workspace) -> None:
+            launch = workspace.kernel_launch(combine_kernel, grid, arguments, **options)
+            communicator.compute.launch(launch)
+            self.home.keep(communicator, workspace)
+
+        return communicator.enqueue("combine", layout, body)
+
+    def unfused(self, counts: Tensor) -> Event:
+        """``counts``: ``[W, experts]``, on the CPU, of all ranks."""
+        order = sorted_places(self.segments.cpu()).to(self.rows.device)
+        exchange = RowExchange(self.communicator, counts, self.segments.shape[0])
+        back = exchange.back(self.rows[order])
+        self.home.sum_rows(self.communicator, back)
+        return self.communicator.compute.record()

@@ -1,0 +1,474 @@
+"""Dispatch, combine, grouped matmul + combine on simulated ranks: any routing, dtype and schedule.
+
+Every call runs on poisoned workspaces and outputs. What is moved is compared bit by bit, what is multiplied
+with the bound of ``interlace.reference``.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import interlace
+from interlace import experts, reference
+from interlace.runtime.algorithms.experts.assignment import Assignment, known_segments
+from interlace.runtime.tuning.configuration import override
+from interlace.verify import races
+from support import failure, noise, poisoned, slow_rank, starved
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass
+class Case:
+    """``tokens`` by rank; ``each`` experts of every rank; ``topk`` slots, some of them without one."""
+
+    tokens: list[int]
+    each: int = 2
+    topk: int = 2
+    hidden: int = 8
+    columns: int = 8
+    dtype: torch.dtype = F32
+    algorithm: str = "fused"
+    capacity: int | None = None
+    most: int | None = None
+    low_latency: bool = False
+    weighted: bool = True
+    bias: bool = False
+    seed: int = 0
+    configuration: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def experts(self) -> int:
+        return self.each * self.world
+
+    def x(self, rank: int) -> torch.Tensor:
+        return noise(rank, 1, (self.tokens[rank], self.hidden), F32).to(self.dtype)
+
+    def idx(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(31 * self.seed + rank)
+        chance = torch.rand(self.tokens[rank], self.experts + 1, generator=generator)
+        return chance.argsort(1)[:, : self.topk] - 1  # different ones, now and then none
+
+    def weights(self, rank: int) -> torch.Tensor | None:
+        made = noise(rank, 2, (self.tokens[rank], self.topk), F32)
+        return made if self.weighted else None
+
+    def weight(self) -> torch.Tensor:
+        return noise(9, 3, (self.experts, self.hidden, self.columns), self.dtype)
+
+    def biases(self) -> torch.Tensor | None:
+        return noise(9, 4, (self.experts, self.columns), self.dtype) if self.bias else None
+
+    def chosen(self, rank: int) -> Assignment:
+        bound = (self.capacity or self.most or 0) if self.low_latency else self.capacity or 0
+        return Assignment(self.idx(rank), self.experts, self.world, bound)
+
+    def rows(self, expert: int) -> list[tuple[int, int, int]]:
+        """(source, token, slot) of the rows of an expert, in their order."""
+        found = []
+        for source in range(self.world):
+            here = (self.idx(source) == expert) & (self.chosen(source).position >= 0)
+            found += [(source, t, k) for t, k in here.nonzero().tolist()]
+        return found
+
+    def own(self, rank: int) -> range:
+        return range(rank * self.each, (rank + 1) * self.each)
+
+
+def moved(case: Case) -> Any:
+    """Dispatch, then combine of the rows as they are."""
+    rank = interlace.get_rank()
+    x, idx, weights = case.x(rank), case.idx(rank), case.weights(rank)
+    how = {"algorithm": case.algorithm}
+    if case.low_latency:
+        assert case.most is not None
+        few = (x, idx, case.most, case.experts)
+        received, handle = experts.low_latency_dispatch(*few, use_fp8=False, **how)
+        handle = handle._replace(topk_weights=weights)
+    else:
+        bounds = {"capacity": case.capacity, "num_max_dispatch_tokens_per_rank": case.most}
+        received, handle = experts.dispatch(x, idx, weights, case.experts, **bounds, **how)
+    return received, experts.combine(received.x, handle, **how)
+
+
+def check_moved(case: Case) -> None:
+    with poisoned() as done, override(**case.configuration):
+        results = interlace.run(moved, case.world, case, seed=case.seed)
+    if case.algorithm == "fused" and max(case.tokens):
+        assert done["workspaces"] > 0, "nothing was poisoned"
+    for rank, (received, output) in enumerate(results):
+        found = [case.rows(expert) for expert in case.own(rank)]
+        assert received.num_tokens_per_expert.tolist() == [len(each) for each in found]
+        for expert, rows in enumerate(found):
+            first = int(received.segments[expert, 0, 0])
+            flat = received.x.flatten(0, -2)
+            here, rest = flat[first : first + len(rows)], None
+            expected = [case.x(source)[token] for source, token, _ in rows]
+            assert torch.equal(here, torch.stack(expected) if expected else here[:0])
+            if case.low_latency:
+                rest = received.x[expert, len(rows) :]
+                assert first == expert * received.x.shape[1]
+            elif case.most and expert == case.each - 1:
+                rest = flat[first + len(rows) :]
+            assert rest is None or not rest.any(), "rows that nothing came for are zero"
+            if case.weighted and not case.low_latency:
+                weights = [case.weights(source)[t, k] for source, t, k in rows]  # type: ignore[index]
+                there = received.topk_weights[first : first + len(rows)]
+                assert there.tolist() == [float(w) for w in weights]
+        x = case.x(rank).double()
+        kept = (case.chosen(rank).position >= 0).double().unsqueeze(-1)
+        rows_of = x.unsqueeze(1) * kept
+        exact, bound = reference.combine((rows_of, 0 * rows_of), case.weights(rank), case.dtype)
+        assert output.dtype == case.dtype
+        assert reference.worst_ratio(output, exact, bound) <= 1
+
+
+def multiplied(case: Case) -> Any:
+    rank = interlace.get_rank()
+    own, idx, x = slice(*_ends(case.own(rank))), case.idx(rank), case.x(rank)
+    received, _ = experts.dispatch(x, idx, None, case.experts, algorithm="unfused")
+    bias = case.biases()
+    return interlace.grouped_matmul_combine(
+        received.x,
+        case.weight()[own],
+        received.splits,
+        idx,
+        case.weights(rank),
+        bias=None if bias is None else bias[own],
+        algorithm=case.algorithm,  # type: ignore[arg-type]
+    )
+
+
+def _ends(block: range) -> tuple[int, int]:
+    return block.start, block.stop
+
+
+def check_multiplied(case: Case) -> None:
+    with poisoned(), override(**case.configuration):
+        results = interlace.run(multiplied, case.world, case, seed=case.seed)
+    for rank, output in enumerate(results):
+        idx, x, bias = case.idx(rank), case.x(rank), case.biases()
+        per_slot = [
+            reference.matmul(
+                x[t : t + 1],
+                case.weight()[e],
+                case.dtype,
+                bias=None if bias is None else bias[e],
+                roundings=2,
+            )
+            if e >= 0
+            else (torch.zeros(1, case.columns, dtype=F64),) * 2
+            for t, line in enumerate(idx.tolist())
+            for e in line
+        ]
+        shape = case.tokens[rank], case.topk, case.columns
+        parts = [torch.cat(each).view(shape) for each in zip(*per_slot, strict=True)]
+        rows = (parts[0], parts[1]) if parts else (torch.zeros(shape).double(),) * 2
+        exact, bound = reference.combine(rows, case.weights(rank), case.dtype)  # type: ignore[arg-type]
+        assert output.dtype == case.dtype
+        assert reference.worst_ratio(output, exact, bound) <= 1, f"rank {rank}"
+
+
+BLOCKS = {
+    "copy_rows": st.sampled_from([1, 2, 8]),
+    "copy_columns": st.sampled_from([16, 32]),
+    "programs": st.integers(1, 5),
+}
+TILES = {
+    "block_m": st.sampled_from([16, 32]),
+    "block_n": st.sampled_from([16, 32]),
+    "block_k": st.sampled_from([16, 32]),
+    "group_m": st.sampled_from([1, 8]),
+    "descriptors": st.booleans(),
+    "epilogue_subtile": st.sampled_from([1, 2]),
+    "flatten": st.booleans(),
+}
+
+
+@st.composite
+def cases(draw: Any, *, matmul: bool) -> Case:
+    names = ("fused", "fused", "unfused", "auto", *(("pipelined",) if matmul else ()))
+    algorithm, world = draw(st.sampled_from(names)), draw(st.sampled_from([1, 2, 2, 3, 4]))
+    each, length = draw(st.sampled_from([1, 2, 3])), st.sampled_from([0, 0, 1, 2, 7, 17])
+    dtypes = [F32, F16, BF16] + ([F64] if algorithm in ("auto", "unfused") else [])
+    low_latency = not matmul and draw(st.sampled_from([False, False, True]))
+    blocks = {**BLOCKS, **TILES} if matmul else BLOCKS
+    return Case(
+        tokens=[draw(length) for _ in range(world)],
+        each=each,
+        topk=draw(st.integers(1, min(3, each * world))),
+        hidden=draw(st.sampled_from([0, 1, 8, 37])),
+        columns=draw(st.sampled_from([0, 1, 16, 31])),
+        dtype=draw(st.sampled_from(dtypes)),
+        algorithm=algorithm,
+        capacity=None if matmul or low_latency else draw(st.sampled_from([None, None, 1, 3])),
+        most=None if matmul else (17 if low_latency else draw(st.sampled_from([None, 17, 20]))),
+        low_latency=low_latency,
+        weighted=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        seed=draw(st.integers(0, 1 << 16)),
+        configuration={name: draw(values) for name, values in blocks.items()},
+    )
+
+
+@hypothesis.settings(max_examples=25)
+@given(cases(matmul=False))
+def test_rows_arrive_and_return(case: Case) -> None:
+    check_moved(case)
+
+
+@hypothesis.settings(max_examples=25)
+@given(cases(matmul=True))
+def test_products_return(case: Case) -> None:
+    check_multiplied(case)
+
+
+PLAIN = Case([5, 0, 9], topk=3, hidden=20, columns=37, dtype=BF16, weighted=True)
+SMALL = {
+    "programs": 3,
+    "copy_rows": 4,
+    "copy_columns": 16,
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+}
+
+
+@pytest.mark.parametrize("run", [moved, multiplied])
+def test_bits_do_not_depend_on_timing(run: Any) -> None:
+    """Nor on who is slow, nor, of what is only moved, on the algorithm."""
+    found = []
+    for seed, slow in ((1, 0), (2, 2)):
+        with override(**SMALL), starved(slow_rank(slow)):
+            found.append(interlace.run(run, 3, PLAIN, seed=seed))
+    if run is moved:
+        found.append(interlace.run(run, 3, replace(PLAIN, algorithm="unfused")))
+    results = [[each if run is multiplied else each[1] for each in one] for one in found]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_placement_of_experts_does_not_change_bits() -> None:
+    """The same tokens and experts on one rank and on three."""
+
+    def on_rank(case: Case) -> torch.Tensor:
+        rank, world_size = interlace.get_rank(), interlace.get_world_size()
+        x = torch.cat([case.x(r) for r in range(3)]).chunk(world_size)[rank]
+        idx = torch.cat([case.idx(r) for r in range(3)]).chunk(world_size)[rank]
+        weights = torch.cat([case.weights(r) for r in range(3)]).chunk(world_size)[rank]  # type: ignore[misc]
+        received, handle = experts.dispatch(x, idx, weights, 6, algorithm="fused")
+        factors = torch.arange(6).chunk(world_size)[rank] + 1.0
+        each = factors.to(BF16).repeat_interleave(received.num_tokens_per_expert)
+        return experts.combine(received.x * each.unsqueeze(1) / 3, handle, algorithm="fused")
+
+    case = replace(PLAIN, tokens=[5, 5, 5])
+    (alone,) = interlace.run(on_rank, 1, case)
+    assert torch.equal(alone, torch.cat(interlace.run(on_rank, 3, case)))
+
+
+def test_fp8_travels_with_its_scales() -> None:
+    def on_rank() -> Any:
+        rank = interlace.get_rank()
+        x = noise(rank, 1, (3, 256), BF16)
+        idx = torch.tensor([[0, 1], [1, -1], [1, 0]])
+        received, _ = experts.dispatch(x, idx, None, 2, use_fp8=True)
+        few, _ = experts.low_latency_dispatch(x, idx, 4, 2)
+        return received, few, experts.quantize(x)
+
+    results = interlace.run(on_rank, 2)
+    sent = [each[2] for each in results]
+    for rank, (received, few, _) in enumerate(results):
+        tokens = [[0, 2], [0, 1, 2]][rank]
+        for part in (0, 1):
+            expected = torch.cat([each[part].view(torch.uint8)[tokens] for each in sent])
+            here = (received.x, received.scales)[part].view(torch.uint8)
+            assert torch.equal(here, expected)
+            packed = (few.x, few.scales)[part][0, : len(expected)].view(torch.uint8)
+            assert torch.equal(packed, expected)
+        assert received.x.dtype is FP8
+        assert tuple(few.x.shape) == (1, 8, 256)
+
+
+def test_quantized_numbers_are_near() -> None:
+    x = noise(0, 1, (5, 256), F32)
+    back = experts.dequantize(*experts.quantize(x), dtype=F32)
+    largest = x.view(5, 2, 128).abs().amax(-1, keepdim=True).expand(5, 2, 128).reshape(5, 256)
+    # 4 bits of a number, or of the smallest step, 2**-10 of 448
+    assert ((back - x).abs() <= x.abs() / 16 + largest * 2**-9 / 448 * 1.01).all()
+
+
+def test_no_races_where_some_have_nothing() -> None:
+    def on_rank() -> None:
+        with override(**SMALL):
+            for call in range(3):
+                case = replace(PLAIN, tokens=[[5, 0, 9], [0, 0, 0], [0, 7, 1]][call], dtype=F32)
+                moved(case)
+
+    assert races(on_rank, 3, seeds=2).clean
+
+
+REFUSED = {
+    "num_experts must be a multiple of the world size 2, got 3": {"num_experts": 3},
+    "topk_idx has 2 rows, x has 4": {"topk_idx": torch.zeros(2, 1, dtype=torch.int64)},
+    "topk_idx has expert 7, there are 2": {"topk_idx": torch.full((4, 1), 7)},
+    "topk_idx must be a tensor of integers, got torch.float32": {"topk_idx": torch.zeros(4, 1)},
+    "topk_weights has shape (4, 2), topk_idx (4, 1)": {"topk_weights": torch.ones(4, 2)},
+    "num_max_dispatch_tokens_per_rank is 3, topk_idx has 4 rows": {
+        "num_max_dispatch_tokens_per_rank": 3
+    },
+    "capacity must be a positive int or None, got 0": {"capacity": 0},
+    "hidden must be a multiple of 128": {"use_fp8": True},
+    "x must be of floats or fp8, got torch.int64": {"x": torch.ones(4, 8, dtype=torch.int64)},
+    "the scales of x must have 2 dimensions and 4 rows": {
+        "x": (torch.ones(4, 8), torch.ones(3, 1))
+    },
+    "algorithm must be one of auto, fused, unfused": {"algorithm": "pipelined"},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_misuse_of_dispatch_is_named(text: str) -> None:
+    """On one rank, of which all hear before anything moves."""
+
+    def call() -> None:
+        idx = torch.zeros(4, 1, dtype=torch.int64)
+        given = {"x": torch.ones(4, 8), "topk_idx": idx, "topk_weights": None, "num_experts": 2}
+        experts.dispatch(**given | (REFUSED[text] if interlace.get_rank() else {}))
+
+    error = failure(call, 2)
+    assert text in str(error), str(error)
+
+
+UNLIKE: dict[str, Any] = {
+    "capacity differs between ranks: 0 on rank 0, 1 on rank 1": {"capacity": 1},
+    "k of topk_idx differs between ranks": {"topk_idx": torch.zeros(4, 2, dtype=torch.int64)},
+    "hidden of x differs between ranks: 8 on rank 0, 4 on rank 1": {"x": torch.ones(4, 4)},
+    "whether there are topk_weights differs": {"topk_weights": torch.ones(4, 1)},
+    "dtype of x differs between ranks": {"x": torch.ones(4, 8, dtype=BF16)},
+}
+
+
+@pytest.mark.parametrize("text", UNLIKE)
+def test_ranks_must_agree(text: str) -> None:
+    def call() -> None:
+        idx = torch.zeros(4, 1, dtype=torch.int64)
+        given = {"x": torch.ones(4, 8), "topk_idx": idx, "topk_weights": None, "num_experts": 2}
+        experts.dispatch(**given | (UNLIKE[text] if interlace.get_rank() else {}))
+
+    error = failure(call, 2)
+    assert text in str(error), str(error)
+
+
+def test_splits_must_be_those_of_the_tokens() -> None:
+    def call() -> None:
+        idx = torch.tensor([[0], [1]])
+        splits = [1, 2] if interlace.get_rank() else [1, 1]
+        rows = torch.ones(sum(splits), 4)
+        interlace.grouped_matmul_combine(rows, torch.ones(1, 4, 2), splits, idx)
+
+    text = "splits on rank 1 have 2 rows of expert 1 from rank 1, topk_idx has 1 on rank 1"
+    assert text in str(failure(call, 2))
+
+
+def test_combine_needs_all_rows() -> None:
+    def call() -> None:
+        received, handle = experts.dispatch(torch.ones(2, 4), torch.tensor([[0], [1]]), None, 2)
+        experts.combine(received.x[:1], handle)
+
+    assert "y has 1 rows, the dispatch has made 2" in str(failure(call, 2))
+
+
+def gradients(how: str) -> list[str]:
+    """What is wrong on this rank, compared with one process's autograd."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    case = Case([5, 0, 9][:world_size], topk=3, hidden=8, columns=4, dtype=F64, seed=5)
+    ups, downs = case.weight(), noise(8, 5, (case.experts, 4, 8), F64)
+    ups, downs = ups.requires_grad_(), downs.requires_grad_()
+    xs = [case.x(r).requires_grad_() for r in range(world_size)]
+    ws = [case.weights(r).requires_grad_() for r in range(world_size)]  # type: ignore[union-attr]
+    total = torch.zeros((), dtype=F64)
+    for r in range(world_size):
+        idx = case.idx(r)
+        valid, some = (idx >= 0), idx.clamp(min=0)
+        hidden = torch.einsum("th,tkhn->tkn", xs[r], ups[some]).relu()
+        y = torch.einsum("tk,tkn,tknh->th", ws[r] * valid, hidden, downs[some])
+        total = total + (y * y).sum()
+    total.backward()
+    idx, own = case.idx(rank), slice(*_ends(case.own(rank)))
+    x, w = xs[rank].detach().requires_grad_(), ws[rank].detach().requires_grad_()
+    up, down = (each[own].detach().requires_grad_() for each in (ups, downs))
+    if how == "matmuls":
+        rows, sent = experts.permute(x, idx, case.experts)
+        grouped = interlace.all_to_all_grouped_matmul(rows, up, sent, activation="relu")
+        y = interlace.grouped_matmul_combine(grouped[0], down, grouped[1], idx, w)
+    else:
+        received, handle = experts.dispatch(x, idx, w, case.experts)
+        parts = received.x.split(received.num_tokens_per_expert.tolist())
+        made = torch.cat([(p @ up[e]).relu() @ down[e] for e, p in enumerate(parts)])
+        if how == "weighted there":
+            made = made * received.topk_weights.unsqueeze(1)
+        y = experts.combine(made, handle, weighted=how == "weighted here")
+    (y * y).sum().backward()
+    pairs = {
+        "x": (x.grad, xs[rank].grad),
+        "weights": (w.grad, ws[rank].grad),
+        "up": (up.grad, ups.grad[own]),  # type: ignore[index]
+        "down": (down.grad, downs.grad[own]),  # type: ignore[index]
+    }
+    bound = {"weights": 1e-5}
+    return [
+        name
+        for name, (mine, exact) in pairs.items()
+        if mine is None or not torch.allclose(mine, exact, rtol=bound.get(name, 1e-6), atol=1e-6)
+    ]
+
+
+@pytest.mark.parametrize("how", ["matmuls", "weighted here", "weighted there"])
+def test_gradients(how: str) -> None:
+    assert interlace.run(gradients, 3, how) == [[]] * 3
+
+
+# -- who goes where ------------------------------------------------------------------------------------
+
+CHOICES = st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_size=7)
+
+
+@given(CHOICES, st.sampled_from([0, 1, 2]))
+def test_assignments(choices: list[list[int]], capacity: int) -> None:
+    """Also where a token names an expert twice."""
+    idx = torch.tensor(choices, dtype=torch.int64).view(-1, 2)
+    chosen = Assignment(idx, 6, 3, capacity)
+    flat = idx.flatten().tolist()
+    rows = [(e, slot) for e in range(6) for slot in [s for s, each in enumerate(flat) if each == e]]
+    kept: list[int] = []
+    for e in range(6):
+        own = [slot for each, slot in rows if each == e]
+        kept += own[: capacity or None]
+    assert chosen.slots(len(kept)).tolist() == kept
+    inverse = chosen.inverse.flatten().tolist()
+    assert [inverse.index(row) for row in range(len(kept))] == kept
+    assert sum(each >= 0 for each in inverse) == len(kept)
+    assert chosen.counts.tolist() == [sum(flat[slot] == e for slot in kept) for e in range(6)]
+    lines, tokens = chosen.count_lines().tolist(), chosen.tokens().tolist()
+    for rank in range(3):
+        there = [
+            t for t in range(len(choices)) if {s // 2 for s in kept if flat[s] // 2 == rank} & {t}
+        ]
+        assert lines[rank][0] == len(there)
+        assert tokens[rank][: len(there)] == there
+
+
+def test_segments_are_those_of_the_docstring() -> None:
+    counts = torch.tensor([[1, 2], [0, 0]])
+    assert known_segments(counts, 0, 1).tolist() == [[[0, 1, 0], [1, 0, 0]]]
+    assert known_segments(counts, 1, 1).tolist() == [[[0, 2, 1], [2, 0, 0]]]
