@@ -268,3 +268,71 @@ class NodeSlots(NamedTuple):
     slots_each: Any
     landing_slot: Any
     landed_slot: Any
+
+
+class Heads(NamedTuple):
+    """Of an attention: ``heads`` of queries, of which ``per_key`` share a head of the keys.
+
+    Query head h sees key head ``(h + first_head) // per_key``: a rank may have a part of the heads.
+    """
+
+    batches: Any
+    heads: Any
+    key_heads: Any
+    per_key: Any
+    first_head: Any
+
+
+class Queries(NamedTuple):
+    """``[rows, batches, heads, HEAD_DIM]``, contiguous along the last: queries, or what has their shape."""
+
+    ptr: Any
+    stride: Any
+    stride_b: Any
+    stride_h: Any
+
+
+class Spans(NamedTuple):
+    """int64 ``[batches, rows, 2]``: the positions of the keys that a query row sees, from one to below the
+    other. ``span_stride``: elements between batches, 0 where all are alike."""
+
+    ptr: Any
+    span_stride: Any
+
+
+class Partials(NamedTuple):
+    """Results over one part of the keys each, fp32: ``[parts, batches, heads, rows, HEAD_DIM]``, and the
+    logarithms, to base 2, of the sums of exponentials, ``[parts, batches, heads, rows]``."""
+
+    ptr: Any
+    lse_ptr: Any
+    rows: Any
+
+
+class KeyPart(NamedTuple):
+    """Keys of one part: ``rows`` from ``position`` of the sequence on, then ``more_rows``."""
+
+    number: Any
+    rows: Any
+    position: Any
+    more_rows: Any
+    more_position: Any
+
+
+class RowSums(NamedTuple):
+    """Of every query row, fp32 ``[batches, heads, rows]``: the logarithm, to base 2, of its sum of
+    exponentials, infinite where it sees no key; and what its gradients are taken relative to."""
+
+    lse_ptr: Any
+    delta_ptr: Any
+    rows: Any
+
+
+class AttentionTiles(NamedTuple):
+    """Constants of an attention: query rows, keys, and the head's size, rounded up to a power of two."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    HEAD_DIM: int
+    INPUT_PRECISION: str

@@ -26,6 +26,7 @@ FOLDERS = {
     "kernels/collectives": "kernels",
     "kernels/experts": "kernels",
     "kernels/fused": "kernels kernels/collectives kernels/experts",
+    "kernels/attention": "kernels",
     "kernels/nodes": "kernels kernels/collectives kernels/fused",
     "runtime": "",
     "runtime/compat": "",
@@ -45,10 +46,13 @@ FOLDERS = {
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
     "runtime/algorithms/experts": "runtime/algorithms runtime/core runtime/tuning",
+    "runtime/algorithms/attention": (
+        "runtime/algorithms runtime/core runtime/numerics runtime/tuning"
+    ),
     "runtime/compiler/lint": "runtime/core runtime/tuning",
     "runtime/compiler": (
-        "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/compiler/lint "
-        "runtime/core runtime/tuning"
+        "runtime/algorithms runtime/algorithms/attention runtime/algorithms/experts runtime/compat "
+        "runtime/compiler/lint runtime/core runtime/tuning"
     ),
     "runtime/programs": (
         "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/scheduler"
@@ -92,12 +96,15 @@ FOLDERS = {
         "interlace/arguments interlace/collectives runtime/algorithms runtime/algorithms/experts "
         "runtime/core runtime/tuning"
     ),
+    "interlace/attention": (
+        "interlace/arguments runtime/algorithms/attention runtime/core runtime/tuning"
+    ),
     "interlace/ops/eager": (
         "interlace/arguments interlace/collectives interlace/fused runtime/algorithms "
         "runtime/compat runtime/core runtime/tuning"
     ),
     "interlace/ops": (
-        "interlace/arguments interlace/fused interlace/groups interlace/ops/eager "
+        "interlace/arguments interlace/attention interlace/fused interlace/groups interlace/ops/eager "
         "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core runtime/numerics"
     ),
     "interlace/compile": "interlace/ops runtime/compat runtime/tuning",
@@ -105,8 +112,9 @@ FOLDERS = {
         "interlace/arguments interlace/fused interlace/groups interlace/ops runtime/compat"
     ),
     "interlace/nn/functions": (
-        "interlace/arguments interlace/collectives interlace/groups "
-        "interlace/ops interlace/ops/eager runtime/algorithms runtime/core"
+        "interlace/arguments interlace/attention interlace/collectives interlace/functional "
+        "interlace/groups interlace/ops interlace/ops/eager runtime/algorithms "
+        "runtime/algorithms/attention runtime/core"
     ),
     "interlace/process_group": (
         "interlace/collectives interlace/groups runtime/compat runtime/core "

@@ -39,6 +39,7 @@ from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.multimem import BySwitch
 from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.compiler.catalogue_attention import attention
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.catalogue_nodes import NODE_RANKS, between_nodes
 from interlace.runtime.compiler.request import Entry as Entry
@@ -66,6 +67,7 @@ def entries(arch: int) -> list[Entry]:
         *_collectives(arch),
         *_fused(arch),
         *_experts(arch),
+        *attention(arch),
         *between_nodes(arch),
     ]
 

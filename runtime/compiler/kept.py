@@ -18,8 +18,8 @@ import secrets
 import types
 from typing import Any
 
+from interlace.runtime.compat.kernel_code import named
 from interlace.runtime.compat.triton_launcher import version_and_settings
-from interlace.runtime.compiler.kernel_code import named
 from interlace.runtime.compiler.request import Compilation, Measurement
 
 _NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton.language as tl
 
-from interlace.runtime.compiler.kernel_code import named
+from interlace.runtime.compat.kernel_code import named
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.instruction import InlineAssemblyError

@@ -1,10 +1,11 @@
 """The table: what runs where nobody has measured. To change a default, change a row; to add one, add a row.
 
-Four parts, each plain rows whose last entry says where the row comes from:
+Five parts, each plain rows whose last entry says where the row comes from:
 
 TILES       how a matmul is cut up, by architecture, dtype and extents. The first that fits is the default;
             all that fit are what the cost model chooses from.
 SHAPES      what one op does with matmuls of about one shape on about so many ranks
+ATTENTION   rows of queries and keys that a program has at a time, by head size
 THRESHOLDS  sizes from which on another way is taken
 INTERPRETED tiles in the interpreter, which wants few and large ones
 
@@ -81,6 +82,20 @@ class Shape(NamedTuple):
     source: str
 
 
+class AttentionTile(NamedTuple):
+    """``head_dim``: the largest head for which the row is; ``way``: "forward" or "backward"."""
+
+    arch: int | str
+    dtype: str
+    way: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    source: str
+
+
 class Threshold(NamedTuple):
     """``place``: "gpu", "cpu", or "" for both."""
 
@@ -135,6 +150,26 @@ FEW_ROWS = 64
 # ptxas of Triton 3.6 spills on 10.0.
 GROUPED: dict[tuple[str, str], Values] = {("16 bit", "odd N"): {"epilogue_subtile": 2}}
 
+_FITS = "assumed: compiles without spills on 8.0, 9.0 and 10.0; never run on a GPU"
+ATTENTION = tuple(
+    AttentionTile(ANY, *row, _FITS)
+    for row in (
+        # dtype    way         head   m    n  warps stages
+        ("16 bit", "forward",    64, 128,  64,  8,    2),
+        ("16 bit", "forward",   128, 128,  64,  8,    2),
+        ("16 bit", "forward",   256,  64,  32,  8,    2),
+        ("16 bit", "backward",   64,  64,  64,  8,    2),
+        ("16 bit", "backward",  128,  64,  32,  8,    2),
+        ("16 bit", "backward",  256,  32,  32,  8,    1),
+        # without tensor cores operands need registers too
+        ("fp32",   "forward",    64,  32,  16,  4,    1),
+        ("fp32",   "forward",   128,  16,  16,  4,    1),
+        ("fp32",   "forward",   256,  16,  32,  8,    1),
+        ("fp32",   "backward",   64,  32,  32,  8,    1),
+        ("fp32",   "backward",  128,  16,  16,  8,    1),
+    )
+)
+
 # Who sends the chunks of an all-gather, and how: where SHAPES and the cost model say nothing.
 SENDING = {"copiers": 8, "chunks": 4, "copy_rows": 16, "copy_columns": 512}
 SENDING_FP32 = {**SENDING, "copy_columns": 256}
@@ -182,6 +217,8 @@ THRESHOLDS = (
               "assumed: no measurement; words with flags move twice the bytes"),
     # of the gathered input, of the product: up to here a CPU's engine moves them, beyond peers' memory
     Threshold("engine_gather_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
+    # of all ranks' keys and values: beyond, a ring with room for two ranks' is taken
+    Threshold("ring_attention_bytes",     "gpu", 2 << 30, "assumed: gathered keys beside a model's memory"),
     Threshold("engine_reduce_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
 )
 

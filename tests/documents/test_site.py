@@ -31,6 +31,7 @@ PUBLIC = (
     "interlace.symmetric_memory",
     "interlace.tensor",
     "interlace.nn",
+    "interlace.nn.functional",
     "interlace.integrations.megatron",
     "interlace.integrations.ray",
     "interlace.benchmark",

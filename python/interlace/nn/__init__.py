@@ -5,6 +5,7 @@ them. Weights, initialisation and checkpoints are those of the unsharded layers 
 number of ranks. See docs/layers.md.
 """
 
+from interlace.nn import functional as functional
 from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
 from interlace.nn.functions.regions import (
     copy_to_group,
@@ -15,6 +16,7 @@ from interlace.nn.functions.regions import (
     scatter_to_group,
 )
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.nn.layers.attention import ContextParallelAttention
 from interlace.nn.layers.cross_entropy import (
     VocabParallelCrossEntropy,
     vocab_parallel_cross_entropy,
@@ -34,6 +36,7 @@ from interlace.nn.parameters.state_dicts import full_state_dict, sharded_state_d
 
 __all__ = [
     "ColumnParallelLinear",
+    "ContextParallelAttention",
     "DeferredWeightGradients",
     "LayerNorm",
     "QKVParallelLinear",

@@ -9,7 +9,7 @@ import torch
 from interlace.fused import gather, reduce
 from interlace.fused.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.groups import specs
-from interlace.ops import experts, gradients, grouped, inductor, undispatched
+from interlace.ops import attention, experts, gradients, grouped, inductor, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
@@ -134,6 +134,22 @@ OPS = (
         experts.start_products,
         experts.products,
         (experts.setup_products, experts.products_backward),
+        "Tensor[]",
+    ),
+    Op(
+        "context_parallel_attention",
+        attention.ARGUMENTS,
+        attention.start,
+        attention.fake,
+        (attention.setup, attention.backward),
+        "Tensor[]",
+    ),
+    Op(
+        "context_parallel_attention_backward",
+        attention.BACKWARD_ARGUMENTS,
+        attention.start_backward,
+        attention.fake_backward,
+        None,
         "Tensor[]",
     ),
     Op(

@@ -1,0 +1,183 @@
+"""Tiles of an attention: rows of queries, keys, scores, and the online softmax over them.
+
+Legend: queries are ``[rows, batches, heads, D]`` with any strides but the last. Keys and values are
+*packed*: row n is ``[2, batches, key heads, D]``, keys first, so that both travel as one row of a matrix,
+and K and V of a head lie ``batches * key_heads * D`` elements apart.
+
+What a query sees is one interval of positions (``Spans``): causal masks, windows and packed sequences
+are all that. Keys know their positions because a part is one or two runs of the whole sequence (two where
+a rank has one chunk from the front and one from the back).
+
+Scores are kept to base 2, multiplied by ``scale * log2(e)``: the hardware has exp2. All sums are fp32.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.kernels.arguments import KeyPart
+from interlace.kernels.matmul import tile_offsets
+from interlace.kernels.transfer import table_line
+
+PART_COLUMNS = 9
+_PART = tl.constexpr(PART_COLUMNS)
+_FAR = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def part_line(parts_ptr, number):
+    """(source, first row of its keys, first slot, slots), and the ``KeyPart``, of a line of the table."""
+    values = table_line(parts_ptr, number, _PART)
+    part = KeyPart(
+        values[1],
+        values[3].to(tl.int32),
+        values[4].to(tl.int32),
+        values[5].to(tl.int32),
+        values[6].to(tl.int32),
+    )
+    return values[0], values[2], values[7], values[8], part
+
+
+@triton.jit
+def place_of_tile(tile, tiles_m, heads):
+    """(row of tiles, batch, query head) of a tile: heads one after another, whose programs share keys."""
+    head = tile // tiles_m
+    return tile % tiles_m, head // heads.heads, head % heads.heads
+
+
+@triton.jit
+def row_elements(of, batch, head, offs_m, TILES: tl.constexpr):
+    """Pointers to the elements of rows ``offs_m`` of a head."""
+    offs_d = tl.arange(0, TILES.BLOCK_D)
+    # int64 before the products: a batch times its stride may pass 2**31 elements.
+    head_ptr = of.ptr + batch.to(tl.int64) * of.stride_b + head.to(tl.int64) * of.stride_h
+    return head_ptr + offs_m[:, None] * of.stride + offs_d[None, :]
+
+
+@triton.jit
+def row_mask(offs_m, rows, TILES: tl.constexpr):
+    return (offs_m < rows)[:, None] & (tl.arange(0, TILES.BLOCK_D) < TILES.HEAD_DIM)[None, :]
+
+
+@triton.jit
+def load_rows(of, rows, batch, head, tile_m, TILES: tl.constexpr):
+    """A tile of a head's rows; zeros beyond the last."""
+    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    pointers = row_elements(of, batch, head, offs_m, TILES)
+    return tl.load(pointers, mask=row_mask(offs_m, rows, TILES), other=0.0)
+
+
+@triton.jit
+def load_spans(spans, rows, batch, tile_m, TILES: tl.constexpr):
+    """(low, high) of each row of a tile; what sees nothing has a low that no position reaches."""
+    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    lines = spans.ptr + batch.to(tl.int64) * spans.span_stride + offs_m * 2
+    low = tl.load(lines, mask=offs_m < rows, other=0).to(tl.int32)
+    high = tl.load(lines + 1, mask=offs_m < rows, other=0).to(tl.int32)
+    # So the least of all is that of a row that does see something.
+    return tl.where(low < high, low, _FAR), high
+
+
+@triton.jit
+def key_head(heads, head):
+    return (head + heads.first_head) // heads.per_key
+
+
+@triton.jit
+def key_elements(keys_ptr, stride, heads, batch, of_head, offs_n, TILES: tl.constexpr):
+    """Pointers to the keys of rows ``offs_n`` of a key head; its values: ``values_offset`` further."""
+    offs_d = tl.arange(0, TILES.BLOCK_D)
+    column = (batch * heads.key_heads + of_head).to(tl.int64) * TILES.HEAD_DIM
+    return keys_ptr + column + offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
+
+
+@triton.jit
+def values_offset(heads, TILES: tl.constexpr):
+    return heads.batches * heads.key_heads * TILES.HEAD_DIM
+
+
+@triton.jit
+def sees(low, high, positions):
+    """``[M, N]``: whether a row sees the key at a position."""
+    return (low[:, None] <= positions[None, :]) & (positions[None, :] < high[:, None])
+
+
+@triton.jit
+def first_and_end(low, high, rows, position, TILES: tl.constexpr):
+    """The keys of a run that some row of a tile may see: from a whole tile of keys on, to below an end."""
+    first = tl.maximum(tl.min(low) - position, 0) // TILES.BLOCK_N * TILES.BLOCK_N
+    # low may be _FAR where nothing is seen; then high is 0, and there is no tile in between.
+    return first, tl.minimum(rows, tl.max(high) - position)
+
+
+@triton.jit
+def scores(query, key, valid, scale, TILES: tl.constexpr):
+    """``query @ key.T * scale``, -inf where it is not ``valid``."""
+    product = tl.dot(query, tl.trans(key), input_precision=TILES.INPUT_PRECISION)
+    return tl.where(valid, product * scale, float("-inf"))
+
+
+@triton.jit
+def attend_run(query, acc, largest, total, low, high, keys_ptr, stride, heads_offset, rows, position,
+               scale, TILES: tl.constexpr):  # fmt: skip
+    """The online softmax goes on over ``rows`` keys from ``position`` of the sequence on.
+
+    State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, of the
+    weights. ``heads_offset``: (pointer offsets of the head's keys), see ``key_elements``.
+    """
+    offs_d = tl.arange(0, TILES.BLOCK_D)
+    first, end = first_and_end(low, high, rows, position, TILES)
+    column, to_values = heads_offset
+    for n in range(first, end, TILES.BLOCK_N):
+        offs_n = n + tl.arange(0, TILES.BLOCK_N)
+        mask = (offs_n < rows)[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
+        pointers = keys_ptr + column + offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
+        key = tl.load(pointers, mask=mask, other=0.0)
+        valid = sees(low, high, position + offs_n) & (offs_n < rows)[None, :]
+        score = scores(query, key, valid, scale, TILES)
+        highest = tl.maximum(largest, tl.max(score, 1))
+        # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(score - base[:, None])
+        before = tl.exp2(largest - base)
+        total = total * before + tl.sum(weight, 1)
+        value = tl.load(pointers + to_values, mask=mask, other=0.0)
+        acc = acc * before[:, None]
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=TILES.INPUT_PRECISION)
+        largest = highest
+    return acc, largest, total
+
+
+@triton.jit
+def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, scale,
+                TILES: tl.constexpr):  # fmt: skip
+    """One tile of queries over the keys of ``part``, which begin at ``keys_ptr``: a partial result."""
+    rows = partials.rows
+    tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
+    tile_m, batch, head = place_of_tile(tile, tiles_m, heads)
+    query = load_rows(queries, rows, batch, head, tile_m, TILES)
+    low, high = load_spans(spans, rows, batch, tile_m, TILES)
+    of_head = key_head(heads, head)
+    column = (batch * heads.key_heads + of_head).to(tl.int64) * TILES.HEAD_DIM
+    heads_offset = (column, values_offset(heads, TILES))
+    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
+    largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
+    acc, largest, total = attend_run(query, acc, largest, total, low, high, keys_ptr, stride,
+                                     heads_offset, part.rows, part.position, scale, TILES)  # fmt: skip
+    if part.more_rows > 0:
+        more_ptr = keys_ptr + part.rows.to(tl.int64) * stride
+        acc, largest, total = attend_run(query, acc, largest, total, low, high, more_ptr, stride,
+                                         heads_offset, part.more_rows, part.more_position,
+                                         scale, TILES)  # fmt: skip
+    # Rows that see nothing here have a sum of 0: their result is 0, its weight 2 ** -inf.
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    acc = acc / total[:, None]
+    lse = tl.where(nothing, float("-inf"), largest + tl.log2(total))
+    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    of_part = part.number * heads.batches * heads.heads + batch * heads.heads + head
+    lines = of_part * rows + offs_m
+    offs_d = tl.arange(0, TILES.BLOCK_D)
+    pointers = partials.ptr + lines[:, None] * TILES.HEAD_DIM + offs_d[None, :]
+    tl.store(pointers, acc, mask=row_mask(offs_m, rows, TILES))
+    tl.store(partials.lse_ptr + lines, lse, mask=offs_m < rows)

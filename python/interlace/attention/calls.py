@@ -1,0 +1,311 @@
+"""The attention op and its backward: arguments checked and agreed on, a method and an algorithm chosen.
+
+A call is validated, agreed on with the other ranks (one small host message, which brings everybody's number
+of tokens along; a mismatch raises on every rank before any data moves), and handed to one of the algorithms
+in ``runtime/algorithms/attention``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.arguments import checks
+from interlace.runtime.algorithms.attention import exchange, gather, travelling
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
+from interlace.runtime.algorithms.attention.shards import (
+    BALANCES,
+    NO_LIMIT,
+    AttentionMask,
+    TokenShards,
+)
+from interlace.runtime.core.call import PreparedCall
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention, differentiable
+from interlace.runtime.tuning.auto import FUSED_DTYPES
+from interlace.runtime.tuning.table import threshold
+
+FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
+METHODS = ("auto", "all_gather", "ring", "ulysses")
+LAYOUTS = ("bshd", "sbhd")
+RING_BYTES = threshold("ring_attention_bytes")
+Tensor = torch.Tensor
+
+
+class AttentionOptions(NamedTuple):
+    """The arguments of a call that are no tensors; see ``nn.functional.context_parallel_attention``."""
+
+    method: str = "auto"
+    causal: bool = False
+    scale: float | None = None
+    window: Sequence[int] | None = None
+    layout: str = "bshd"
+    balance: str = "zigzag"
+    algorithm: str = "auto"
+
+
+class CheckedAttention(NamedTuple):
+    """The tensors of a call as ``[tokens, batches, heads, size]``, checked on this rank."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    documents: Tensor | None
+    mask: AttentionMask
+    scale: float
+    method: str
+    algorithm: str
+
+
+def tokens_first(tensor: Tensor, layout: str) -> Tensor:
+    """``[tokens, batches, heads, size]``, of either layout, and back."""
+    return tensor.transpose(0, 1) if layout == "bshd" else tensor
+
+
+def checked(
+    communicator: Communicator,
+    query: Any,
+    key: Any,
+    value: Any,
+    documents: Any,
+    options: AttentionOptions,
+) -> CheckedAttention:
+    """The arguments, if they fit together on this rank."""
+    layout = checks.one_of("layout", options.layout, LAYOUTS)
+    checks.one_of("balance", options.balance, BALANCES)
+    method = checks.one_of("method", options.method, METHODS)
+    algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
+    given = {"query": query, "key": key, "value": value}
+    tensors = [checks.tensor(name, each, communicator) for name, each in given.items()]
+    query, key, value = tensors
+    for name, each in zip(given, tensors, strict=True):
+        checks.float_dtype(name, each.dtype)
+        checks.same_dtype(name, each.dtype, "query", query.dtype)
+        if each.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions ({layout}), got shape {tuple(each.shape)}"
+            )
+    if key.shape != value.shape:
+        raise ValueError(f"value has shape {tuple(value.shape)}, key has {tuple(key.shape)}")
+    for dim, what in ((0, layout[0]), (1, layout[1]), (3, "d")):
+        if key.shape[dim] != query.shape[dim]:
+            raise ValueError(
+                f"key has {what} = {key.shape[dim]} (shape {tuple(key.shape)}), query has {what} = "
+                f"{query.shape[dim]} (shape {tuple(query.shape)})"
+            )
+    heads, key_heads, size = query.shape[2], key.shape[2], query.shape[3]
+    if (heads % key_heads) if key_heads else heads:
+        raise ValueError(f"key has {key_heads} heads, which does not divide query's {heads}")
+    if not size:
+        raise ValueError(f"query has heads of size 0 (shape {tuple(query.shape)})")
+    mask = AttentionMask(bool(options.causal), _window(options.window))
+    for name, dtype in (("query", query.dtype),):
+        if algorithm == "fused" and dtype not in FUSED_DTYPES:
+            raise TypeError(
+                f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype}; '
+                f'use "unfused" or "auto"'
+            )
+    if algorithm == "fused" and size > LARGEST_HEAD:
+        raise ValueError(
+            f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {size}; use "unfused" or "auto"'
+        )
+    if options.scale is None:
+        scale = 1 / math.sqrt(size)
+    elif isinstance(options.scale, bool) or not isinstance(options.scale, (int, float)):
+        raise TypeError(f"scale must be a number or None, got {options.scale!r}")
+    else:
+        scale = float(options.scale)
+    if documents is not None:
+        documents = checks.tensor("cu_seqlens", documents, communicator)
+        if documents.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens must be int32 or int64, got {documents.dtype}")
+        if documents.dim() != 1 or not documents.numel():
+            raise ValueError(
+                f"cu_seqlens must have 1 dimension and an entry, got shape {tuple(documents.shape)}"
+            )
+        if documents.is_cpu and (documents[0] != 0 or bool((documents.diff() < 0).any())):
+            raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
+    query, key, value = (tokens_first(each, layout) for each in tensors)
+    return CheckedAttention(query, key, value, documents, mask, scale, method, algorithm)
+
+
+def _window(value: Any) -> tuple[int, int]:
+    if value is None:
+        return NO_LIMIT, NO_LIMIT
+    if isinstance(value, Tensor) or not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(f"window must be None or two ints (before, after), got {value!r}")
+    pair = checks.integer("window[0]", value[0]), checks.integer("window[1]", value[1])
+    if min(pair) < NO_LIMIT:
+        raise ValueError(f"window must be two numbers of keys, -1 for all, got {list(value)}")
+    return pair
+
+
+def _agreed(
+    communicator: Communicator, op: str, call: CheckedAttention, options: AttentionOptions
+) -> AttentionProblem:
+    """The problem, with everybody's tokens; raises alike on all ranks."""
+    rows, batches, heads, size = call.query.shape
+    documents: Any = None
+    if call.documents is not None:
+        # numbers on a GPU are not waited for
+        on_cpu = call.documents.is_cpu
+        documents = tuple(call.documents.tolist()) if on_cpu else call.documents.shape[0]
+    terms = (
+        ("dtype of query", call.query.dtype),
+        ("batches of query", batches),
+        ("heads of query", heads),
+        ("heads of key", call.key.shape[2]),
+        ("the size of heads", size),
+        ("method", call.method),
+        ("causal", call.mask.causal),
+        ("scale", call.scale),
+        ("window", call.mask.window),
+        ("layout", options.layout),
+        ("balance", options.balance),
+        ("algorithm", call.algorithm),
+        ("cu_seqlens", documents),
+        ("configuration", configuration.OVERRIDE.get()),
+    )
+    lengths = tuple(communicator.parts(communicator.call_of(op, terms, rows)))
+    shards = TokenShards(lengths, options.balance)
+    if isinstance(documents, tuple) and documents[-1] > shards.total:
+        raise ValueError(
+            f"{op}: cu_seqlens ends at {documents[-1]}, the ranks have {shards.total} tokens "
+            f"({list(lengths)} by rank)"
+        )
+    per_key = heads // call.key.shape[2] if heads else 1
+    return AttentionProblem(
+        communicator, op, call.query, call.key, call.value, shards, call.mask, call.documents,
+        call.scale, per_key,
+    )  # fmt: skip
+
+
+class Way(NamedTuple):
+    """How a call is done."""
+
+    method: str
+    algorithm: str
+
+
+def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
+    """Chosen from what all ranks know alike."""
+    place, shards = problem.communicator.place, problem.shards
+    size, dtype = call.query.shape[3], call.query.dtype
+    algorithm = call.algorithm
+    if algorithm == "auto":
+        if dtype not in FUSED_DTYPES or size > LARGEST_HEAD:
+            algorithm = "pipelined"
+        else:
+            algorithm = "pipelined" if place.direct_access else "fused"
+        if place.nodes is not None:
+            algorithm = "unfused"
+    if algorithm != "unfused" and place.nodes is not None:
+        raise ValueError(
+            f'{problem.op}: algorithm="{algorithm}" works within one node, the group has several; use '
+            '"unfused" or "auto"'
+        )
+    method = call.method
+    if method == "auto":
+        method = "all_gather"
+        heads, key_heads, world = call.query.shape[2], call.key.shape[2], shards.world_size
+        row = problem.row_elements * dtype.itemsize
+        if not place.direct_access:
+            # of a token: what comes to a rank by gathering keys and values, and by exchanging heads
+            gathered, exchanged = 2 * key_heads, 2 * (heads + key_heads) / world
+            if not (heads % world or key_heads % world) and exchanged < gathered:
+                method = "ulysses"
+            elif shards.total * row > RING_BYTES:
+                method = "ring"
+    if op_ranges := profiled_op.get():
+        op_ranges.begin(f"{method} {algorithm}")
+    return Way(method, algorithm)
+
+
+def prepared(
+    communicator: Communicator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+) -> PreparedCall:
+    """Checked on this rank; ``output`` and ``lse`` get the results."""
+    call = checked(communicator, query, key, value, documents, options)
+
+    def start() -> Outcome:
+        problem = _agreed(communicator, FORWARD, call, options)
+        return Outcome(None, _forward(problem, call, tokens_first(output, options.layout), lse))
+
+    return start, (), None
+
+
+def _forward(
+    problem: AttentionProblem, call: CheckedAttention, output: Tensor, lse: Tensor
+) -> Event | None:
+    if not problem.shards.total * math.prod(call.query.shape[1:]):
+        return None  # no rank has anything
+    method, algorithm = way_of(problem, call)
+    if algorithm == "unfused":
+        return travelling.attention_unfused(problem, output, lse)
+    tiles = None
+    if algorithm == "fused":
+        rows, size = max(problem.shards.lengths), call.query.shape[3]
+        tiles = choose_attention(problem.communicator.place, call.query.dtype, size, rows)
+    if method == "ulysses":
+        return exchange.exchanged_attention(problem, output, lse, tiles)
+    if method == "all_gather" and tiles is not None:
+        return gather.all_gather_attention_fused(problem, output, lse, tiles)
+    return travelling.attention_on_the_way(problem, method, output, lse, tiles)
+
+
+attention = internal_form(FORWARD, prepared)
+
+
+def prepared_backward(
+    communicator: Communicator,
+    grad: Tensor,
+    lse_grad: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    grads: Sequence[Tensor],
+    options: AttentionOptions,
+) -> PreparedCall:
+    """``grads``, of query, key and value, get the results."""
+    call = checked(communicator, query, key, value, documents, options)
+
+    def start() -> Outcome:
+        problem = _agreed(communicator, BACKWARD, call, options)
+        if not problem.shards.total * math.prod(call.query.shape[1:]):
+            return Outcome(None, None)
+        method, algorithm = way_of(problem, call)
+        # the engine may record what a backward does, but not what is done on streams
+        of_output, made = (tokens_first(each.detach(), options.layout) for each in (grad, output))
+        more = None if lse_grad is None else lse_grad.detach()
+        result = AttentionResult(of_output, made, lse.detach(), more)
+        of_query, of_key, of_value = (tokens_first(each, options.layout) for each in grads)
+        into = of_query, of_key, of_value
+        if algorithm == "unfused":
+            return Outcome(None, travelling.attention_backward_unfused(problem, result, into))
+        tiles = None
+        size, dtype = call.query.shape[3], call.query.dtype
+        if algorithm == "fused" and differentiable(dtype, size):
+            rows, place = max(problem.shards.lengths), communicator.place
+            tiles = choose_attention(place, dtype, size, rows, backward=True)
+        # heads are not exchanged: the gradients of keys would have to be, too
+        method = "all_gather" if method == "ulysses" else method
+        return Outcome(None, travelling.attention_backward(problem, method, result, into, tiles))
+
+    return start, (), None
+
+
+attention_backward = internal_form(BACKWARD, prepared_backward)

@@ -1,0 +1,200 @@
+"""Attention over a sequence of which each rank of a group has a part, as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from interlace.arguments import checks
+from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
+from interlace.attention.calls import FORWARD
+from interlace.functional.calls import check, ints, run_to_list
+from interlace.groups.groups import resolve
+from interlace.ops.async_tensor import wait
+from interlace.runtime.algorithms.attention.shards import BALANCES, TokenShards
+
+Tensor = torch.Tensor
+AttentionMethod = Literal["auto", "all_gather", "ring", "ulysses"]
+Balance = Literal["zigzag", "contiguous"]
+SequenceLayout = Literal["bshd", "sbhd"]
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: AttentionMethod = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Sequence[int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    group: FunctionalGroup = ...,
+    tag: str = ...,
+    layout: SequenceLayout = ...,
+    balance: Balance = ...,
+    algorithm: FusedAlgorithm = ...,
+    return_lse: No = ...,
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: AttentionMethod = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Sequence[int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    group: FunctionalGroup = ...,
+    tag: str = ...,
+    layout: SequenceLayout = ...,
+    balance: Balance = ...,
+    algorithm: FusedAlgorithm = ...,
+    return_lse: Yes,
+) -> tuple[Tensor, Tensor]: ...
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: AttentionMethod = "auto",
+    causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    layout: SequenceLayout = "bshd",
+    balance: Balance = "zigzag",
+    algorithm: FusedAlgorithm = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention of this rank's queries to the keys of all ranks, computed as keys arrive.
+
+    Parameters
+    ----------
+    q : this rank's queries, ``[batch, tokens, heads, size]`` ("bshd") or ``[tokens, batch, heads, size]``
+        ("sbhd"). Any strides. Ranks may have different numbers of tokens, also none.
+    k, v : keys and values of the same tokens; their heads divide those of ``q`` (grouped queries).
+    method : how keys meet queries. "all_gather": keys of all ranks come to each. "ring": from rank to rank,
+        with room for two ranks' keys. "ulysses": an all-to-all gives each rank all tokens of some heads.
+        "auto" takes that which moves least.
+    causal : a token sees itself and those before it in the sequence.
+    scale : of the scores, by default ``1 / sqrt(size)``.
+    window : ``(before, after)``: how many tokens before and after itself a token sees, -1 for all.
+    cu_seqlens : int32 or int64 ``[n + 1]``, the same on all ranks: where n packed sequences begin in the
+        whole sequence, and the end of the last. None sees tokens of another; what comes behind the end sees
+        nothing, and its output is 0.
+    balance : which tokens a rank has. "contiguous": the first rank's, the second's ... "zigzag": of 2 W
+        chunks rank r has r and 2 W - 1 - r, which gives all ranks the same work under a causal mask; a
+        rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
+    algorithm : "fused" (Triton kernels, heads of at most 256), "pipelined" (torch, on the keys of a rank as
+        soon as they are there), "unfused" (torch, after a plain all-gather, whatever the method), "auto".
+    return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads, tokens]``.
+
+    Returns
+    -------
+    The output of this rank's tokens, of the shape of ``q``, or ``(output, lse)``.
+
+    What is computed over the keys of each rank is kept apart in fp32 and merged in the order of the ranks:
+    a result has the same bits in every run and schedule, and with every method of "fused". Differentiable;
+    gradients of keys are summed in fp32, in the order of the ranks. Those of "ulysses" go the way of
+    "all_gather".
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
+    data moves.
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. Unlike
+    ``torch.distributed.tensor.experimental.context_parallel`` it is a function and patches nothing, takes
+    uneven and packed sequences and windows, and runs on CPUs. Megatron-core and TransformerEngine know the
+    methods as ``cp_comm_type`` "all_gather", "p2p" and "a2a"; their packed sequences are cut each into
+    2 W chunks, here the whole is. Of Triton-distributed's kernels (all-gather attention, Ulysses) the first
+    has an in-kernel wait per chunk, as here; they have no backward.
+
+    >>> def attended():
+    ...     rank = interlace.get_rank()
+    ...     q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)
+    ...     v = torch.full((1, 2, 1, 4), float(rank))
+    ...     y = nn.functional.context_parallel_attention(q, k, v, causal=True, balance="contiguous")
+    ...     return y[0, :, 0, 0].tolist()
+    >>> [[round(each, 4) for each in row] for row in interlace.run(attended, 2)]
+    [[0.0, 0.0], [0.3333, 0.5]]
+    """
+    check(FORWARD, group, tag, q=q, k=k, v=v)
+    limits = None if window is None else ints(FORWARD, group, tag, "window", list(window))
+    tensors = (q, k, v, cu_seqlens)
+    given = (method, bool(causal), scale, limits, layout, balance, algorithm)
+    output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)
+    return (output, lse) if return_lse else output
+
+
+def shard_sequence(
+    tensor: Tensor, dim: int = 1, *, group: Group = None, balance: Balance = "zigzag"
+) -> Tensor:
+    """This rank's part of the tokens of a whole sequence, as :func:`context_parallel_attention` takes it.
+
+    Parameters
+    ----------
+    tensor : the whole, the same on all ranks; positions, targets and masks need the same cut.
+    dim : its dimension of tokens. Of n tokens the first ``n % W`` ranks get one more than the others.
+
+    A copy; its gradient is that of the part alone. Raises ValueError for a ``balance`` or a ``dim`` that is
+    none, TypeError for no tensor. Nothing is communicated.
+
+    >>> def part():
+    ...     return nn.functional.shard_sequence(torch.arange(8), 0).tolist()
+    >>> interlace.run(part, 2)
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    communicator = resolve(group)
+    with communicator.accepting():
+        checks.one_of("balance", balance, BALANCES)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        dim = checks.index("dim", dim, tensor.dim())
+    shards = _even(communicator.world_size, tensor.shape[dim], balance)
+    index = torch.tensor(shards.positions(communicator.rank), device=tensor.device)
+    return tensor.index_select(dim, index)
+
+
+def unshard_sequence(
+    tensor: Tensor, dim: int = 1, *, group: Group = None, balance: Balance = "zigzag"
+) -> Tensor:
+    """The whole of which :func:`shard_sequence` gave each rank its part, on all ranks.
+
+    ``tensor``: this rank's part, as long as ``shard_sequence`` makes it for the total; ``dim`` as there.
+    Not differentiable. Raises ValueError or TypeError, on all ranks.
+
+    >>> def whole():
+    ...     part = nn.functional.shard_sequence(torch.arange(5), 0)
+    ...     return nn.functional.unshard_sequence(part, 0).tolist()
+    >>> interlace.run(whole, 2)
+    [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    """
+    from interlace.collectives.uneven import all_gather_v
+
+    communicator = resolve(group)
+    with communicator.accepting("unshard_sequence"):
+        checks.one_of("balance", balance, BALANCES)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        dim = checks.index("dim", dim, tensor.dim())
+    own = wait(tensor).detach().movedim(dim, 0).contiguous()
+    lengths = tuple(communicator.agree("unshard_sequence", own.shape[0]))
+    shards = TokenShards(lengths, balance)
+    gathered = own.new_empty(shards.total, *own.shape[1:])
+    all_gather_v(gathered, own, lengths, group=communicator)
+    places = [p for rank in range(shards.world_size) for p in shards.positions(rank)]
+    whole = torch.empty_like(gathered)
+    whole[torch.tensor(places, dtype=torch.int64, device=own.device)] = gathered
+    return whole.movedim(0, dim)
+
+
+def _even(world_size: int, total: int, balance: str) -> TokenShards:
+    each, more = divmod(total, world_size)
+    return TokenShards(tuple(each + (rank < more) for rank in range(world_size)), balance)

@@ -1,0 +1,145 @@
+"""Partial results over the keys of one source by Triton kernels, merged; and their gradients."""
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Heads, Partials, Rows, RowSums, Spans, TablePart
+from interlace.kernels.attention import backward, forward
+from interlace.runtime.algorithms.attention.problem import (
+    LOG2E,
+    AttentionProblem,
+    AttentionResult,
+    attention_tiles,
+    rows_argument,
+    unit_rows,
+)
+from interlace.runtime.algorithms.operands import launch_options
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.tuning.configuration import Configuration
+
+MERGED = 4096  # elements of a tile that a program merges: what its registers hold
+
+
+class KernelBlocks:
+    """The queries of one call, and what was made of them so far; launches go to the compute stream.
+
+    ``sources``: those whose keys are needed, in the order of the ranks. ``shape`` is that of the query,
+    which may be of more tokens than this rank's, and of a part of the heads; ``begin`` says where it is.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        shape: Sequence[int],
+        spans: torch.Tensor,
+        sources: Sequence[int],
+        configuration: Configuration,
+    ) -> None:
+        self._problem, self._sources, self._configuration = problem, list(sources), configuration
+        self._rows, batches, heads, size = shape
+        self._all_heads = batches * heads
+        self.tiles = attention_tiles(configuration, size, problem.query.dtype)
+        key_heads = problem.key.shape[2]
+        self.heads = Heads(batches, heads, key_heads, problem.per_key, problem.first_head)
+        self.spans, self.scale = Spans(spans, 0), problem.scale * LOG2E
+        parts = max(1, len(self._sources)), batches, heads, self._rows
+        made = problem.query.new_empty(*parts, size, dtype=torch.float32)
+        lse = problem.query.new_empty(parts, dtype=torch.float32)
+        self.partials = Partials(made, lse, self._rows)
+        self._lone = problem.communicator.table(
+            ("attention parts", problem.shards, tuple(self._sources)),
+            lambda: [problem.shards.part_line(s, i, 0) for i, s in enumerate(self._sources)],
+            passing=True,
+        )
+
+    def begin(self, query: torch.Tensor) -> None:
+        self.query = unit_rows(query)
+
+    @property
+    def query_tiles(self) -> int:
+        return formulas.ceil_div(self._rows, self.tiles.BLOCK_M) * self._all_heads
+
+    def _launch(self, kernel: object, grid: tuple[int, ...], arguments: dict[str, object]) -> None:
+        options = launch_options(self._configuration)
+        launch = KernelLaunch(kernel, grid, arguments, self._problem.op, **options)
+        self._problem.communicator.compute.launch(launch)
+
+    def _keys(self, packed: torch.Tensor, source: int) -> dict[str, object]:
+        part = TablePart(self._lone, self._sources.index(source), 1)
+        return {"keys": Rows(packed, packed.stride(0)), "parts": part}
+
+    def attend(self, source: int, packed: torch.Tensor) -> None:
+        """The partial result over the keys of ``source``."""
+        if not self.query_tiles:
+            return
+        arguments = {
+            **self._keys(packed, source),
+            "queries": rows_argument(self.query),
+            "spans": self.spans,
+            "partials": self.partials,
+            "heads": self.heads,
+            "scale": self.scale,
+            "TILES": self.tiles,
+        }
+        self._launch(forward.attention_kernel, (self.query_tiles, 1), arguments)
+
+    def merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """``output``, of the shape of the query, and the logarithm of the sums, ``[b, h, tokens]``."""
+        if not self.query_tiles:
+            return
+        tiles = self.tiles._replace(BLOCK_M=max(16, MERGED // self.tiles.BLOCK_D))
+        arguments = {
+            "partials": self.partials,
+            "output": rows_argument(output),
+            "lse_ptr": lse,
+            "heads": self.heads,
+            "count": len(self._sources),
+            "TILES": tiles,
+        }
+        grid = (formulas.ceil_div(self._rows, tiles.BLOCK_M) * self._all_heads,)
+        self._launch(forward.merge_attention_kernel, grid, arguments)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def begin_backward(self, result: AttentionResult) -> None:
+        self._grad, lse = unit_rows(result.grad), result.lse
+        # what sees no key has weights of 0, not of 2 ** inf
+        reach = torch.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        self._sums = RowSums(reach.float().contiguous(), result.delta(), lse.shape[2])
+
+    def differentiate(self, source: int, packed: torch.Tensor, contribution: torch.Tensor) -> None:
+        """A partial gradient of the query; ``contribution``, fp32, to that of the keys of ``source``."""
+        arguments = {
+            **self._keys(packed, source),
+            "queries": rows_argument(self.query),
+            "grads": rows_argument(self._grad),
+            "spans": self.spans,
+            "sums": self._sums,
+            "heads": self.heads,
+            "scale": self.scale,
+            "TILES": self.tiles,
+        }
+        if self.query_tiles:
+            own = {**arguments, "partials": self.partials}
+            kernel = backward.attention_queries_backward_kernel
+            self._launch(kernel, (self.query_tiles, 1), own)
+        tiles = formulas.ceil_div(packed.shape[0], self.tiles.BLOCK_N)
+        of_heads = packed.shape[2] * packed.shape[3]
+        if tiles * of_heads:
+            more = {"output_ptr": contribution, "factor": self._problem.scale}
+            kernel = backward.attention_keys_backward_kernel
+            self._launch(kernel, (tiles, of_heads), {**arguments, **more})
+
+    def query_gradient(self, output: torch.Tensor) -> None:
+        """``output`` = the sum of the partial gradients, in the order of the ranks."""
+        parts, scale = self.partials.ptr[: len(self._sources)], self._problem.scale
+
+        def add_up() -> None:
+            total = torch.zeros_like(self.partials.ptr[0])
+            for part in parts:
+                total += part
+            output.copy_((total * scale).permute(2, 0, 1, 3))
+
+        self._problem.communicator.compute.call(add_up, "gradient of the query")

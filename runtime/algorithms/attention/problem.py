@@ -1,0 +1,139 @@
+"""One attention: its tensors in the form that the algorithms take, and what they may launch with.
+
+Tensors are ``[tokens, batches, heads, head size]`` here, whatever the caller's layout, with any strides but
+the last. Keys and values of a rank travel together, *packed*: ``[tokens, 2, batches, heads, head size]``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from interlace.kernels.arguments import AttentionTiles, Queries
+from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
+from interlace.runtime.algorithms.operands import input_precision
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.tuning.configuration import Configuration
+
+LOG2E = 1.0 / math.log(2.0)
+
+
+class AttentionResult(NamedTuple):
+    """What a forward has made, with gradients: all that a backward needs beside the problem.
+
+    ``output`` and its ``grad`` are ``[tokens, b, h, d]``, ``lse``, the natural logarithm of the sums of
+    exponentials, and its gradient, if it has one, ``[b, h, tokens]``.
+    """
+
+    grad: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    lse_grad: torch.Tensor | None = None
+
+    def delta(self) -> torch.Tensor:
+        """fp32 or wider ``[b, h, tokens]``: what gradients of scores are taken relative to."""
+        wide = torch.float64 if self.grad.dtype == torch.float64 else torch.float32
+        made = (self.grad.to(wide) * self.output.to(wide)).sum(-1).permute(1, 2, 0)
+        return (made if self.lse_grad is None else made - self.lse_grad).contiguous()
+
+
+@dataclass
+class AttentionProblem:
+    """What every method works on. ``first_head``: see ``kernels/arguments.py``; ``per_key``, too."""
+
+    communicator: Communicator
+    op: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    shards: TokenShards
+    mask: AttentionMask
+    documents: torch.Tensor | None
+    scale: float
+    per_key: int
+    first_head: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def key_row(self) -> tuple[int, int, int, int]:
+        """The shape of a packed row."""
+        _, batches, heads, size = self.key.shape
+        return 2, batches, heads, size
+
+    @property
+    def row_elements(self) -> int:
+        return math.prod(self.key_row)
+
+    def packed(self) -> torch.Tensor:
+        """Keys and values of this rank, as they travel."""
+        return torch.stack([self.key, self.value], 1)
+
+    def sources(self) -> list[int]:
+        return self.shards.sources(self.rank, self.mask)
+
+    def spans(self, ranks: Sequence[int] | None = None) -> torch.Tensor:
+        """What each query sees; of this rank, or of ``ranks``, one after another."""
+        who = [self.rank] if ranks is None else list(ranks)
+        if self.documents is not None:
+            return self.shards.spans(who, self.mask, self.documents)
+        key = ("attention spans", self.shards, self.mask, tuple(who))
+        table = self.communicator.table(
+            key, lambda: self.shards.spans(who, self.mask, None).tolist(), passing=True
+        )
+        return table.view(-1, 2) if table.numel() > 1 else table.new_empty(0, 2)
+
+    def arrivals(self) -> list[int]:
+        """The sources in the order in which their keys come: the own first, then as peers send."""
+        world, needed = self.shards.world_size, set(self.sources())
+        order = [(self.rank - step) % world for step in range(world)]
+        return [source for source in order if source in needed]
+
+    def readers(self) -> list[int]:
+        """The other ranks that need this one's keys, the next one first."""
+        world = self.shards.world_size
+        order = [(self.rank + step) % world for step in range(1, world)]
+        return [r for r in order if self.shards.sees(r, self.rank, self.mask)]
+
+
+def rows_argument(tensor: torch.Tensor) -> Queries:
+    """``[tokens, batches, heads, size]`` as a kernel takes it."""
+    return Queries(tensor, *tensor.stride()[:3])
+
+
+def attention_tiles(
+    configuration: Configuration, head_dim: int, dtype: torch.dtype
+) -> AttentionTiles:
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    blocks = configuration.block_m, configuration.block_n, block_d
+    return AttentionTiles(*blocks, head_dim, input_precision(dtype))
+
+
+def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its last dimension contiguous; a copy only if it is not."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+class Blocks(Protocol):
+    """What is computed of the keys of one source after another: by kernels, or by torch.
+
+    All but ``begin`` and ``begin_backward`` goes to the compute stream.
+    """
+
+    def begin(self, query: torch.Tensor) -> None: ...
+
+    def attend(self, source: int, packed: torch.Tensor) -> None: ...
+
+    def merge(self, output: torch.Tensor, lse: torch.Tensor) -> None: ...
+
+    def begin_backward(self, result: AttentionResult) -> None: ...
+
+    def differentiate(
+        self, source: int, packed: torch.Tensor, contribution: torch.Tensor
+    ) -> None: ...
+
+    def query_gradient(self, output: torch.Tensor) -> None: ...

@@ -1,0 +1,272 @@
+"""Partial results over the keys of one source by torch: as ``kernel_blocks.py``, for any dtype.
+
+On a CPU the products are those of torch's own flash attention, which takes a causal mask and masks as
+tensors. Where a mask is causal only, pairs of runs are seen wholly, not at all, or as a triangle, so nobody
+makes a mask. Operands of 16 bits are widened first: partial results are fp32.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
+from interlace.runtime.algorithms.attention.shards import NO_LIMIT, Run
+
+Tensor = torch.Tensor
+_aten: Any = torch.ops.aten
+HIDDEN, WHOLE, TRIANGLE, MASKED = "hidden", "whole", "triangle", "masked"
+
+
+class TorchBlocks:
+    """The queries of one call, and what was made of them so far; see :class:`KernelBlocks`."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        shape: Sequence[int],
+        spans: Tensor,
+        sources: Sequence[int],
+        ranks: Sequence[int],
+    ) -> None:
+        """``shape`` of the query; ``ranks``: those whose tokens it has, one after another."""
+        self._problem, self._sources = problem, list(sources)
+        self._spans, self._wide = spans, wide_dtype(problem.query.dtype)
+        self._heads = shape[2]
+        self._runs: list[Run] = []
+        begin = 0
+        for rank in ranks:
+            runs = problem.shards.runs(rank)
+            self._runs += [run._replace(first=begin + run.first) for run in runs]
+            begin += problem.shards.lengths[rank]
+        mask = problem.mask
+        self._simple = problem.documents is None and mask.window == (NO_LIMIT, NO_LIMIT)
+        self._partials: dict[int, list[tuple[Run, Tensor, Tensor]]] = {}
+
+    def begin(self, query: Tensor) -> None:
+        self._given = query
+
+    @functools.cached_property
+    def _query(self) -> Tensor:
+        """``[b, h, tokens, size]``, widened on the stream: the query may not be there before."""
+        return self._given.permute(1, 2, 0, 3).to(self._wide)
+
+    def _call(self, function: Any, label: str) -> None:
+        self._problem.communicator.compute.call(function, label)
+
+    def _relation(self, queries: Run, keys: Run) -> str:
+        if not self._simple:
+            return MASKED
+        if not self._problem.mask.causal or keys.position + keys.rows <= queries.position + 1:
+            return WHOLE
+        if queries.position + queries.rows <= keys.position:
+            return HIDDEN
+        return TRIANGLE if queries[1:] == keys[1:] else MASKED
+
+    def _mask(self, queries: Run, keys: Run) -> Tensor:
+        """``[queries, keys]``, what a query sees."""
+        spans = self._spans[queries.first : queries.first + queries.rows]
+        end = keys.position + keys.rows
+        positions = torch.arange(keys.position, end, device=spans.device)
+        return (spans[:, :1] <= positions) & (positions < spans[:, 1:])
+
+    def _pairs(self, source: int) -> list[tuple[Run, Run, str]]:
+        return [
+            (queries, keys, relation)
+            for queries in self._runs
+            for keys in self._problem.shards.runs(source)
+            if (relation := self._relation(queries, keys)) != HIDDEN
+        ]
+
+    def _heads_first(self, packed: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+        both = packed[run.first : run.first + run.rows].permute(1, 2, 3, 0, 4).to(self._wide)
+        return both[0], both[1]
+
+    def _groups(self, key: Tensor) -> Tensor:
+        """A head of keys for every head of queries, where these are no equal groups of all of them."""
+        heads, key_heads = self._heads, key.shape[1]
+        problem = self._problem
+        if heads == key_heads * problem.per_key and not problem.first_head:
+            return key
+        return key[:, self._head_index(key.device)]
+
+    def _head_index(self, device: torch.device) -> Tensor:
+        heads = torch.arange(self._heads, device=device)
+        return (heads + self._problem.first_head) // self._problem.per_key
+
+    def attend(self, source: int, packed: Tensor) -> None:
+        def run() -> None:
+            found = self._partials[source] = []
+            for queries, keys, relation in self._pairs(source):
+                mask = self._mask(queries, keys) if relation == MASKED else None
+                if mask is not None and not bool(mask.any()):
+                    continue
+                query = self._query[:, :, queries.first : queries.first + queries.rows]
+                key, value = map(self._groups, self._heads_first(packed, keys))
+                causal, scale = relation == TRIANGLE, self._problem.scale
+                found.append((queries, *attended(query, key, value, mask, causal, scale)))
+
+        self._call(run, f"attention to keys of rank {source}")
+
+    def merge(self, output: Tensor, lse: Tensor) -> None:
+        def run() -> None:
+            total = torch.zeros_like(self._query)
+            reach = total.new_full(total.shape[:3], float("-inf"))
+            for queries in self._runs:
+                parts = [
+                    (out, log)
+                    for source in self._sources
+                    for of, out, log in self._partials[source]
+                    if of == queries
+                ]
+                if parts:
+                    rows = slice(queries.first, queries.first + queries.rows)
+                    total[:, :, rows], reach[:, :, rows] = merged(parts)
+            output.copy_(total.permute(2, 0, 1, 3))
+            lse.copy_(reach)
+
+        self._call(run, "merge")
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def begin_backward(self, result: AttentionResult) -> None:
+        self._grad, self._out = (
+            each.permute(1, 2, 0, 3).to(self._wide) for each in (result.grad, result.output)
+        )
+        self._lse = torch.where(result.lse == float("-inf"), float("inf"), result.lse).to(
+            self._wide
+        )
+        # the grad of the sums' logarithms is in there, which torch's own kernel does not know
+        self._delta = None if result.lse_grad is None else result.delta().to(self._wide)
+        self._of_query: dict[int, Tensor] = {}
+
+    def differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
+        def run() -> None:
+            contribution.zero_()
+            of_query = self._of_query[source] = torch.zeros_like(self._query)
+            for queries, keys, relation in self._pairs(source):
+                mask = self._mask(queries, keys) if relation == MASKED else None
+                if mask is not None and not bool(mask.any()):
+                    continue
+                rows = slice(queries.first, queries.first + queries.rows)
+                key, value = map(self._groups, self._heads_first(packed, keys))
+                of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
+                delta = None if self._delta is None else self._delta[:, :, rows]
+                causal, scale = relation == TRIANGLE, self._problem.scale
+                query = self._query[:, :, rows]
+                grads = differentiated(query, key, value, of, delta, mask, causal, scale)
+                of_query[:, :, rows] += grads[0]
+                theirs = contribution[keys.first : keys.first + keys.rows]
+                for which, made in enumerate(grads[1:]):
+                    theirs[:, which] += self._of_key_heads(made, packed.shape[3]).permute(
+                        2, 0, 1, 3
+                    )
+
+        self._call(run, f"gradients of keys of rank {source}")
+
+    def _of_key_heads(self, grad: Tensor, key_heads: int) -> Tensor:
+        """Sums over the query heads of each key head, in their order."""
+        if grad.shape[1] == key_heads:
+            return grad
+        batches, _, rows, size = grad.shape
+        total = grad.new_zeros(batches, key_heads, rows, size)
+        for head, of in enumerate(self._head_index(torch.device("cpu")).tolist()):
+            total[:, of] += grad[:, head]
+        return total
+
+    def query_gradient(self, output: Tensor) -> None:
+        def run() -> None:
+            total = torch.zeros_like(self._query)
+            for source in self._sources:
+                total += self._of_query[source]
+            output.copy_(total.permute(2, 0, 1, 3))
+
+        self._call(run, "gradient of the query")
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``[b, h, m, d]``: the output, and the natural logarithm of the sums, -inf for what sees nothing."""
+    if query.is_cpu:
+        added = None if mask is None else _added(mask, query.dtype)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=added, scale=scale
+        )
+        if mask is not None:  # it says 0 where nothing is seen
+            lse = lse.masked_fill(~mask.any(-1), float("-inf"))
+        return out, lse
+    score = _scores(query, key, mask, causal, scale)
+    lse = score.logsumexp(-1)
+    base = torch.where(lse == float("-inf"), 0, lse)
+    return torch.exp(score - base.unsqueeze(-1)) @ _repeated(value, query), lse
+
+
+def differentiated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of: tuple[Tensor, Tensor, Tensor],
+    delta: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, the latter two by query head or by key head.
+
+    ``of``: the output's gradient, the output, and the logarithm of the sums, inf for what sees nothing.
+    ``delta``: the sum of their products, per row, where it is not just that.
+    """
+    grad, out, lse = of
+    if query.is_cpu and delta is None:
+        added = None if mask is None else _added(mask, query.dtype)
+        made: tuple[Tensor, Tensor, Tensor]
+        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, causal, attn_mask=added, scale=scale
+        )
+        return made
+    delta = (grad * out).sum(-1) if delta is None else delta
+    score = _scores(query, key, mask, causal, scale)
+    weight = torch.exp(score - lse.unsqueeze(-1))
+    whole = _repeated(key, query), _repeated(value, query)
+    of_score = weight * (grad @ whole[1].mT - delta.unsqueeze(-1)) * scale
+    return of_score @ whole[0], of_score.mT @ query, weight.mT @ grad
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    score = query @ _repeated(key, query).mT * scale
+    if causal:
+        rows = torch.arange(score.shape[-1], device=score.device)
+        mask = rows <= rows.unsqueeze(1)
+    return score if mask is None else score.masked_fill(~mask, float("-inf"))
+
+
+def _repeated(key: Tensor, query: Tensor) -> Tensor:
+    """A head of keys for every head of queries."""
+    times = query.shape[1] // key.shape[1]
+    return key if times == 1 else key.repeat_interleave(times, 1)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One output and one logarithm of several, in their order."""
+    largest = parts[0][1]
+    for _, lse in parts[1:]:
+        largest = torch.maximum(largest, lse)
+    base = torch.where(largest == float("-inf"), 0, largest)
+    total = torch.zeros_like(parts[0][0])
+    weights = torch.zeros_like(largest)
+    for out, lse in parts:
+        weight = torch.exp(lse - base)
+        total += out * weight.unsqueeze(-1)
+        weights += weight
+    lse = base + torch.log(weights)
+    return total / torch.where(weights == 0, 1, weights).unsqueeze(-1), lse

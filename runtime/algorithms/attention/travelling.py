@@ -1,0 +1,184 @@
+"""Attention to keys that come by one of the ways of ``moves.py``, and gradients, for every way.
+
+``fused``      Triton kernels on the keys of one rank after another
+``pipelined``  torch likewise
+``unfused``    a plain all-gather first, then torch; any dtype
+
+Gradients come back the same way for all: contributions to those of a rank's keys are staged where they are
+made, and the rank adds them up, in fp32, in the order of the ranks.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from interlace.runtime.algorithms.attention.kernel_blocks import KernelBlocks
+from interlace.runtime.algorithms.attention.moves import RingKeys, StagedKeys, Travelling
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult, Blocks
+from interlace.runtime.algorithms.attention.torch_blocks import TorchBlocks
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.tuning.configuration import Configuration
+
+Tensor = torch.Tensor
+WAYS: dict[str, Callable[[AttentionProblem, Layout], Travelling]] = {
+    "all_gather": StagedKeys,
+    "ring": RingKeys,
+}
+
+
+def blocks_of(problem: AttentionProblem, configuration: Configuration | None) -> Blocks:
+    """Computed by kernels with a ``configuration``, else by torch."""
+    spans, sources, shape = problem.spans(), problem.sources(), problem.query.shape
+    made: Blocks
+    if configuration is None:
+        made = TorchBlocks(problem, shape, spans, sources, [problem.rank])
+    else:
+        made = KernelBlocks(problem, shape, spans, sources, configuration)
+    made.begin(problem.query)
+    return made
+
+
+def attention_on_the_way(
+    problem: AttentionProblem,
+    method: str,
+    output: Tensor,
+    lse: Tensor,
+    configuration: Configuration | None,
+) -> Event:
+    layout, blocks = Layout(), blocks_of(problem, configuration)
+    keys = WAYS[method](problem, layout)
+
+    def body(workspace: Workspace) -> None:
+        for source, packed in keys.travel(workspace):
+            blocks.attend(source, packed)
+        blocks.merge(output, lse)
+
+    return problem.communicator.enqueue(problem.op, layout, body)
+
+
+def gathered_by_engine(problem: AttentionProblem) -> dict[int, Tensor]:
+    """All ranks' keys, by source, through the plain collective."""
+    communicator, lengths = problem.communicator, problem.shards.lengths
+    packed = problem.packed()
+    if problem.shards.world_size == 1:
+        return {0: packed}
+    whole = packed.new_empty(problem.shards.total, *problem.key_row)
+    parts = torch.split(whole, list(lengths))
+    terms = (("rows", lengths), ("row", problem.key_row), ("dtype", packed.dtype))
+    call = Call(problem.op, terms)
+    event = communicator.engine.all_gather(call, [part.view(-1) for part in parts], packed.view(-1))
+    if event is not None:
+        communicator.compute.wait_event(event)
+    return dict(enumerate(parts))
+
+
+def attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
+    blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
+    for source in problem.sources():
+        blocks.attend(source, gathered[source])
+    blocks.merge(output, lse)
+    return problem.communicator.compute.record()
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+class Contributions:
+    """Gradients of all ranks' keys, fp32 or wider, where they are made and where they are added up."""
+
+    def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
+        self.problem, shards = problem, problem.shards
+        self.dtype = torch.float64 if problem.key.dtype == torch.float64 else torch.float32
+        self.slots = layout.add_slots(shards.world_size)
+        self.offset = layout.add_data(shards.total * problem.row_elements * self.dtype.itemsize)
+        layout.pulled = True
+
+    def of(self, workspace: Workspace, maker: int, owner: int) -> Tensor:
+        problem, lengths = self.problem, self.problem.shards.lengths
+        begin = sum(lengths[:owner]) * problem.row_elements * self.dtype.itemsize
+        shape = lengths[owner], *problem.key_row
+        return workspace.data(maker, self.offset + begin, shape, self.dtype)
+
+    def publish(self, workspace: Workspace, owner: int) -> None:
+        rank = self.problem.rank
+        if owner != rank:
+            self.problem.communicator.compute.publish(workspace, owner, self.slots + rank)
+
+    def sum_up(self, workspace: Workspace, grads: tuple[Tensor, Tensor]) -> None:
+        """``grads`` of the own keys and values = the sums, in the order of the ranks."""
+        problem, compute = self.problem, self.problem.communicator.compute
+        rank = problem.rank
+        makers = sorted([*problem.readers(), *({rank} & set(problem.sources()))])
+        for maker in makers:
+            if maker != rank:
+                compute.wait(workspace, maker, self.slots + maker)
+        parts = [self.of(workspace, maker, rank) for maker in makers]
+
+        def add_up() -> None:
+            total = grads[0].new_zeros(
+                problem.shards.lengths[rank], *problem.key_row, dtype=self.dtype
+            )
+            if parts:
+                fold("sum", parts, total)
+            for index, grad in enumerate(grads):
+                grad.copy_(total[:, index])
+
+        compute.call(add_up, "gradients of the own keys")
+
+
+def attention_backward(
+    problem: AttentionProblem,
+    method: str,
+    result: AttentionResult,
+    grads: tuple[Tensor, Tensor, Tensor],
+    configuration: Configuration | None,
+) -> Event:
+    """``grads``, of query, key and value, as the problem has these; keys come by ``method`` once more."""
+    layout, blocks = Layout(), blocks_of(problem, configuration)
+    keys, contributions = WAYS[method](problem, layout), Contributions(problem, layout)
+    blocks.begin_backward(result)
+
+    def body(workspace: Workspace) -> None:
+        # the last op here may still be read by others
+        problem.communicator.compute.wait_credits(workspace)
+        for source, packed in keys.travel(workspace):
+            blocks.differentiate(source, packed, contributions.of(workspace, problem.rank, source))
+            contributions.publish(workspace, source)
+        blocks.query_gradient(grads[0])
+        contributions.sum_up(workspace, grads[1:])
+
+    return problem.communicator.enqueue(problem.op, layout, body)
+
+
+def attention_backward_unfused(
+    problem: AttentionProblem, result: AttentionResult, grads: tuple[Tensor, Tensor, Tensor]
+) -> Event:
+    """Plain collectives around torch."""
+    communicator, lengths = problem.communicator, problem.shards.lengths
+    blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
+    blocks.begin_backward(result)
+    dtype = torch.float64 if problem.key.dtype == torch.float64 else torch.float32
+    whole = problem.key.new_zeros(problem.shards.total, *problem.key_row, dtype=dtype)
+    parts = torch.split(whole, list(lengths))
+    for source in problem.sources():
+        blocks.differentiate(source, gathered[source], parts[source])
+    blocks.query_gradient(grads[0])
+    total = parts[0]
+    if problem.shards.world_size > 1:
+        total = torch.empty_like(parts[problem.rank])
+        terms = (("rows", lengths), ("row", problem.key_row), ("dtype", dtype))
+        call = Call(f"{problem.op} of keys", terms)
+        flat = [part.view(-1) for part in parts]
+        event = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
+        if event is not None:
+            communicator.compute.wait_event(event)
+
+    def give() -> None:
+        for index, grad in enumerate(grads[1:]):
+            grad.copy_(total[:, index])
+
+    communicator.compute.call(give, "gradients of the own keys")
+    return communicator.compute.record()

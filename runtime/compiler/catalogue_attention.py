@@ -1,0 +1,74 @@
+"""Entries of the catalogue: the kernels of ``kernels/attention``.
+
+Variants::
+
+    bf16, fp16, fp32   dtype of all operands
+    head 64            the size of heads: 64, 128, 256, or 96, which is no power of two
+    copiers            programs of the kernel push the keys; without, the copy engine does
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from interlace.runtime.algorithms.attention import gather, travelling
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
+from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
+from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.runtime.compiler.request import Entry
+from interlace.runtime.tuning.attention import differentiable, gpu_attention
+
+_ROWS = 4096
+_HEADS, _KEY_HEADS = 8, 2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def attention(arch: int) -> Iterator[Entry]:
+    for size in (128, 64, 96, 256):
+        yield from attention_kernels(arch, "bf16", size)
+    yield from attention_kernels(arch, "fp16", 128)
+    for size in (64, 128, 256):
+        yield from attention_kernels(arch, "fp32", size)
+
+
+def _problem(group: AbsentGroup, dtype: str, size: int) -> AttentionProblem:
+    query, key, value = (
+        meta(_ROWS, 1, heads, size, dtype=DTYPES[dtype])
+        for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)
+    )
+    shards, mask = TokenShards((_ROWS,) * RANKS, "zigzag"), AttentionMask(True)
+    own: Any = group
+    given = query, key, value, shards, mask, None, size**-0.5, _HEADS // _KEY_HEADS
+    return AttentionProblem(own, "context_parallel_attention", *given)
+
+
+def attention_kernels(arch: int, dtype: str, size: int) -> Iterator[Entry]:
+    """Forward with copiers and without, keys one source at a time, the merge, and the backward."""
+    group, tiles = AbsentGroup(), gpu_attention(arch, DTYPES[dtype], size, backward=False)
+    problem = _problem(group, dtype, size)
+    lse = meta(1, _HEADS, _ROWS, dtype=torch.float32)
+    name, seen = f"{dtype} head {size}", set[str]()
+
+    def forward(_: AbsentGroup) -> None:
+        gather.all_gather_attention_fused(problem, problem.query, lse, tiles)
+        without = replace(tiles, copiers=0)
+        gather.all_gather_attention_fused(problem, problem.query, lse, without)
+        travelling.attention_on_the_way(problem, "all_gather", problem.query, lse, tiles)
+
+    def backward(_: AbsentGroup) -> None:
+        blocks = gpu_attention(arch, DTYPES[dtype], size, backward=True)
+        grads = problem.query, problem.key, problem.value
+        result = AttentionResult(problem.query, problem.query, lse)
+        travelling.attention_backward(problem, "all_gather", result, grads, blocks)
+
+    launched(forward, group=group)
+    if differentiable(DTYPES[dtype], size):
+        launched(backward, group=group)
+    for launch in group.launches:
+        copies = launch.arguments.get("COPIES")
+        variant = f"{name} copiers" if copies is not None and copies.COPIERS else name
+        if (key := f"{launch.name} {variant}") not in seen:
+            seen.add(key)
+            yield entry(launch, variant, arch)

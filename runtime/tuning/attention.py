@@ -1,0 +1,63 @@
+"""Tiles of an attention: rows of queries and of keys that a program has at a time, by head size."""
+
+from dataclasses import replace
+
+import torch
+
+from interlace.runtime.core.place import Place
+from interlace.runtime.tuning import table
+from interlace.runtime.tuning.configuration import OVERRIDE, Configuration, capability_of
+
+LARGEST_HEAD = 256
+LARGEST_FP32_BACKWARD = 128
+"""Of larger heads the gradients' kernels would spill registers: their products are not of tensor cores."""
+
+
+def differentiable(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether kernels have gradients of heads of this size."""
+    return head_dim <= (LARGEST_FP32_BACKWARD if dtype == torch.float32 else LARGEST_HEAD)
+
+
+def gpu_attention(
+    capability: int, dtype: torch.dtype, head_dim: int, *, backward: bool
+) -> Configuration:
+    """The first row of the table's ``ATTENTION`` that fits a GPU of compute ``capability``."""
+    wide = dtype == torch.float32
+    kind = "fp32" if wide else "16 bit"
+    way = "backward" if backward else "forward"
+    row = next(
+        row
+        for row in table.ATTENTION
+        if row.arch in (capability // 10, table.ANY)
+        and row.dtype == kind
+        and row.way == way
+        and head_dim <= row.head_dim
+    )
+    sending = table.SENDING_FP32 if wide else table.SENDING
+    values = {
+        name: getattr(row, name) for name in ("block_m", "block_n", "num_warps", "num_stages")
+    }
+    return Configuration(**{**sending, **values})
+
+
+def interpreted_attention(rows: int, key_rows: int) -> Configuration:
+    """Few, large tiles."""
+    extents = {"block_m": rows, "block_n": key_rows, "copy_columns": 1024}
+    blocks = {
+        name: min(max(1 << (extents[name] - 1).bit_length(), smallest), largest)
+        for name, (smallest, largest) in table.INTERPRETED.items()
+        if name in extents
+    }
+    return Configuration(**blocks, **table.INTERPRETED_VALUES)  # type: ignore[arg-type]
+
+
+def choose_attention(
+    place: Place, dtype: torch.dtype, head_dim: int, rows: int, *, backward: bool = False
+) -> Configuration:
+    """The default for shards of ``rows`` tokens, with overrides."""
+    capability = capability_of(place)
+    if capability is None:
+        chosen = interpreted_attention(max(1, rows), max(1, rows))
+    else:
+        chosen = gpu_attention(capability, dtype, head_dim, backward=backward)
+    return replace(chosen, **dict(OVERRIDE.get()))  # type: ignore[arg-type]

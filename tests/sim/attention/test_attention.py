@@ -1,0 +1,217 @@
+"""Attention over a sharded sequence on simulated ranks: results, bits, gradients, misuse.
+
+Every call runs on poisoned workspaces and outputs, and the tolerance is the bound of
+``interlace.attention_reference``.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import interlace
+from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, check, ratios
+from interlace import nn
+from interlace.attention_reference import AttentionReference, visible
+from support import failure, poisoned, slow_rank, starved
+from tiers import thorough
+
+EVEN = AttentionCase((6, 6, 6))
+UNEVEN = AttentionCase((19, 0, 34), heads=(3, 1), size=20, layout="sbhd", scale=0.3)
+WINDOW = AttentionCase(
+    (20, 41, 7), (2, 2), causal=False, balance="contiguous", window=(9, 3), copiers=0
+)
+PACKED = AttentionCase((20, 33, 10), causal=True, cu_seqlens=(0, 5, 5, 40, 58), batch=1)
+WIDE = AttentionCase((18, 18), size=80, dtype=torch.bfloat16, tiles=(32, 16))
+CASES = {"even": EVEN, "uneven": UNEVEN, "window": WINDOW, "packed": PACKED, "wide": WIDE}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_the_whole_sequence(name: str, method: str) -> None:
+    with poisoned() as done:
+        check(CASES[name], method, "fused")
+    assert done["workspaces"]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "algorithm"),
+    [("uneven", method, "pipelined") for method in METHODS]
+    + [
+        ("packed", "all_gather", "unfused"),
+        ("window", "ring", "pipelined"),
+        ("wide", "ring", "unfused"),
+    ],
+)
+def test_torch_agrees_with_the_whole_sequence(name: str, method: str, algorithm: str) -> None:
+    with poisoned():
+        check(CASES[name], method, algorithm)
+
+
+@thorough
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float32])
+def test_every_case_by_every_way(dtype: torch.dtype) -> None:
+    for case, method, algorithm in itertools.product(CASES.values(), METHODS, ALGORITHMS):
+        if dtype != torch.float64 or algorithm != "fused":
+            check(replace(case, dtype=dtype), method, algorithm)
+
+
+def test_one_rank_and_many_agree() -> None:
+    for world_size in (1, 4, 5):
+        check(AttentionCase((9,) * world_size, heads=(2, 1), batch=1), "ring", "fused")
+
+
+def test_methods_and_schedules_have_the_same_bits() -> None:
+    """Partial results are merged in the order of the ranks, not in that of their arrival."""
+    case = AttentionCase((5, 16, 9, 12), heads=(2, 2), batch=1)
+    first = interlace.run(attend, 4, case, "all_gather", "fused", seed=0)
+    again = [interlace.run(attend, 4, case, method, "fused", seed=5) for method in METHODS]
+    with starved(slow_rank(1)):
+        again.append(interlace.run(attend, 4, case, "all_gather", "fused", seed=1))
+    again.append(interlace.run(attend, 4, replace(case, copiers=0), "all_gather", "fused", seed=2))
+    for found in again:
+        for mine, other in zip(first, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def test_the_reference_is_torch_s() -> None:
+    query, key, value = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+    for mask in (visible(9, causal=True), visible(9, window=(2, 1))):
+        known = AttentionReference(query, key, value, mask, 8**-0.5)
+        right = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        torch.testing.assert_close(known.output()[0], right)
+
+
+def test_a_wrong_result_is_beyond_the_bound() -> None:
+    found = interlace.run(attend, 3, EVEN, "all_gather", "fused")
+    for number, name in enumerate(("output", "lse", "query", "key", "value")):
+        wrong = [[each.clone() for each in tensors] for tensors in found]
+        wrong[1][number][0, 3] *= 1.001
+        assert ratios(EVEN, wrong)[name] > 1, name
+
+
+def test_gradients_of_the_logarithms() -> None:
+    """Both results are differentiable: numbers by autograd of the plain formula."""
+
+    def on_rank(method: str, algorithm: str) -> list[torch.Tensor]:
+        rank = interlace.get_rank()
+        whole, grad, of_lse = [each.float() for each in EVEN.tensors()], *EVEN.grads()
+        own = [nn.functional.shard_sequence(each).requires_grad_() for each in whole]
+        output, lse = nn.functional.context_parallel_attention(
+            *own,
+            causal=True,
+            method=method,
+            algorithm=algorithm,
+            return_lse=True,  # type: ignore[call-overload]
+        )
+        wanted = nn.functional.shard_sequence(grad), nn.functional.shard_sequence(of_lse, 2)
+        ((output * wanted[0]).sum() + (lse * wanted[1]).sum()).backward()
+        assert rank == interlace.get_rank()
+        return [each.grad for each in own]
+
+    query, key, value = (each.double().requires_grad_() for each in EVEN.tensors())
+    heads = [each.transpose(1, 2) for each in (query, key, value)]
+    score = heads[0] @ heads[1].repeat_interleave(2, 1).mT / 4
+    score = score.masked_fill(~visible(18, causal=True), float("-inf"))
+    output = (score.softmax(-1) @ heads[2].repeat_interleave(2, 1)).transpose(1, 2)
+    grad, of_lse = EVEN.grads()
+    ((output * grad).sum() + (score.logsumexp(-1) * of_lse).sum()).backward()
+    for algorithm in ALGORITHMS:
+        for rank, grads in enumerate(interlace.run(on_rank, 3, "all_gather", algorithm)):
+            places = [*range(3 * rank, 3 * rank + 3), *range(15 - 3 * rank, 18 - 3 * rank)]
+            for made, right in zip(grads, (query, key, value), strict=True):
+                assert right.grad is not None
+                torch.testing.assert_close(
+                    made.double(), right.grad[:, places], rtol=1e-4, atol=1e-5
+                )
+
+
+def _called(**changes: object) -> None:
+    rank = interlace.get_rank()
+    tensors = {name: torch.zeros(1, 4, 2, 8) for name in "qkv"}
+    options = {}
+    for name, value in changes.items():
+        value = value[rank] if isinstance(value, tuple) and name != "window" else value
+        if name in tensors:
+            tensors[name] = value  # type: ignore[assignment]
+        else:
+            options[name] = value
+    nn.functional.context_parallel_attention(**tensors, **options)  # type: ignore[call-overload]
+
+
+ZEROS = torch.zeros(1, 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"method": "bucket"}, ValueError, "method must be one of auto, all_gather, ring, ulysses"),
+        ({"layout": "thd"}, ValueError, "layout must be one of bshd, sbhd"),
+        ({"balance": "even"}, ValueError, "balance must be one of zigzag, contiguous"),
+        ({"q": torch.zeros(4, 8)}, ValueError, "query must have 4 dimensions"),
+        ({"k": torch.zeros(1, 5, 2, 8)}, ValueError, "value has shape"),
+        ({"q": torch.zeros(1, 4, 3, 8)}, ValueError, "key has 2 heads, which does not divide query's 3"),
+        ({"q": ZEROS.double()}, TypeError, "key is torch.float32, query is torch.float64"),
+        ({"q": ZEROS.int()}, TypeError, "query must be float32"),
+        ({"window": (1, -2)}, ValueError, "window must be two numbers of keys, -1 for all"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must begin with 0 and not fall"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "cu_seqlens ends at 9, the ranks have 8 tokens"),
+        ({"causal": (True, False)}, ValueError, "causal differs between ranks: True on rank 0"),
+        ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
+        (
+            {name: torch.zeros(1, 4, 1, 300) for name in "qkv"} | {"algorithm": "fused"},
+            ValueError,
+            'algorithm="fused" takes heads of at most 256, got 300',
+        ),
+    ],
+)  # fmt: skip
+def test_misuse_is_named_on_all_ranks(changes: dict[str, object], kind: type, text: str) -> None:
+    error = failure(_called, 2, **changes)
+    assert isinstance(error, kind) and text in str(error), error
+
+
+def test_what_one_rank_refuses_all_refuse() -> None:
+    def on_rank() -> str:
+        try:
+            _called(q=(ZEROS, ZEROS[0]))
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "nothing"
+
+    for text in interlace.run(on_rank, 2):
+        assert "query must have 4 dimensions" in text, text
+
+
+def test_shards_of_a_sequence() -> None:
+    def on_rank(balance: str, total: int) -> tuple[list[int], list[int]]:
+        whole = torch.arange(2 * total).view(2, total)
+        part = nn.functional.shard_sequence(whole, balance=balance)  # type: ignore[arg-type]
+        again = nn.functional.unshard_sequence(part, balance=balance)  # type: ignore[arg-type]
+        assert torch.equal(again, whole)
+        return part[0].tolist(), again[0].tolist()
+
+    assert [part for part, _ in interlace.run(on_rank, 3, "zigzag", 12)] == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
+    assert [part for part, _ in interlace.run(on_rank, 3, "contiguous", 4)] == [[0, 1], [2], [3]]
+
+
+def test_a_layer_is_the_function() -> None:
+    def on_rank() -> bool:
+        torch.manual_seed(0)
+        whole = [torch.randn(1, 10, 2, 8) for _ in range(3)]
+        own = [nn.functional.shard_sequence(each) for each in whole]
+        layer = nn.ContextParallelAttention(causal=True, window=(4, 0), method="ring")
+        assert "ring, causal=True" in repr(layer)
+        right = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in whole),
+            attn_mask=visible(10, causal=True, window=(4, 0)),
+        ).transpose(1, 2)
+        torch.testing.assert_close(layer(*own), nn.functional.shard_sequence(right))
+        return True
+
+    assert interlace.run(on_rank, 2) == [True, True]
