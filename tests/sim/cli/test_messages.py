@@ -59,7 +59,19 @@ def test_brackets_of_an_error_are_printed(
 def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.run(["demo", "--ranks", "abc"])
-    assert "argument --ranks: must be a positive whole number, got 'abc'" in said(capsys)
+    assert "argument --ranks/--world-size: must be a positive whole number, got 'abc'" in said(
+        capsys
+    )
+
+
+@pytest.mark.parametrize("command", ["demo", "bench all_reduce", "tune", "calibrate"])
+def test_ranks_and_world_size_are_two_names_of_one_option(command: str) -> None:
+    both = [
+        main.parser().parse_args([*command.split(), f"--{name}", "3"])
+        for name in ("ranks", "world-size")
+    ]
+    assert vars(both[0]) == vars(both[1])
+    assert 3 in vars(both[0]).values()
 
 
 def test_a_command_says_itself_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,9 @@ class BenchOptions(CommandOptions):
     dtype: str | None = option(
         None, choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
     )
-    world_size: int | None = option(None, type=int, help="ranks (default 2; torchrun has its own)")
+    world_size: int | None = option(
+        None, type=int, also="--ranks", help="ranks (default 2; torchrun has its own)"
+    )
     place: str | None = option(
         None,
         choices=PLACES,

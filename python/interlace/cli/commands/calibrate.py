@@ -47,7 +47,7 @@ class CalibrateOptions(CommandOptions):
     """
 
     world_size: int | None = option(
-        None, type=int, metavar="RANKS", help="default: the mesh's, or 2"
+        None, type=int, also="--ranks", metavar="RANKS", help="default: the mesh's, or 2"
     )
     mesh: str | None = option(
         None, metavar="2x2", help="ranks per dimension (default: one dimension)"

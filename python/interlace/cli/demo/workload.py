@@ -37,7 +37,7 @@ KEYS = ("activations", "weight1", "weight2")
 class DemoOptions(CommandOptions):
     """Run the fused ops on real input and draw what happened."""
 
-    ranks: int = option(4, type=world_size, help="world size (default 4)")
+    ranks: int = option(4, type=world_size, also="--world-size", help="world size (default 4)")
     place: str = option("sim", choices=PLACES, help="where ranks run (default sim)")
     m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")

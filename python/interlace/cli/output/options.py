@@ -15,7 +15,10 @@ Options = TypeVar("Options", bound="CommandOptions")
 def option(
     default: Any = dataclasses.MISSING, *, help: str, positional: bool = False, **keywords: Any
 ) -> Any:
-    """A field of an options class. ``keywords`` are those of ``argparse``'s ``add_argument``."""
+    """A field of an options class. ``keywords`` are those of ``argparse``'s ``add_argument``.
+
+    Beside them ``also``, a second name of it, as where others would look for it.
+    """
     metadata = {"positional": positional, "help": help, **keywords}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -53,11 +56,12 @@ def add_command(commands: Any, name: str, kind: type[CommandOptions]) -> None:
     )
     for each in dataclasses.fields(kind):
         keywords = dict(each.metadata)
-        name = each.name if keywords.pop("positional") else f"--{each.name.replace('_', '-')}"
+        names = [each.name if keywords.pop("positional") else f"--{each.name.replace('_', '-')}"]
+        names += [also] if (also := keywords.pop("also", "")) else []
         if each.default is not dataclasses.MISSING:
             is_list = isinstance(each.default, tuple)
             keywords["default"] = list(each.default) if is_list else each.default
-        parser.add_argument(name, **keywords)
+        parser.add_argument(*names, **keywords)
 
 
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:

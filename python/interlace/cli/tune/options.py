@@ -61,7 +61,7 @@ class TuneOptions(CommandOptions):
         help="default bfloat16 on a GPU, float32 on a CPU",
     )
     world_size: int | None = option(
-        None, type=int, help="ranks (default: the GPUs, if several; else 2)"
+        None, type=int, also="--ranks", help="ranks (default: the GPUs, if several; else 2)"
     )
     place: str | None = option(
         None, choices=PLACES, help="default: cuda where there is a GPU, else shm"
