@@ -10,6 +10,7 @@ they replace is looked up there at every use. What differs by release::
     atomic loads     and stores and polls are there in 3.9
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ BUILDER = (
 MODULE = ("_get_np_dtype", "_implicit_cvt", "_patch_lang", "_ir", "ReduceOps", "ScanOps")
 
 with needed("Triton", "Triton's interpreter"):
+    import triton.language as tl
     from triton._C.libtriton import interpreter as atomics
     from triton.runtime import interpreter as triton_interpreter
     from triton.runtime.autotuner import Autotuner
@@ -52,11 +54,28 @@ __all__ = [
     "atomics",
     "bare",
     "builder",
+    "everywhere",
     "ir",
     "triton_interpreter",
+    "unchecked",
 ]
 
 
 def bare(mask: Any) -> Any:
     """The array of a mask, which may be a handle."""
     return mask if isinstance(mask, np.ndarray) else mask.data
+
+
+def unchecked(data: Any, dtype: Any) -> Any:
+    """A handle of ``data`` that is known to be of ``dtype``."""
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    return handle
+
+
+@functools.cache
+def everywhere(shape: tuple[int, ...]) -> Any:
+    """The mask of all elements, which nobody may write to."""
+    every = np.ones(shape, np.bool_)
+    every.flags.writeable = False
+    return unchecked(every, tl.int1)

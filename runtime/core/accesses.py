@@ -7,12 +7,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 Perform = Callable[..., Any]
+NULL = 4096  # bytes that no process has
 
 
 def threads_of(pointers: Any) -> Any:
     """The number of the thread behind each element, flat; None where threads are not told apart."""
     threads = getattr(pointers, "threads", None)
-    return None if threads is None else np.broadcast_to(threads, pointers.data.shape).ravel()
+    if threads is None or threads.shape == pointers.data.shape:
+        return None if threads is None else threads.ravel()
+    return np.broadcast_to(threads, pointers.data.shape).ravel()
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ class Hooks(Protocol):
 
     def origin(self, address: int) -> Any:
         """What a number that becomes a pointer points to, None if unknown; see ``provenance.py``."""
+
+    def misplaced(self, address: int, align: int, count: int, does: str, what: str) -> None:
+        """``count`` accesses would begin at null, or at no multiple of ``align``; ``address`` the first.
+
+        Raises an error that says ``what`` it is.
+        """
 
     def barrier(self, threads: Any = None) -> None:
         """All threads meet, or ``threads``, where they are told apart."""

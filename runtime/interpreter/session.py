@@ -29,9 +29,11 @@ from interlace.runtime.compat.triton_interpreter import (
     InterpretedFunction,
     JITFunction,
     TensorHandle,
+    atomics,
     bare,
     ir,
     triton_interpreter,
+    unchecked,
 )
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -91,10 +93,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                 "a kernel is already being interpreted in this thread: ranks of place 'sim' cannot "
                 "start another interlace.run"
             )
-        for function in (_uses_language, tl.zeros.fn):
-            scope = triton_interpreter._patch_lang(function)
-            if scope is not None:
-                stack.callback(scope.restore)
+        stack.enter_context(replaced(*_language()))
         nothing = SimpleNamespace(restore=lambda: None)
         changes: list[Replacement] = [
             # the language is patched for good; kernels that user code launches in between
@@ -159,6 +158,29 @@ def _check(what: str, holds: Any, message: Any) -> None:
         raise AssertionError(f"{told}: {message}" if message else told)
 
 
+@functools.cache  # looking through the language takes as long as a small run
+def _language() -> list[Replacement]:
+    """What Triton replaces in its language for interpreted functions, found by letting it."""
+    modules = [tl, *(each for each in vars(tl).values() if inspect.ismodule(each))]
+    kinds = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
+    before = [(each, dict(vars(each))) for each in (*modules, *kinds)]
+    for function in (_uses_language, tl.zeros.fn):
+        triton_interpreter._patch_lang(function)
+    changed = [
+        (each, name, value)
+        for each, names in before
+        for name, value in vars(each).items()
+        if names.get(name) is not value and name != "__annotations__"  # which come when asked for
+    ]
+    for each, names in before:
+        for name in [name for place, name, _ in changed if place is each]:
+            if name in names:
+                setattr(each, name, names[name])
+            else:
+                delattr(each, name)
+    return changed
+
+
 def _uses_language() -> None:
     """Its globals hold ``tl``, which is what the patcher looks for."""
 
@@ -183,7 +205,12 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
 
     def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         def perform(mask: Any = mask) -> Any:
-            return load(pointers, mask, other, *rest, **named)
+            if other is not None:
+                return load(pointers, mask, other, *rest, **named)
+            element = pointers.get_element_ty()
+            kind = _numpy_dtype(element)
+            zeros = np.zeros(pointers.data.shape, kind)
+            return unchecked(atomics.load(pointers.data, mask.data, zeros, kind), element)
 
         if named["is_volatile"] if named else rest[-1]:
             # PTX: "treated as a relaxed operation with system scope"

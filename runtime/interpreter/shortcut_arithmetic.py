@@ -13,7 +13,7 @@ before for all else::
                                                           within 0..31
                                                           < <= > >= == !=    int1
     both int1                                             & | ^              int1
-    a pointer and such an integer                         +                  the pointer's type
+    a pointer and such an integer                         + -                the pointer's type
     int32 or int64                                        .to(int32, int64)  that
     a pointer; int64                                      .to(int64); of a   int64; the pointer's type
                                                           pointer's type
@@ -32,7 +32,7 @@ import numpy as np
 import triton.language as tl
 
 from interlace.runtime.compat.attributes import Replacement
-from interlace.runtime.compat.triton_interpreter import TensorHandle, builder
+from interlace.runtime.compat.triton_interpreter import builder, unchecked
 
 Method = Callable[..., Any]
 
@@ -61,11 +61,9 @@ def _made(model: Any, data: Any, dtype: Any, kind: Any, pointer: Any = None) -> 
 
     ``pointer``: of pointers, the type in the handle, which says where they come from (``provenance.py``).
     """
-    handle = object.__new__(TensorHandle)
-    handle.data, handle.dtype, handle.attr = data, pointer or dtype, {}
     made = object.__new__(tl.tensor)
     made.__dict__.update(model.__dict__)
-    made.handle, made.dtype, made.type = handle, dtype, kind
+    made.handle, made.dtype, made.type = unchecked(data, pointer or dtype), dtype, kind
     return made
 
 
@@ -106,6 +104,11 @@ def _model(left: Any, right: Any) -> Any:
     return right if right.type.__class__ is tl.block_type or theirs == _SCALAR else None
 
 
+def within(number: int) -> bool:
+    """Whether it is within int32, as what the front end makes of it is."""
+    return _LEAST <= number <= _MOST
+
+
 def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
     """The model and type of the result and the data of both, if this is a case for a shortcut."""
     dtype, data = left.dtype, left.handle.data
@@ -116,7 +119,7 @@ def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
         right = right.value
     if right.__class__ is int:
         whole = left.type.__class__ is tl.block_type or data.shape == _SCALAR
-        if whole and _LEAST <= right <= _MOST:
+        if whole and within(right):
             return left, dtype, data, numpy_type(right)
         return None
     if right.__class__ is tl.tensor:
@@ -181,23 +184,25 @@ def _width(pointer: Any) -> Any:
     return found
 
 
-def _addition(stock: Method) -> Method:
-    """The sum of integers, or of a pointer on the left and a number of elements."""
-    integers = _of_integers(stock, np.add)
+def _steps(stock: Method, op: Any, *, down: bool = False) -> Method:
+    """The sum or difference of integers, or of a pointer on the left and a number of elements."""
+    integers = _of_integers(stock, op)
 
     def method(self: Any, other: Any) -> Any:
         if self.dtype.__class__ is not tl.pointer_type:
             return integers(self, other)
         offset = other.value if other.__class__ is tl.constexpr else other
-        if offset.__class__ is int and _LEAST <= offset <= _MOST:
-            model, number = _model(self, self), np.array([offset]).astype(np.uint64)  # wraps around
+        if offset.__class__ is int and within(offset):
+            model, number = _model(self, self), np.array([offset], np.int32)
         elif offset.__class__ is tl.tensor and offset.dtype.name in _INTEGERS:
-            model, number = _model(self, offset), offset.handle.data.astype(np.uint64)
+            model, number = _model(self, offset), offset.handle.data
         else:
             return stock(self, other)
         if model is None:
             return stock(self, other)
-        data = self.handle.data + _width(self) * number
+        if down:
+            number = np.negative(number)  # in its own type, as the front end does
+        data = self.handle.data + _width(self) * number.astype(np.uint64)  # wraps around
         return _made(model, data, self.dtype, _shaped(self.dtype, model), self.handle.dtype)
 
     return method
@@ -241,6 +246,7 @@ def shortcuts() -> list[Replacement]:
         found[f"__r{name}__"] = _of_integers(stock[f"__r{name}__"], op, reverse=True)
     for name, op in _LOGIC.items():
         found[f"__{name}__"] = _logic(stock[f"__{name}__"], op)
-    found["__add__"] = _addition(stock["__add__"])
+    found["__add__"] = _steps(stock["__add__"], _ARITHMETIC["add"])
+    found["__sub__"] = _steps(stock["__sub__"], _ARITHMETIC["sub"], down=True)
     found["to"] = _conversion(stock["to"])
     return [(tl.tensor, name, method) for name, method in found.items()]

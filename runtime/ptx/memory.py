@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.triton_interpreter import TensorHandle, atomics
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
+from interlace.runtime.core.accesses import NULL, Atomic
 from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS
 from interlace.runtime.ptx.arithmetic import lanewise, larger, smaller
 from interlace.runtime.ptx.instruction import Action, Instruction, Write, builders
@@ -58,6 +58,7 @@ _OPERATIONS = {
     "cas": ("b16", "b32", "b64"),
 }
 _VECTORS = ("v2", "v4", "v8")
+_VERBS = {"ld": "loads", "st": "stores"}
 _OF_FLOATS = {"add": operator.add, "min": smaller, "max": larger}
 SPACES = ("shared", "shared::cta")
 _ACCESS_TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
@@ -84,20 +85,23 @@ def address_of(
     offset = instruction.literal(match[2] or "0", TYPES["u64"])
     if offset is None:
         raise instruction.error(f"the offset in '{text}' must be a whole number")
-    align, null = np.uint64(kind.bits // 8 * count), np.uint64(4096)
-    by = np.uint64(offset)
+    align, null = np.uint64(kind.bits // 8 * count), np.uint64(NULL)
+    mnemonic = instruction.mnemonic
+    by, within = np.uint64(offset), align - np.uint64(1)  # a power of 2
 
     def at(threads: Threads) -> Array:
         addresses = threads.active(base(threads)) + by
         if shared:
             addresses = (addresses & np.uint64(0xFFFFFFFF)) + np.uint64(threads.session.base)
-        if (addresses % align).any() or (addresses < null).any():
+        if np.bitwise_or.reduce(addresses, axis=None) & within or (addresses < null).any():
             wrong = (addresses % align != 0) | (addresses < null)
             address = int(addresses[wrong][0])
-            what = "null" if address < 4096 else f"not a multiple of {align}"
-            raise ValueError(
-                f"PTX: address {address:#x} is {what}; line {instruction.line}: {instruction.text}"
-            )
+            what = "null" if address < NULL else f"not a multiple of {align}"
+            what = f"{what}; line {instruction.line}: {instruction.text}"
+            if not shared:
+                does, count = _VERBS.get(mnemonic, mnemonic), int(wrong.sum())
+                threads.session.hooks.misplaced(address, int(align), count, does, what)
+            raise ValueError(f"PTX: address {address:#x} is {what}")
         return addresses
 
     return at
@@ -147,23 +151,25 @@ def take_parts(instruction: Instruction, operand: str, vector: str | None) -> li
 
 
 def all_of(addresses: Array) -> Any:
-    return TensorHandle(np.ones(addresses.shape, np.bool_), tl.int1)
+    return everywhere(addresses.shape)
 
 
 def pointers_of(
     threads: Threads, addresses: Array, kind: ScalarType, lanes: Array | None = None
 ) -> Any:
     """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``."""
-    handle = TensorHandle(addresses, _pointer_types[kind.name])
+    handle = unchecked(addresses, _pointer_types[kind.name])
     numbers = threads.who() if lanes is None else lanes
     if numbers is not None:
-        numbers = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
-        handle.threads = np.broadcast_to(numbers, addresses.shape)
+        if addresses.ndim > 1:
+            numbers = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
+        same = numbers.shape == addresses.shape
+        handle.threads = numbers if same else np.broadcast_to(numbers, addresses.shape)
     return handle
 
 
 def handle_of(bits: Array, kind: ScalarType) -> Any:
-    return TensorHandle(bits.view(kind.stored), kind.memory)
+    return unchecked(bits.view(kind.stored), kind.memory)
 
 
 def fetched(pointers: Any, mask: Any, kind: ScalarType) -> Any:
@@ -270,7 +276,7 @@ def load_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = Fal
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
 
         def perform(mask: Any = mask) -> Any:
-            return TensorHandle(fetched(pointers, mask, kind), kind.memory)
+            return unchecked(fetched(pointers, mask, kind), kind.memory)
 
         found: Array = threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
         return found
@@ -317,7 +323,7 @@ def _atomic(
         def perform(mask: Any = mask) -> Any:
             if not mask.data.all():
                 return handle_of(np.zeros(addresses.shape, kind.raw), kind)
-            return TensorHandle(change(pointers.data, ORDERS[sem]).view(kind.stored), kind.memory)
+            return handle_of(change(pointers.data, ORDERS[sem]), kind)
 
         alone = threads.alone
         atomic = Atomic(

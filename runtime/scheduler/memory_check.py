@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import NULL
 from interlace.runtime.core.errors import MemoryAccessError
 from interlace.runtime.interpreter.provenance import origin_of
 from interlace.runtime.interpreter.session import as_mask, chosen
@@ -151,7 +152,7 @@ class MemoryCheck:
             else f", element {tuple(map(int, lane))} of a block of {shape}"
         )
         if allocation is None:
-            named = f"0, address {address:#x}" + (", null" if address < 4096 else "")
+            named = f"0, address {address:#x}" + (", null" if address < NULL else "")
             return BadAccess(kind, does, "no allocation", 0, 0, count, named)
         if kind == "out of bounds" and allocation.is_gone() and not (origin and origin.argument):
             kind = "use after free"
@@ -168,11 +169,27 @@ class MemoryCheck:
         offset = first - allocation.base
         return BadAccess(kind, does, allocation.name, allocation.nbytes, offset, count, text)
 
-    def _tell(self, task: Task, bad: BadAccess) -> None:
+    def misplaced(
+        self, task: Task, address: int, align: int, count: int, does: str, what: str
+    ) -> None:
+        """An instruction's address is ``what``, and it cannot be left out: the program ends with it."""
+        near = self._memory.at(address) or self._memory.near(address)
+        kind = "out of bounds" if address < NULL else "misaligned"
+        if near is None:
+            bad = BadAccess(
+                kind, does, "no allocation", 0, 0, count, f"0, address {address:#x}: {what}"
+            )
+        else:
+            offset = address - near.base
+            index = f"{offset // align} and {offset % align} bytes: {what}"
+            bad = BadAccess(kind, does, near.name, near.nbytes, offset, count, index)
+        self._tell(task, bad, goes_on=False)
+
+    def _tell(self, task: Task, bad: BadAccess, *, goes_on: bool = True) -> None:
         self._count += 1
         if self._on_bad is not None:
             self._on_bad(task, bad)
-        if self._on_bad is None or self._count > MOST:
+        if self._on_bad is None or self._count > MOST or not goes_on:
             lines = program_lines()
             place = ", called from ".join(lines)
             error = MemoryAccessError(f"rank {task.rank}, {task.who}, {place}: {bad}", bad.kind)

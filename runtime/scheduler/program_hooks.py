@@ -149,6 +149,10 @@ class ProgramHooks:
         allocation = self.memory.of_number(address, self.current.rank) if self.inside else None
         return None if allocation is None else Origin(allocation, address)
 
+    def misplaced(self, address: int, align: int, count: int, does: str, what: str) -> None:
+        if self.inside:
+            self._check.misplaced(self.current, address, align, count, does, what)
+
     def barrier(self, threads: Any = None) -> None:
         if not self.inside:
             return

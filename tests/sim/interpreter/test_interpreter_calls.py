@@ -35,7 +35,9 @@ class Watching:
         perform()
 
     def atomic(self, atomic: Any, perform: Any) -> Any:
-        self.seen.append((atomic.pointers.data.tolist(), atomic.kind, atomic.mask.data.tolist()))
+        how = atomic.kind, atomic.sem, atomic.scope, atomic.reads_only
+        mask = None if atomic.mask is None else atomic.mask.data.tolist()
+        self.seen.append((atomic.pointers.data.tolist(), how, mask))
         return perform()
 
     def __getattr__(self, name: str) -> Any:
@@ -142,6 +144,47 @@ def test_stores() -> None:
     assert compare(stores()) > 1000
 
 
+ATOMICS = ["atomic_add", "atomic_xchg", "atomic_and", "atomic_or", "atomic_xor", "atomic_max"]
+
+
+def atomics() -> dict[str, Callable[[], Any]]:
+    values: dict[str, Any] = {
+        name: TENSORS[name] for name in TENSORS if name.endswith(("()", "(1,)", "(4,)"))
+    }
+    values |= {repr(each): each for each in (0, 1, -5, 2**31 - 1, 2**31, 2**40, True, 1.5)}
+    values["constexpr"] = tl.constexpr(7)
+    hows: list[Any] = [(), ("relaxed",), ("release", "sys"), (tl.constexpr("acquire"), "cta")]
+    hows += [("no",), ("acq_rel", "no"), (3,)]
+    cases: dict[str, Callable[[], Any]] = {}
+    for element in ("int32", "int64", "uint32", "int8", "fp32"):
+        for shape in SHAPES:
+            at = pointers(element, shape)
+            for value_name, value in values.items():
+                for op in ATOMICS:
+                    for number, how in enumerate(hows if op == "atomic_add" else hows[:1]):
+                        cases[f"{element} {shape} {value_name} {op} {number}"] = (
+                            lambda at=at, value=value, op=op, how=how: getattr(tl, op)(
+                                at, value, None, *how
+                            )
+                        )
+                for other in (TENSORS["int32 ()"], 5):
+                    cases[f"{element} {shape} {value_name} cas {other!r}"] = (
+                        lambda at=at, value=value, other=other: tl.atomic_cas(at, value, other)
+                    )
+    plain, some = pointers("int32", (4,)), bits((4,))
+    cases["masked"] = lambda: tl.atomic_add(plain, 1, mask=some)
+    cases["by name"] = lambda: tl.atomic_add(plain, 1, sem="acquire", scope="sys")
+    kind = tl.pointer_type(tl.int32, const=True)
+    const = tl.tensor(TensorHandle(plain.handle.data, kind), tl.block_type(kind, [4]))
+    cases["of constants"] = lambda: tl.atomic_add(const, 1)
+    return cases
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_atomics() -> None:
+    assert compare(atomics()) > 400
+
+
 def test_ranges() -> None:
     ends: list[Any] = [0, 1, 4, 6, -4, 2**31, 1.0, True, tl.constexpr(8), TENSORS["int32 ()"]]
     cases: dict[str, Callable[[], Any]] = {
@@ -183,18 +226,23 @@ def test_loads_and_stores_do_not_go_through_the_front_end() -> None:
         return noted
 
     numbers, value = pointers("fp32", (4,)), tensor("fp32", (4,))
+    words = pointers("int32", (4,))
     at, scalar, mask = pointers("bf16", (4,)), pointers("int64", ()), bits((4,))
     with (
         mock.patch.object(kinds, "load", noting(kinds.load)),
         mock.patch.object(kinds, "store", noting(kinds.store)),
+        mock.patch.object(kinds, "atomic_add", noting(kinds.atomic_add)),
+        mock.patch.object(kinds, "atomic_cas", noting(kinds.atomic_cas)),
     ):
-        for shortcuts, times in ((True, 2), (False, 7)):
+        for shortcuts, times in ((True, 4), (False, 11)):
             asked.clear()
             with session(Watching(), shortcuts=shortcuts):  # type: ignore[arg-type]
                 tl.load(at), tl.load(at, mask=mask, other=0.0), tl.load(scalar)
                 tl.load(at, mask=mask, other=1.0)
                 tl.store(scalar, TENSORS["int64 ()"]), tl.store(numbers, value, mask=mask)
                 tl.store(at, value)
+                tl.atomic_add(words, 1), tl.atomic_add(scalar, 1, sem="relaxed")
+                tl.atomic_add(words, 1, mask=mask), tl.atomic_cas(scalar, 1, 2)
             assert len(asked) == times
 
 

@@ -70,6 +70,18 @@ def fill_by_ptx(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def fill_by_vector(x_ptr, FIRST: tl.constexpr, N: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "st.global.v4.b32 [$1], {$2, $2, $2, $2}; mov.u32 $0, 0;",
+        "=r,l,r",
+        [(x_ptr + FIRST).to(tl.int64), tl.full((), 7, tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def fill_peer(buffers, rank, FIRST: tl.constexpr, N: tl.constexpr):
     table = buffers.to(tl.pointer_type(tl.int64))
     theirs = tl.load(table + 1 - rank).to(tl.pointer_type(tl.float32))

@@ -278,3 +278,17 @@ def take_flags_that_are_not_set_yet(peers_ptr, rank):
             pass
     if rank == 1:
         tl.atomic_xchg(flag(peers_ptr, 0, tl.program_id(0)), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def turned_by_way_of_memory(input_ptr, output_ptr, BLOCK: tl.constexpr, SEVERAL: tl.constexpr):
+    """Threads read what others have stored: the second barrier of three is for that, or that alone."""
+    offsets = tl.arange(0, BLOCK)
+    if SEVERAL:
+        tl.debug_barrier()  # 1
+    tl.store(output_ptr + offsets, tl.load(input_ptr + offsets))
+    tl.debug_barrier()  # 2
+    turned = tl.load(output_ptr + BLOCK - 1 - offsets)
+    if SEVERAL:
+        tl.debug_barrier()  # 3
+    tl.store(input_ptr + offsets, turned)

@@ -128,6 +128,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "compare and swap": (partial(on_tensor, kernels.swap), 0, 1, "out of bounds"),
     "descriptor": (partial(on_tensor, kernels.fill_by_descriptor), 0, 1, "out of bounds"),
     "inline PTX": (partial(on_tensor, kernels.fill_by_ptx), 0, 1, "out of bounds"),
+    "vector": (partial(on_tensor, kernels.fill_by_vector), 4, 3, "misaligned"),
     "address": (by_address, 0, 4, "out of bounds"),
     "chosen pointers": (chosen, 0, 1 << 20, "out of bounds"),
     "peer": (of_a_peer, 0, 8, "out of bounds"),

@@ -1,5 +1,6 @@
 """``interlace.verify.races``: what is a race, what is not, and that reports are repeatable."""
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,23 @@ def test_memory_that_is_freed_and_given_out_again_is_new() -> None:
 
 
 # -- errors of the run, and misuse ---------------------------------------------------------------------
+
+
+def test_barriers_that_order_nothing_are_named() -> None:
+    """Of threads that are told apart. An interpreted program is one agent, and nothing is known of them."""
+
+    def turned(several: bool) -> None:
+        kernels.turned_by_way_of_memory[(1,)](torch.ones(128), torch.empty(128), 128, several)
+
+    def numbers(report: RaceReport) -> list[str]:
+        assert report.clean, str(report)
+        assert len(report.notes) == len(report.superfluous) == str(report).count("superfluous")
+        marked = (linecache.getline(*line.frames[0]).split("# ")[1] for line in report.superfluous)
+        return [each.strip() for each in marked]
+
+    assert numbers(races(turned, 1, True, seeds=3, arch=80)) == ["1", "3"]
+    assert numbers(races(turned, 1, False, seeds=3, arch=80)) == []
+    assert numbers(races(turned, 1, True, seeds=1)) == []
 
 
 def test_an_exception_is_part_of_the_report() -> None:

@@ -150,6 +150,8 @@ def render(console: Any, results: list[JobResult]) -> None:
                 title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
                 console.print(f"\n[bold red]{escape(title)}[/]")
                 console.print(escape(text), soft_wrap=True)
+    for note in dict.fromkeys(note for result in results for note in result.notes):
+        console.print(escape(note), soft_wrap=True, highlight=False)
     count = sum(len(result.findings) for result in results)
     unchecked = sum(bool(result.refusals) for result in results)
     said = [f"{count} finding{'s' * (count != 1)}."] * bool(count)

@@ -21,10 +21,16 @@ from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.causes import Reach, by_cause
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector
+from interlace.verify.race_check.superfluous import DetectorWithout, superfluous
 from interlace.verify.race_check.teller import RaceTeller
 from interlace.verify.race_check.torch_accesses import TorchAccesses
 from interlace.verify.schedule_check.interleaving import Story
-from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
+from interlace.verify.schedule_check.sampling import (
+    poisoned_memory,
+    rare_collections,
+    refused,
+    seed_list,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,6 +111,7 @@ def races(  # type: ignore[misc]
     refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
     ordering: set[SourceText] = set()
+    barriers: set[SourceText] = set()
     reaches: dict[Any, Reach] = {}
     events = 0
     for seed in chosen:
@@ -120,6 +127,7 @@ def races(  # type: ignore[misc]
             of_its_kind.append((seed, error))
         events += detector.events
         ordering |= detector.ordering
+        barriers |= detector.barriers
         for key, reach in detector.reaches.items():
             reaches.setdefault(key, Reach()).join(reach)
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
@@ -135,6 +143,12 @@ def races(  # type: ignore[misc]
             for finding in _explained(new, relaxed, teller.detector):
                 found[finding.key] = finding
         on_seed(seed)
+
+    def observed_without(seed: int, asked: list[DetectorWithout]) -> None:
+        _observed(on_rank, world_size, seed, Several(asked), made, store_buffers, timeout)
+
+    if found or errors or refusals:
+        barriers.clear()
     return RaceReport(
         world_size,
         tuple(chosen),
@@ -145,6 +159,7 @@ def races(  # type: ignore[misc]
         tuple(stories),
         tuple(refusals),
         frozenset(ordering),
+        superfluous(barriers, chosen, observed_without),
     )
 
 
@@ -190,7 +205,7 @@ def _observed(
         on_bad_access=detector.on_bad_access,
     )
     try:
-        with poisoned_memory(), TorchAccesses(scheduler, detector):
+        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, detector):
             run_sim(on_rank, world_size, scheduler=scheduler)
     except Exception as error:
         return error
@@ -210,7 +225,7 @@ class Several:
         def tell_all(*arguments: Any, **named: Any) -> Any:
             self.observers = [each for each in self.observers if not getattr(each, "done", False)]
             answers = [getattr(each, name)(*arguments, **named) for each in self.observers]
-            return answers[0]
+            return answers[0] if answers else None
 
         return tell_all
 

@@ -152,7 +152,9 @@ class RaceReport:
 
     ``errors`` are exceptions of runs, by seed, as text, and so are ``refusals``: what the simulator cannot
     run, so that a schedule is not checked. ``stories`` tell the schedules in which something was found.
-    ``ordering``: the lines of kernels at which atomics and fences ran.
+    ``ordering``: the lines of kernels at which atomics and fences ran. ``superfluous``: if nothing was
+    found, the lines of barriers without which nothing would have been, in programs whose threads are told
+    apart; each by itself, one of them may stand for another.
     """
 
     world_size: int
@@ -164,6 +166,15 @@ class RaceReport:
     stories: tuple[Story, ...] = field(default=(), repr=False, compare=False)
     refusals: tuple[tuple[int, str], ...] = ()
     ordering: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
+    superfluous: tuple[SourceText, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What is no finding, as text."""
+        return [
+            f"superfluous: without the barrier at {line} these schedules are in order, too"
+            for line in self.superfluous
+        ]
 
     @property
     def clean(self) -> bool:
@@ -175,7 +186,7 @@ class RaceReport:
         schedules = _counted(count, "schedule")
         head = f"{self.world_size} ranks, {schedules}, {self.events} accesses: "
         if self.clean:
-            return head + "no findings"
+            return "\n".join([head + "no findings", *self.notes])
         parts = [_counted(len(self.findings), "finding")]
         if self.errors:
             parts.append(f"{len(self.errors)} failed")
@@ -196,4 +207,5 @@ class RaceReport:
             "findings": [asdict(finding) for finding in self.findings],
             "errors": [{"seed": seed, "error": text} for seed, text in self.errors],
             "refusals": [{"seed": seed, "error": text} for seed, text in self.refusals],
+            "superfluous": list(self.superfluous),
         }

@@ -77,6 +77,7 @@ class Detector(AsyncProxy):
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
         self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
+        self.barriers: set[SourceText] = set()  # ... of barriers of programs with threads
 
     def _agent(self, task: Task) -> Agent:
         agent = self._tasks.get(task)
@@ -443,6 +444,8 @@ class Detector(AsyncProxy):
         if task is not None:
             agent: Any = self._agent(task)
             agent.barrier(*([] if threads is None else [threads]))
+            if isinstance(agent, ThreadsAgent):
+                self.barriers.update(program_lines()[:1])
 
     def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
         if task is None:

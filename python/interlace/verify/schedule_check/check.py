@@ -24,7 +24,12 @@ from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
 from interlace.verify.schedule_check.interleaving import Story, Storyteller
-from interlace.verify.schedule_check.sampling import poisoned_memory, refused, seed_list
+from interlace.verify.schedule_check.sampling import (
+    poisoned_memory,
+    rare_collections,
+    refused,
+    seed_list,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -256,7 +261,7 @@ class Trial:
         )
         error, digest, refusal = None, "", None
         try:
-            with poisoned_memory():
+            with poisoned_memory(), rare_collections():
                 results = run_sim(self.on_rank, self.world_size, scheduler=scheduler)
             digest = digest_of(results)
             if self.check is not None:

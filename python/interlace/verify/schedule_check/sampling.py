@@ -1,5 +1,6 @@
-"""Seeds of schedules, and poisoned memory: what the checks that run schedules have in common."""
+"""Seeds of schedules, poisoned memory, collections: what the checks that run schedules have in common."""
 
+import gc
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 MOST_SEEDS = 1_000_000  # some days
+NEW_OBJECTS = 50_000  # more than a small schedule makes
 
 
 def seed_list(seeds: int | Iterable[int]) -> list[int]:
@@ -49,3 +51,17 @@ def poisoned_memory() -> Iterator[None]:
             yield
         finally:
             torch._C._set_deterministic_algorithms(before, warn_only=warns)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Python looks for garbage now and then, and not several times in each schedule.
+
+    A seventh of a schedule's time went to that.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -66,7 +66,7 @@ class JobResult:
     """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
 
     ``report`` is that of the check, where there is one; ``refusals`` are texts, too, of what could not be
-    checked.
+    checked. ``notes`` are neither.
     """
 
     subject: str
@@ -78,9 +78,13 @@ class JobResult:
     report: RaceReport | ScheduleReport | LintReport | None = field(default=None, repr=False)
     refusals: tuple[str, ...] = ()
 
+    @property
+    def notes(self) -> list[str]:
+        return self.report.notes if isinstance(self.report, RaceReport) else []
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: all but the report."""
-        facts = {**vars(self), "seconds": round(self.seconds, 3)}
+        facts = {**vars(self), "seconds": round(self.seconds, 3), "notes": self.notes}
         del facts["report"]
         return facts
 
