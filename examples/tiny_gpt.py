@@ -28,12 +28,16 @@ VOCABULARY = 128  # ASCII
 
 @dataclass(frozen=True)
 class Shape:
-    """``length`` is that of a sequence; ``heads`` divides ``hidden``, and the ranks divide ``heads``."""
+    """``length`` is that of a sequence; ``heads`` divides ``hidden``, and the ranks divide ``heads``.
+
+    With ``experts`` the feed-forward block is a mixture of so many, two of them for each token.
+    """
 
     hidden: int = 128
     heads: int = 4
     layers: int = 2
     length: int = 128
+    experts: int = 0
 
 
 @functools.cache
@@ -78,6 +82,9 @@ class Block(torch.nn.Module):
         self.qkv = torch.nn.ModuleDict({name: torch.nn.Linear(hidden, hidden) for name in "qkv"})
         self.projection = torch.nn.Linear(hidden, hidden)
         self.before_mlp = torch.nn.LayerNorm(hidden)
+        if shape.experts:
+            self.mlp = Experts(hidden, shape.experts)
+            return
         up, down = torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
         self.mlp = torch.nn.ModuleDict({"up": up, "down": down})
 
@@ -85,7 +92,31 @@ class Block(torch.nn.Module):
         y = self.before_attention(x)
         q, k, v = (self.qkv[name](y) for name in "qkv")
         x = x + self.projection(attend(q, k, v, self.head_dim))
-        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.before_mlp(x))))
+        y = self.before_mlp(x)
+        if isinstance(self.mlp, Experts):
+            return x + self.mlp(y)
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](y)))
+
+
+class Experts(torch.nn.Module):
+    """A mixture of ``experts`` feed-forward blocks, the best two for each token."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        made = {"router": (hidden,), "up": (4 * hidden, hidden), "down": (hidden, 4 * hidden)}
+        for name, shape in made.items():
+            bound = shape[-1] ** -0.5
+            whole = torch.empty(experts, *shape).uniform_(-bound, bound)
+            self.register_parameter(name, torch.nn.Parameter(whole))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = F.linear(x, self.router).softmax(-1).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        output = torch.zeros_like(x)
+        for expert in range(len(self.up)):
+            y = F.linear(F.gelu(F.linear(x, self.up[expert])), self.down[expert])
+            output = output + y * (weights * (chosen == expert)).sum(-1, keepdim=True)
+        return output
 
 
 class ShardedGPT(torch.nn.Module):
@@ -117,7 +148,10 @@ class ShardedBlock(torch.nn.Module):
         self.qkv = nn.QKVParallelLinear(hidden, shape.heads, group=group)
         self.projection = nn.RowParallelLinear(hidden, hidden, group=group)
         self.before_mlp = nn.LayerNorm(hidden, group=group)
-        self.mlp = nn.SequenceParallelMLP(hidden, 4 * hidden, "gelu", group=group)
+        if shape.experts:
+            self.mlp = nn.MoE(hidden, 4 * hidden, shape.experts, 2, "gelu", group=group)
+        else:
+            self.mlp = nn.SequenceParallelMLP(hidden, 4 * hidden, "gelu", group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.before_attention(x))

@@ -3,6 +3,7 @@
     python examples/train_tiny_gpt.py                             # starts its 4 ranks itself
     torchrun --nproc-per-node 4 examples/train_tiny_gpt.py        # or is started on them
     python examples/train_tiny_gpt.py --data-parallel fsdp        # FSDP2 in place of DDP
+    python examples/train_tiny_gpt.py --experts 4                 # mixtures of experts, spread over --tp
 
 Needs no GPU. Ranks form a mesh of ``--dp`` times ``--tp``: each of the ``dp`` groups has the whole model,
 split over its ``tp`` ranks (tiny_gpt.py), and its part of every batch; gradients are averaged over the
@@ -72,16 +73,21 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("tiny_gpt"), help="for files that it writes"
     )
     for name, value in vars(Shape()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        about = "of each block, 0 for a plain one" if name == "experts" else None
+        parser.add_argument(f"--{name}", type=int, default=value, help=about)
     options = parser.parse_args(arguments)
     least = {name: 1 for name in ("dp", "tp", "resume_dp", "resume_tp", "batch", *vars(Shape()))}
+    if options.experts:
+        least["experts"] = 2
+    else:
+        del least["experts"]
     for name, number in {**least, "steps": 2}.items():
         if vars(options)[name] < number:
             parser.error(f"--{name.replace('_', '-')} must be at least {number}")
     if options.hidden % options.heads:
         parser.error(f"--heads {options.heads} must divide --hidden {options.hidden}")
     for split in ("tp", "resume_tp"):
-        for name in ("heads", "hidden", "length"):
+        for name in ("heads", "hidden", "length", "experts"):
             if (number := vars(options)[name]) % vars(options)[split]:
                 parser.error(f"--{split.replace('_', '-')} must divide --{name} {number}")
     if options.length >= len(text()):
@@ -95,7 +101,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--dp {options.dp} times --tp {options.tp} must be the {started} ranks started"
         )
-    options.shape = Shape(options.hidden, options.heads, options.layers, options.length)
+    sizes = options.hidden, options.heads, options.layers, options.length, options.experts
+    options.shape = Shape(*sizes)
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 

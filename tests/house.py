@@ -151,7 +151,7 @@ FOLDERS = {
         "interlace/collectives interlace/groups interlace/tensor runtime/core"
     ),
     "interlace/nn/layers": (
-        "interlace/arguments interlace/collectives interlace/groups "
+        "interlace interlace/arguments interlace/collectives interlace/experts interlace/groups "
         "interlace/nn/functions interlace/nn/parameters runtime/core runtime/numerics"
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",

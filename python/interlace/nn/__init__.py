@@ -24,6 +24,7 @@ from interlace.nn.layers.cross_entropy import (
 from interlace.nn.layers.embedding import VocabParallelEmbedding
 from interlace.nn.layers.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.nn.layers.mlp import SequenceParallelMLP
+from interlace.nn.layers.moe import LoadBalance, MoE
 from interlace.nn.layers.norm import LayerNorm, RMSNorm
 from interlace.nn.layers.qkv import QKVParallelLinear
 from interlace.nn.parameters.optimizer_state import (
@@ -39,6 +40,8 @@ __all__ = [
     "ContextParallelAttention",
     "DeferredWeightGradients",
     "LayerNorm",
+    "LoadBalance",
+    "MoE",
     "QKVParallelLinear",
     "RMSNorm",
     "RowParallelLinear",

@@ -12,7 +12,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Combined, ExpertSizes, Rows
-from interlace.kernels.experts.combine import combine_kernel
+from interlace.kernels.experts import combine as kernels
 from interlace.runtime.algorithms.experts.dispatch import (
     Bounds,
     RowExchange,
@@ -110,7 +110,7 @@ class Combine:
         options = {"num_warps": configuration.num_warps, "num_stages": 1}
 
         def body(workspace: Workspace) -> None:
-            launch = workspace.kernel_launch(combine_kernel, grid, arguments, **options)
+            launch = workspace.kernel_launch(kernels.combine_kernel, grid, arguments, **options)
             communicator.compute.launch(launch)
             self.home.keep(communicator, workspace)
 

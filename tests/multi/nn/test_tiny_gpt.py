@@ -28,7 +28,12 @@ def ran(
 
 @thorough
 @pytest.mark.parametrize(
-    "options", ["--data-parallel ddp", "--data-parallel fsdp --resume-tp 1 --resume-dp 2"]
+    "options",
+    [
+        "--data-parallel ddp",
+        "--data-parallel fsdp --resume-tp 1 --resume-dp 2",
+        "--experts 4 --resume-tp 4",
+    ],
 )
 def test_losses_are_those_of_one_process(
     tmp_path: Path, monkeypatch: Any, capsys: Any, options: str

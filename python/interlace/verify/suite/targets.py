@@ -156,7 +156,8 @@ def _dispatch(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     """A token's row is told by its first number, and goes to its experts' ranks in their order."""
     chosen = _chosen(world_size, call)
     inputs = [_numbers(r, call, len(each), INNER) for r, each in enumerate(chosen)]
-    work = interlace.experts.dispatch(inputs[rank], chosen[rank], None, 2 * world_size, **how)
+    with configuration.override(programs=2 * world_size):  # two of them send to each rank
+        work = interlace.experts.dispatch(inputs[rank], chosen[rank], None, 2 * world_size, **how)
     expected = [
         x[(idx == expert).any(1)]
         for expert in (2 * rank, 2 * rank + 1)
@@ -176,7 +177,8 @@ def _combine(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     counts = received.num_tokens_per_expert
     factors = torch.arange(2 * rank + 1, 2 * rank + 3).repeat_interleave(counts)
     del how["group"]
-    work = interlace.experts.combine(received.x * factors.unsqueeze(1), handle, **how)
+    with configuration.override(programs=2 * world_size):
+        work = interlace.experts.combine(received.x * factors.unsqueeze(1), handle, **how)
     return work, _itself, inputs[rank] * (chosen[rank] + 1).sum(1, keepdim=True)
 
 
