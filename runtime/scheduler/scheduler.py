@@ -35,7 +35,7 @@ from interlace.runtime.scheduler import torch_state
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
-from interlace.runtime.scheduler.source_lines import polling, program_line, with_lines
+from interlace.runtime.scheduler.source_lines import LAUNCHED, polling, program_line, with_lines
 from interlace.runtime.scheduler.strategies import Random, ScheduleSegment, Strategy
 from interlace.runtime.scheduler.task import Program, Task
 
@@ -137,7 +137,9 @@ class Scheduler(ProgramHooks):
         task = Task(rank, who, name, None, number, program, owner, on_finish=on_finish)
         # a greenlet that ends continues in its parent, which must be the loop and not the spawner
         task.greenlet = greenlet.greenlet(function, self._hub)
-        task.greenlet.gr_context = contextvars.copy_context()
+        task.greenlet.gr_context = context = contextvars.copy_context()
+        if program is not None and owner is not None:
+            context.run(LAUNCHED.set, owner.running)
         self._tasks.append(task)
         return task
 

@@ -1,6 +1,7 @@
 """Source lines of programs and of user code, from the frames they are suspended in."""
 
 import ast
+import contextvars
 import functools
 import linecache
 import os
@@ -20,7 +21,10 @@ from interlace.runtime.scheduler.allocations import Allocations, together
 from interlace.runtime.scheduler.task import Task
 
 _SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
-_COMPARED = re.compile(r"(?:==|!=|<=|>=|<|>)\s*(\w+)")
+LAUNCHED: contextvars.ContextVar[SourceText | None]
+LAUNCHED = contextvars.ContextVar("interlace_launched", default=None)
+"""Of a program that a stream has launched: what that was, and where it was enqueued, if anybody looks."""
+_COMPARED = re.compile(r"(==|!=|<=|>=|<|>)\s*(\w+)")
 
 
 def polling(task: Task, seen: int | None, words: list[int], memory: Allocations) -> BlockedWait:
@@ -56,9 +60,10 @@ def _expected(frame: Any) -> int | None:
     found = _COMPARED.findall(line)
     if not found:
         return None
-    if found[-1].isdigit():
-        return int(found[-1])
-    return _scalar(frame.f_locals.get(found[-1]))
+    operator, name = found[-1]
+    if operator == "==" and line.lstrip().startswith("while"):
+        return None  # it goes on until that changes
+    return int(name) if name.isdigit() else _scalar(frame.f_locals.get(name))
 
 
 def program_line(task: Task) -> str:
@@ -104,8 +109,7 @@ def with_lines(error: BaseException) -> SourceText:
     if isinstance(raised, InterlaceError) and not lines:
         return SourceText(text)
     for frame, number in traceback.walk_tb(None if lines else raised.__traceback__):
-        own = frame.f_globals.get("__name__", "").startswith("interlace.kernels.")
-        if own or user_frame(frame) is frame:
+        if _is_ours(frame) or user_frame(frame) is frame:
             path = frame.f_code.co_filename
             place = f"{os.path.basename(path)}:{number} in {frame.f_code.co_name}"
             lines.append(SourceText(place, ((path, number),)))
@@ -126,7 +130,16 @@ def _compiled_lines(error: BaseException | None) -> list[SourceText]:
 def program_lines() -> tuple[SourceText, ...]:
     """Lines of the running program, innermost first; empty outside of kernels."""
     frame = sys._getframe()
-    return tuple(map(place_of, source_frames(frame))) or _ptx_lines(frame)
+    frames = source_frames(frame)
+    lines = tuple(map(place_of, frames))
+    launched = LAUNCHED.get()
+    if lines and launched is not None and launched.frames and all(map(_is_ours, frames)):
+        lines += (launched,)  # of a kernel of interlace a user knows no other line
+    return lines or _ptx_lines(frame)
+
+
+def _is_ours(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("interlace.kernels.")
 
 
 def task_lines(task: Task) -> tuple[SourceText, ...]:

@@ -8,7 +8,7 @@ from interlace.cli import main
 from interlace.verify import shims
 from interlace.verify.suite.jobs import CheckPlan, lint_launches, load_function
 from mutants.mutations import mutant_of, mutated_function
-from peers.test_peers import MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
+from peers.test_peers import MULTIMEM, MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
 from tiers import few, thorough
 
 LITTLE = ["--seeds", "1", "--schedules", "1", "--arch", "90"]
@@ -31,17 +31,23 @@ def test_a_meeting_that_is_relaxed_on_purpose_is_no_finding(tmp_path: pathlib.Pa
 
 @thorough
 @pytest.mark.parametrize(
-    ("peer", "name"),
+    ("peer", "name", "rule"),
     few(
         [
-            (TWO_SHOTS, "the meeting before the sums acquires nothing"),
-            (PROGRESS, "a poll that acquires nothing"),
+            (TWO_SHOTS, "the meeting before the sums acquires nothing", "weak poll"),
+            (PROGRESS, "a poll that acquires nothing", "weak poll"),
+            (
+                TUPLE,
+                "threads that signal do not wait for those that store",
+                "release without barrier",
+            ),
+            (MULTIMEM, "sums of all threads signalled by one", "release without barrier"),
         ],
-        (PROGRESS, "a poll that acquires nothing"),
+        (PROGRESS, "a poll that acquires nothing", "weak poll"),
     ),
 )
-def test_one_that_loads_need_is(peer: Peer, name: str, tmp_path: pathlib.Path) -> None:
-    assert linted(peer, tmp_path, name) == {"weak poll"}
+def test_one_that_others_need_is(peer: Peer, name: str, rule: str, tmp_path: pathlib.Path) -> None:
+    assert linted(peer, tmp_path, name) == {rule}
 
 
 def test_a_signal_within_one_gpu_is_none_of_scope_gpu_and_one_of_scope_cta(

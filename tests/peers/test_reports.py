@@ -1,6 +1,7 @@
 """Reports: a finding is a cause, which names its signal and counts what it touches, in every form alike."""
 
 import json
+import linecache
 import pathlib
 import re
 
@@ -10,7 +11,7 @@ from interlace.cli import main
 from interlace.verify import races, schedules, shims
 from interlace.verify.schedule_check.interleaving import Step, Story
 from mutants.mutations import mutant_of, mutated_function
-from peers.test_peers import TWO_SHOTS
+from peers.test_peers import MUTANTS, PROGRESS, TWO_SHOTS
 from tiers import thorough
 
 NO_BARRIER = "    if AFTER_STORES:\n        tl.debug_barrier()\n", ""
@@ -34,6 +35,20 @@ def test_two_faulty_calls_are_two_findings_that_name_their_signals(tmp_path: pat
         assert finding.extent.seeds == (0, 1, 2) and 60 <= finding.extent.elements <= 64
     assert first.signal != second.signal and str(first.signal) in str(first)
     assert [text.partition(" ")[0] for text in first.also] == ["stores"]
+
+
+def test_a_word_that_a_stream_has_written_is_the_signal_of_its_copy(tmp_path: pathlib.Path) -> None:
+    """Who writes it is a kernel of interlace behind the copy; the report has the line that enqueued it."""
+    (edit,) = (edit for _, _, name, edit in MUTANTS if name == "a poll that acquires nothing")
+    with shims.installed("torch"):
+        report = races(PROGRESS.loaded(PROGRESS.mutant("weak", edit), tmp_path), 2, seeds=2)
+    (finding,) = report.findings
+    assert finding.kind == "weak order" and finding.signal and finding.first
+    written, seen = finding.signal.written, finding.signal.seen
+    assert written.who == "write_value_kernel program 0"
+    own, line = written.lines[-1].frames[0], "handle.stream_write_value32(progress"
+    assert linecache.getline(*own).strip().startswith(line)
+    assert f"the wait, {seen.what} at {seen.lines[0]} with sem" in finding.hint
 
 
 def test_neighbours_are_one_step() -> None:

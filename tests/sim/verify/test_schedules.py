@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 
 import interlace
+from interlace import symmetric_memory
 from interlace.runtime.compat.triton_interpreter import TensorHandle
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.scheduler.observer import Observer
@@ -24,6 +25,7 @@ from interlace.runtime.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
+from sim.verify import memory_kernels
 from sim.verify import race_kernels as kernels
 from sim.verify.test_races import buffer, launch
 from sim.verify.user_exchange import exchange, exchange_kernel, last_program
@@ -153,6 +155,19 @@ def test_a_deadlock_lists_every_program() -> None:
         line = f"rank 0 exchange_kernel program {program} waits for symmetric buffer 0 of rank 0, "
         line += f"byte {4 * program}, seen 0, expected 7 at user_exchange.py:"
         assert line in str(report), str(report)
+
+
+def test_what_ends_a_poll_is_told_where_the_source_says_it() -> None:
+    """A loop that goes on while a word is 0 ends with any other number, and 0 is not what it expects."""
+    with pytest.raises(
+        interlace.DeadlockError, match=r"byte 16, seen 0 at memory_kernels\.py:\d+ in"
+    ):
+        interlace.run(lambda: memory_kernels.poll[(1,)](signal_pad(), 4), 1)
+
+
+def signal_pad() -> torch.Tensor:
+    handle = symmetric_memory.rendezvous(symmetric_memory.empty(4))
+    return handle.get_signal_pad(handle.rank, (16,), torch.int32)
 
 
 def test_bounded_polls_are_no_deadlock() -> None:
