@@ -92,11 +92,7 @@ def wait_for(*paths: Path) -> None:
 
 
 def test_the_last_ops_are_kept_with_their_call_sites() -> None:
-    record, other = on_ranks(
-        ranks.many,
-        2,
-        300,
-    )
+    record, other = on_ranks(ranks.many, 2, 300)
     assert (record.rank, other.rank, record.ranks) == (0, 1, (0, 1))
     assert record.pids == other.pids and len({*record.pids}) == 2
     ops = record.collectives
@@ -276,6 +272,7 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
             time.sleep(0.05)
         assert words[-3][:2] == ["1", str(pids[1])], "the culprit is first"
         assert shown(pids[0])[:2] == shown(pids[2])[:2] == lines[:2], "from any rank"
+        assert shown(os.getpid())[:2] == lines[:2], "from what started them"
         os.kill(pids[0], signal.SIGUSR2)
         wait_for(*[tmp_path / name for name in names_of(tmp_path, 1)])
         assert not records_in(tmp_path)[0].collectives[-1].ended or op == "recv"
@@ -300,9 +297,10 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
 
 
 def test_another_process_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for pid, why in ((os.getppid(), "is in no group"), (99999999, "no process 99999999")):
-        with pytest.raises(ValueError, match=why):
-            shown(pid)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        for pid, why in ((other.pid, "is in no group"), (99999999, "no process 99999999")):
+            with pytest.raises(ValueError, match=why):
+                shown(pid)
     (tmp_path / "file").write_bytes(b"x" * 100)
     os.mkfifo(tmp_path / "pipe")
     for name in ("file", "pipe"):

@@ -4,6 +4,7 @@ A process keeps a descriptor of the segment of shared memory that has its record
 may read that, also while it is stopped. Nothing of what is read is trusted, and nothing is written.
 """
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -41,8 +42,9 @@ Found = dict[int, RankRecord | None]
 class InspectOptions(CommandOptions):
     """Say where every rank of a job is, and who keeps the others waiting.
 
-    A PID is of any rank on this host; the others of its groups on this host are found from there. FILEs
-    are what ranks wrote when they failed, or on SIGUSR2; of a folder all that is in it.
+    A PID is of any rank on this host, or of what started it, such as torchrun or a script that calls
+    interlace.run; the others of its groups on this host are found from there. FILEs are what ranks wrote
+    when they failed, or on SIGUSR2; of a folder all that is in it.
     """
 
     target: tuple[str, ...] = option(
@@ -129,8 +131,21 @@ def _segments(pid: int) -> Iterator[tuple[Identity, RankRecord]]:
             os.close(descriptor)
 
 
+def _below(pid: int) -> list[int]:
+    """The processes that ``pid`` has started, those that these have, and so on."""
+    started = defaultdict(list)
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # its name, in brackets, may have any characters
+            _, parent = entry.read_text(errors="replace").rpartition(") ")[2].split()[:2]
+            started[int(parent)].append(int(entry.parent.name))
+    found = sorted(started[pid])
+    for child in found:
+        found += sorted(started[child])
+    return found
+
+
 def _of_processes(pid: int) -> Iterator[RankRecord]:
-    """The records of ``pid`` and of its peers on this host."""
+    """The records of ``pid``, or of the first below it that has any, and of its peers on this host."""
     try:
         own = list(_segments(pid))
     except FileNotFoundError:
@@ -144,12 +159,16 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
             why = f"it is of uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
             why += "CAP_SYS_PTRACE, may read its record; run this as that user, or by sudo"
         raise ValueError(f"process {pid}, {_clean(name)}: {why}") from None
+    for rank in (
+        [] if own else _below(pid)
+    ):  # as of torchrun, or of a script that called interlace.run
+        with contextlib.suppress(OSError):
+            own = own or list(_segments(rank))
     if not own:
-        raise ValueError(f"process {pid} is in no group of interlace")
-    peers = {other for _, record in own for other in record.pids} - {pid}
+        raise ValueError(f"process {pid} is in no group of interlace, nor is one that it started")
     nonces = {identity.nonce for identity, _ in own}
     yield from (record for _, record in own)
-    for other in sorted(peers):
+    for other in sorted({other for _, record in own for other in record.pids}):
         try:
             yield from (r for identity, r in _segments(other) if identity.nonce in nonces)
         except OSError:  # it has ended, or is another user's by now

@@ -177,7 +177,7 @@ class MoE(ShardedModule):
         return output.view(input.shape)  # type: ignore[no-any-return]
 
     def load_balance(self) -> LoadBalance:
-        """Statistics of the last forward, over the group. Collective. Raises RuntimeError before the first."""
+        """Of the last forward, over the group. Collective. Raises RuntimeError before the first."""
         if self._routed is None:
             raise RuntimeError("load_balance: there was no forward yet")
         chosen, share = self._routed
