@@ -182,11 +182,11 @@ def test_importing_looks_through_nothing_of_torch(control: str) -> None:
     code = f"""
 import gc, sys, torch
 collections = []
-gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"] > 0))
 {control}
 import interlace
 late = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "rich", "matplotlib", "llvmlite")
-print(2 in collections, gc.isenabled(), [name for name in late if name in sys.modules])
+print(any(collections), gc.isenabled(), [name for name in late if name in sys.modules])
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
