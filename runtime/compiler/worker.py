@@ -37,7 +37,7 @@ from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.loops import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Compilation, Measurement
-from interlace.runtime.core.errors import SourceText
+from interlace.runtime.core.errors import RankError, SourceText
 from interlace.runtime.core.kernel_arguments import joined, leaves
 
 # Set in compiling processes. A script that compiles at its top level would otherwise start another.
@@ -120,12 +120,12 @@ def _loaded(path: str, kernel: str) -> ModuleType:
     sys.modules[name] = module
     try:
         loader.exec_module(module)
-    except ReenteredError:
-        if not hasattr(module, kernel):
+    except BaseException as error:
+        # of a script that runs ranks at its top level it is the error of one
+        raised = error.original if isinstance(error, RankError) else error
+        if not isinstance(raised, ReenteredError) or not hasattr(module, kernel):
+            del sys.modules[name]
             raise
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 

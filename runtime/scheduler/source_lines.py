@@ -106,7 +106,8 @@ def with_lines(error: BaseException) -> SourceText:
     if isinstance(raised, InterlaceError) and raised.frames:
         return SourceText(text, raised.frames)
     lines = _compiled_lines(raised)
-    if isinstance(raised, InterlaceError) and not lines:
+    refused = isinstance(raised, NotImplementedError)  # what a kernel wants, at a line of its own
+    if isinstance(raised, InterlaceError) and not lines and not refused:
         return SourceText(text)
     for frame, number in traceback.walk_tb(None if lines else raised.__traceback__):
         if _is_ours(frame) or user_frame(frame) is frame:

@@ -105,6 +105,8 @@ def test_what_cannot_be_told_is_not_checked(fn: object, why: str) -> None:
     assert not report.findings and not report.errors and not report.clean
     ((_, refusal),) = report.refusals
     assert re.search(why, refusal), refusal
+    assert re.search(r" at \w+\.py:\d+ in \w+(, called from .*)?$", refusal), refusal
+    assert refusal.endswith(schedules(fn, 1, n=2, workers=1).refusal)
 
 
 def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,10 @@
 """The place ``ptx``: it computes what ``sim`` does, and mutants of compiled code are found by running."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -113,3 +117,37 @@ def test_arguments_are_checked() -> None:
         verify.races(gathered, 2, arch=70)
     with pytest.raises(ValueError, match="rewrite changes PTX, which needs arch"):
         verify.races(gathered, 2, rewrite=lambda name, ptx: ptx)
+
+
+SCRIPT = """
+import interlace
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def fill_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 1.0)
+
+def on_rank():
+    x = torch.zeros(16)
+    fill_kernel[(1,)](x, 16)
+    return int(x.sum())
+
+print(interlace.run(on_rank, 2, place="ptx"))
+"""
+
+
+@pytest.mark.thorough
+def test_a_script_without_a_guard_is_run_once(tmp_path: pathlib.Path) -> None:
+    """Its file is loaded to compile the kernel, and the ranks at its top level are not started there."""
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    run = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert run.stdout == "[16, 16]\n", run.stderr

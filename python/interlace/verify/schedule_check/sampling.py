@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from interlace.runtime.scheduler.source_lines import with_lines
+
 MOST_SEEDS = 1_000_000  # some days
 NEW_OBJECTS = 50_000  # more than a small schedule makes
 
@@ -30,7 +32,7 @@ def seed_list(seeds: int | Iterable[int]) -> list[int]:
 
 def refused(error: BaseException | None) -> str | None:
     """What the simulator cannot run, if that ended a schedule, which is then not checked."""
-    return str(error) if isinstance(error, NotImplementedError) else None
+    return with_lines(error) if isinstance(error, NotImplementedError) else None
 
 
 @contextmanager
