@@ -58,6 +58,11 @@ def collectives(x: Tensor, flag: bool = False) -> None:
     interlace.all_gather([x, x], x, async_op=True).wait()
     interlace.all_to_all_v(x, x, [1], [1], async_op=True).wait()
     interlace.barrier(async_op=True).wait()
+    sent = interlace.P2POp(interlace.isend, x, 1)
+    interlace.batch_isend_irecv([sent, torch.distributed.P2POp(torch.distributed.irecv, x, 1)])
+    interlace.all_gather_coalesced([x, [x, x]], [x, x])
+    interlace.batch_isend_irecv([x])  # wrong
+    interlace.all_gather_coalesced([x, "x"], [x, x])  # wrong
     interlace.all_reduce(x).wait()  # wrong
     interlace.reduce(x, "sume", async_op=True)  # wrong
     interlace.all_reduce(x, torch.distributed.ReduceOp.SUM)

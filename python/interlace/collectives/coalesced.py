@@ -7,7 +7,7 @@ import torch
 
 from interlace.arguments import checks, dense
 from interlace.arguments.forms import disjoint
-from interlace.arguments.words import AnyReduceOp, Group, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, Group, PerRank, Tensor, Yes
 from interlace.collectives import rootless
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
@@ -134,16 +134,16 @@ def all_reduce_coalesced(
 
 @overload
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Any], input_tensor_list: Sequence[Tensor], group: Group = ..., *,
+    output_tensor_lists: Sequence[PerRank], input_tensor_list: Sequence[Tensor], group: Group = ..., *,
     async_op: Yes,
 ) -> Work: ...  # fmt: skip
 @overload
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Any], input_tensor_list: Sequence[Tensor], group: Group = ...,
+    output_tensor_lists: Sequence[PerRank], input_tensor_list: Sequence[Tensor], group: Group = ...,
     async_op: bool = ...,
 ) -> Work | None: ...  # fmt: skip
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Any],
+    output_tensor_lists: Sequence[PerRank],
     input_tensor_list: Sequence[torch.Tensor],
     group: Group = None,
     async_op: bool = False,
@@ -168,14 +168,14 @@ def all_gather_coalesced(
 
 @overload
 def all_gather_into_tensor_coalesced(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], group: Group = ..., *, async_op: Yes
+    outputs: Sequence[PerRank], inputs: Sequence[Tensor], group: Group = ..., *, async_op: Yes
 ) -> Work: ...
 @overload
 def all_gather_into_tensor_coalesced(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], group: Group = ..., async_op: bool = ...
+    outputs: Sequence[PerRank], inputs: Sequence[Tensor], group: Group = ..., async_op: bool = ...
 ) -> Work | None: ...
 def all_gather_into_tensor_coalesced(
-    outputs: Sequence[Any],
+    outputs: Sequence[PerRank],
     inputs: Sequence[torch.Tensor],
     group: Group = None,
     async_op: bool = False,
@@ -197,17 +197,17 @@ def all_gather_into_tensor_coalesced(
 
 @overload
 def reduce_scatter_tensor_coalesced(
-    outputs: Sequence[Tensor], inputs: Sequence[Any], op: AnyReduceOp = ..., group: Group = ..., *,
+    outputs: Sequence[Tensor], inputs: Sequence[PerRank], op: AnyReduceOp = ..., group: Group = ..., *,
     async_op: Yes,
 ) -> Work: ...  # fmt: skip
 @overload
 def reduce_scatter_tensor_coalesced(
-    outputs: Sequence[Tensor], inputs: Sequence[Any], op: AnyReduceOp = ..., group: Group = ...,
+    outputs: Sequence[Tensor], inputs: Sequence[PerRank], op: AnyReduceOp = ..., group: Group = ...,
     async_op: bool = ...,
 ) -> Work | None: ...  # fmt: skip
 def reduce_scatter_tensor_coalesced(
     outputs: Sequence[torch.Tensor],
-    inputs: Sequence[Any],
+    inputs: Sequence[PerRank],
     op: AnyReduceOp = "sum",
     group: Group = None,
     async_op: bool = False,

@@ -241,7 +241,7 @@ def _direction(op: Any) -> str:
     return str(name)
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Work]:
+def batch_isend_irecv(p2p_op_list: Sequence["P2POp | torch.distributed.P2POp"]) -> list[Work]:
     """Begin all messages of a list of :class:`P2POp`, interlace's or torch's; their handles, in order.
 
     No order of the list can block: order matters only between messages of one direction and peer. Raises
