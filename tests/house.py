@@ -26,7 +26,7 @@ FOLDERS = {
     "kernels/collectives": "kernels",
     "kernels/experts": "kernels",
     "kernels/fused": "kernels kernels/collectives kernels/experts",
-    "kernels/attention": "kernels",
+    "kernels/attention": "kernels kernels/collectives",
     "kernels/nodes": "kernels kernels/collectives kernels/fused",
     "runtime": "",
     "runtime/compat": "",
@@ -130,7 +130,7 @@ FOLDERS = {
     "interlace/verify/protocols": "runtime/core",
     "python": "interlace/compile interlace/process_group",
     "interlace": (
-        "interlace/arguments interlace/functional interlace/fused "
+        "interlace/arguments interlace/attention interlace/functional interlace/fused "
         "interlace/groups interlace/ops interlace/ops/eager "
         "runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
         "runtime/scheduler runtime/start runtime/tuning"
@@ -185,7 +185,7 @@ FOLDERS = {
         "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
     ),
     "interlace/verify/suite": (
-        "face interlace/groups interlace/verify/lint_check "
+        "face interlace/attention interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "
         "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler "
         "runtime/core runtime/places/sim runtime/tuning"

@@ -83,14 +83,6 @@ def key_head(heads, head):
 
 
 @triton.jit
-def key_elements(keys_ptr, stride, heads, batch, of_head, offs_n, TILES: tl.constexpr):
-    """Pointers to the keys of rows ``offs_n`` of a key head; its values: ``values_offset`` further."""
-    offs_d = tl.arange(0, TILES.BLOCK_D)
-    column = (batch * heads.key_heads + of_head).to(tl.int64) * TILES.HEAD_DIM
-    return keys_ptr + column + offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
-
-
-@triton.jit
 def values_offset(heads, TILES: tl.constexpr):
     return heads.batches * heads.key_heads * TILES.HEAD_DIM
 
@@ -117,21 +109,20 @@ def scores(query, key, valid, scale, TILES: tl.constexpr):
 
 
 @triton.jit
-def attend_run(query, acc, largest, total, low, high, keys_ptr, stride, heads_offset, rows, position,
-               scale, TILES: tl.constexpr):  # fmt: skip
-    """The online softmax goes on over ``rows`` keys from ``position`` of the sequence on.
+def attend_run(query, acc, largest, total, low, high, key_ptr, value_ptr, stride, rows, position, scale,
+               TILES: tl.constexpr):  # fmt: skip
+    """The online softmax goes on over ``rows`` keys of a head, from ``position`` of the sequence on.
 
     State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, of the
-    weights. ``heads_offset``: (pointer offsets of the head's keys), see ``key_elements``.
+    weights. ``key_ptr``, ``value_ptr``: the head's first row; rows of both are ``stride`` apart.
     """
     offs_d = tl.arange(0, TILES.BLOCK_D)
     first, end = first_and_end(low, high, rows, position, TILES)
-    column, to_values = heads_offset
     for n in range(first, end, TILES.BLOCK_N):
         offs_n = n + tl.arange(0, TILES.BLOCK_N)
         mask = (offs_n < rows)[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
-        pointers = keys_ptr + column + offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
-        key = tl.load(pointers, mask=mask, other=0.0)
+        places = offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
+        key = tl.load(key_ptr + places, mask=mask, other=0.0)
         valid = sees(low, high, position + offs_n) & (offs_n < rows)[None, :]
         score = scores(query, key, valid, scale, TILES)
         highest = tl.maximum(largest, tl.max(score, 1))
@@ -140,11 +131,29 @@ def attend_run(query, acc, largest, total, low, high, keys_ptr, stride, heads_of
         weight = tl.exp2(score - base[:, None])
         before = tl.exp2(largest - base)
         total = total * before + tl.sum(weight, 1)
-        value = tl.load(pointers + to_values, mask=mask, other=0.0)
+        value = tl.load(value_ptr + places, mask=mask, other=0.0)
         acc = acc * before[:, None]
         acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=TILES.INPUT_PRECISION)
         largest = highest
     return acc, largest, total
+
+
+@triton.jit
+def store_partial(
+    partials, acc, largest, total, number, head, all_heads, tile_m, TILES: tl.constexpr
+):
+    """The partial result of a tile; ``head`` counts those of all batches, ``all_heads``."""
+    # Rows that see nothing here have a sum of 0: their result is 0, its weight 2 ** -inf.
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    acc = acc / total[:, None]
+    lse = tl.where(nothing, float("-inf"), largest + tl.log2(total))
+    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    lines = (number * all_heads + head).to(tl.int64) * partials.rows + offs_m
+    offs_d = tl.arange(0, TILES.BLOCK_D)
+    pointers = partials.ptr + lines[:, None] * TILES.HEAD_DIM + offs_d[None, :]
+    tl.store(pointers, acc, mask=row_mask(offs_m, partials.rows, TILES))
+    tl.store(partials.lse_ptr + lines, lse, mask=offs_m < partials.rows)
 
 
 @triton.jit
@@ -158,26 +167,18 @@ def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, s
     low, high = load_spans(spans, rows, batch, tile_m, TILES)
     of_head = key_head(heads, head)
     column = (batch * heads.key_heads + of_head).to(tl.int64) * TILES.HEAD_DIM
-    heads_offset = (column, values_offset(heads, TILES))
+    key_ptr = keys_ptr + column
+    value_ptr = key_ptr + values_offset(heads, TILES)
     acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
-    acc, largest, total = attend_run(query, acc, largest, total, low, high, keys_ptr, stride,
-                                     heads_offset, part.rows, part.position, scale, TILES)  # fmt: skip
+    acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr, value_ptr, stride,
+                                     part.rows, part.position, scale, TILES)  # fmt: skip
     if part.more_rows > 0:
-        more_ptr = keys_ptr + part.rows.to(tl.int64) * stride
-        acc, largest, total = attend_run(query, acc, largest, total, low, high, more_ptr, stride,
-                                         heads_offset, part.more_rows, part.more_position,
+        more = part.rows.to(tl.int64) * stride
+        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr + more,
+                                         value_ptr + more, stride, part.more_rows, part.more_position,
                                          scale, TILES)  # fmt: skip
-    # Rows that see nothing here have a sum of 0: their result is 0, its weight 2 ** -inf.
-    nothing = total == 0.0
-    total = tl.where(nothing, 1.0, total)
-    acc = acc / total[:, None]
-    lse = tl.where(nothing, float("-inf"), largest + tl.log2(total))
-    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
-    of_part = part.number * heads.batches * heads.heads + batch * heads.heads + head
-    lines = of_part * rows + offs_m
-    offs_d = tl.arange(0, TILES.BLOCK_D)
-    pointers = partials.ptr + lines[:, None] * TILES.HEAD_DIM + offs_d[None, :]
-    tl.store(pointers, acc, mask=row_mask(offs_m, rows, TILES))
-    tl.store(partials.lse_ptr + lines, lse, mask=offs_m < rows)
+    all_heads = heads.batches * heads.heads
+    of_all = batch * heads.heads + head
+    store_partial(partials, acc, largest, total, part.number, of_all, all_heads, tile_m, TILES)

@@ -44,7 +44,7 @@ from interlace.kernels.signal import count_program, peer_pointer
 
 
 @triton.jit
-def _program_epoch(peers, epochs_offset):
+def program_epoch(peers, epochs_offset):
     """Pointer to this program's epoch, and the epoch of the op that runs now: below 1 once it gave up."""
     pointer = peer_pointer(peers, peers.rank, epochs_offset) + tl.program_id(0)
     return pointer, tl.load(pointer) + 1
@@ -90,7 +90,7 @@ def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr):
+def send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr):
     byte_offsets = _word_bytes(lot.offset, peers.world_size, peers.rank, lot.epoch, WORDS)
     # The next rank first: not all send to the same one at the same time.
     for step in range(1, peers.world_size):
@@ -99,7 +99,7 @@ def _send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexp
 
 
 @triton.jit
-def _payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: tl.constexpr):
+def payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: tl.constexpr):
     """The words of ``source`` (``own`` if that is this rank), and how many ``wanted`` ones are missing."""
     payload = own
     missing = tl.zeros((), tl.int32)
@@ -111,7 +111,7 @@ def _payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: 
 
 
 @triton.jit
-def _end(epoch_ptr, epoch, missing):
+def end_of_words(epoch_ptr, epoch, missing):
     """This program's part of the op is over, or given up."""
     # A plain store: this program's next op is a later kernel of the stream, and no other one reads it.
     tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
@@ -139,7 +139,7 @@ def low_latency_all_gather_kernel(
     Example: W = 2, 3 words, WORDS = 2, first op: rank 0's program 1 sends ``1 << 32 | input[2]`` and
     ``1 << 32`` to rank 1's words [1][1][0], and polls its own [1][1][1][0] until its upper half is 1.
     """
-    epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
     # This program gave up before: it may not overwrite words again (see the module).
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -148,14 +148,14 @@ def low_latency_all_gather_kernel(
         # right flag.
         own = _load_words(input_ptr, index, units, UNIT)
         lot = Lot(words_offset, epoch)
-        _send_to_all(peers, lot, own, WORDS, COMPILED)
+        send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
-            payload, lost = _payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
+            payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             if lost == 0:
                 _store_words(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
-        _end(epoch_ptr, epoch, missing)
+        end_of_words(epoch_ptr, epoch, missing)
     # Counted also where it gave up: the launch side waits for programs to end, not to succeed.
     count_program(peers)
 
@@ -199,19 +199,19 @@ def low_latency_all_reduce_kernel(
     rank 0 sends ``1 << 32 | 0x40003f80``, receives ``1 << 32 | 0x40804040`` and stores 4 and 6.
     """
     HALF: tl.constexpr = tl.bfloat16 if DTYPE == "bf16" else tl.float16
-    epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
         own = _load_words(input_ptr, index, units, UNIT)
         lot = Lot(words_offset, epoch)
-        _send_to_all(peers, lot, own, WORDS, COMPILED)
+        send_to_all(peers, lot, own, WORDS, COMPILED)
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
         missing = tl.zeros((), tl.int32)
         # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
         for source in range(peers.world_size):
-            payload, lost = _payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
+            payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             missing += lost
             if DTYPE == "fp32":
                 low += payload.to(tl.float32, bitcast=True)
@@ -228,7 +228,7 @@ def low_latency_all_reduce_kernel(
         # A sum without a rank is no sum: the output stays as it was.
         if missing == 0:
             _store_words(output_ptr, index, units, total, UNIT)
-        _end(epoch_ptr, epoch, missing)
+        end_of_words(epoch_ptr, epoch, missing)
     count_program(peers)
 
 
@@ -252,21 +252,21 @@ def low_latency_broadcast_kernel(
     Example: W = 3, root 1, 2 words, epoch 4: rank 1 sends its words to ranks 0 and 2; rank 0 sends its own
     to ranks 1 and 2, polls two words from rank 1 and one from rank 2, and stores the two.
     """
-    epoch_ptr, epoch = _program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
     if epoch > 0:
         first = tl.program_id(0) * WORDS
         index = first + tl.arange(0, WORDS)
         words = tl.cdiv(units * UNIT, 4)
         own = _load_words(tensor_ptr, index, units, UNIT)
         lot = Lot(words_offset, epoch)
-        _send_to_all(peers, lot, own, WORDS, COMPILED)
+        send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
             # One word of each other rank, too: it says that the rank is done with the op before.
             wanted = index < tl.where(source == root, words, first + 1)
-            payload, lost = _payload_of(peers, source, lot, own, wanted, WORDS, COMPILED)
+            payload, lost = payload_of(peers, source, lot, own, wanted, WORDS, COMPILED)
             if (source == root) & (root != peers.rank) & (lost == 0):
                 _store_words(tensor_ptr, index, units, payload, UNIT)
             missing += lost
-        _end(epoch_ptr, epoch, missing)
+        end_of_words(epoch_ptr, epoch, missing)
     count_program(peers)

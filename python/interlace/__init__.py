@@ -77,6 +77,7 @@ try:
         reduce_scatter_v,
         scatter_v,
     )
+    from interlace.decoding import distributed_decode
     from interlace.grouped_matmuls import (
         all_gather_grouped_matmul,
         all_to_all_grouped_matmul,
@@ -202,6 +203,7 @@ __all__ = [
     "check_numerics",
     "configured",
     "device",
+    "distributed_decode",
     "gather",
     "gather_object",
     "gather_v",

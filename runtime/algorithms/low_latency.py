@@ -77,22 +77,19 @@ def in_units(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [each.view(torch.int8) for each in whole]
 
 
-def _run(
-    communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, own: dict[str, Any]
+def run_words(
+    communicator: Communicator, op: str, kernel: Any, programs: int, own: dict[str, Any]
 ) -> Event:
-    """Enqueue ``kernel`` for a message of ``units``, with arguments of its ``own``."""
+    """Enqueue ``programs`` of a ``kernel`` of words, with arguments of its ``own``."""
     place = communicator.place
-    programs = -(-units.nbytes // (4 * BLOCK_WORDS))
     held = _words_of(communicator, programs)
     launch = KernelLaunch(
         kernel,
         programs,
         {
             "peers": peers_of(held.buffer, communicator.world_size),
-            "units": units.numel(),
             "epochs_offset": EPOCHS_OFFSET,
             "words_offset": WORDS_OFFSET,
-            "UNIT": units.element_size(),
             "WORDS": BLOCK_WORDS,
             "COMPILED": place.compiled,
             **own,
@@ -108,6 +105,15 @@ def _run(
         communicator.compute.launch(launch)
         communicator.compute.counted(held.buffer, programs)
         return communicator.compute.record()
+
+
+def _run(
+    communicator: Communicator, op: str, kernel: Any, units: torch.Tensor, own: dict[str, Any]
+) -> Event:
+    """A ``kernel`` for a message of ``units``."""
+    about = {"units": units.numel(), "UNIT": units.element_size()}
+    programs = -(-units.nbytes // (4 * BLOCK_WORDS))
+    return run_words(communicator, op, kernel, programs, {**about, **own})
 
 
 def all_gather(communicator: Communicator, input: torch.Tensor, output: torch.Tensor) -> Event:

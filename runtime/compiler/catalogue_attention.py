@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.algorithms.attention import gather, travelling
+from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
 from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
@@ -31,6 +32,7 @@ def attention(arch: int) -> Iterator[Entry]:
     yield from attention_kernels(arch, "fp16", 128)
     for size in (64, 128, 256):
         yield from attention_kernels(arch, "fp32", size)
+    yield from decoding(arch)
 
 
 def _problem(group: AbsentGroup, dtype: str, size: int) -> AttentionProblem:
@@ -72,3 +74,22 @@ def attention_kernels(arch: int, dtype: str, size: int) -> Iterator[Entry]:
         if (key := f"{launch.name} {variant}") not in seen:
             seen.add(key)
             yield entry(launch, variant, arch)
+
+
+def decoding(arch: int) -> Iterator[Entry]:
+    """One token of a few sequences; the polls of its exchange are those of words (``catalogue.py``)."""
+    for name, size in (("bf16", 128), ("bf16", 64), ("fp32", 128)):
+        dtype = DTYPES[name]
+        tiles = replace(gpu_attention(arch, dtype, size, backward=False), block_m=16, num_warps=4)
+        query, key = (
+            meta(4, 1, _HEADS, size, dtype=dtype),
+            meta(4, _ROWS, _KEY_HEADS, size, dtype=dtype),
+        )
+        group: Any = AbsentGroup()
+        problem = DecodeProblem(group, query, key, key, meta(4), size**-0.5)
+        grouped = problem.by_key_head()
+        lse = meta(*grouped.shape[:-1], dtype=torch.float32)
+        decode_fused(problem, grouped, lse, tiles)
+        for launch in group.launches:
+            if launch.name != "merge_attention_kernel":
+                yield entry(launch, f"{name} head {size}", arch, ignore=("weak poll",))

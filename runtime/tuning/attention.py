@@ -52,12 +52,21 @@ def interpreted_attention(rows: int, key_rows: int) -> Configuration:
 
 
 def choose_attention(
-    place: Place, dtype: torch.dtype, head_dim: int, rows: int, *, backward: bool = False
+    place: Place,
+    dtype: torch.dtype,
+    head_dim: int,
+    rows: int,
+    *,
+    keys: int | None = None,
+    backward: bool = False,
+    decode: bool = False,
 ) -> Configuration:
-    """The default for shards of ``rows`` tokens, with overrides."""
+    """The default for shards of ``rows`` queries and ``keys``, by default as many, with overrides."""
     capability = capability_of(place)
     if capability is None:
-        chosen = interpreted_attention(max(1, rows), max(1, rows))
+        chosen = interpreted_attention(max(1, rows), max(1, rows if keys is None else keys))
     else:
         chosen = gpu_attention(capability, dtype, head_dim, backward=backward)
+        if decode:  # rows are the few heads that share keys
+            chosen = replace(chosen, block_m=16, num_warps=4)
     return replace(chosen, **dict(OVERRIDE.get()))  # type: ignore[arg-type]

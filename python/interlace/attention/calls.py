@@ -113,12 +113,7 @@ def checked(
         raise ValueError(
             f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {size}; use "unfused" or "auto"'
         )
-    if options.scale is None:
-        scale = 1 / math.sqrt(size)
-    elif isinstance(options.scale, bool) or not isinstance(options.scale, (int, float)):
-        raise TypeError(f"scale must be a number or None, got {options.scale!r}")
-    else:
-        scale = float(options.scale)
+    scale = scale_of(options.scale, size)
     if documents is not None:
         documents = checks.tensor("cu_seqlens", documents, communicator)
         if documents.dtype not in (torch.int32, torch.int64):
@@ -131,6 +126,15 @@ def checked(
             raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
     query, key, value = (tokens_first(each, layout) for each in tensors)
     return CheckedAttention(query, key, value, documents, mask, scale, method, algorithm)
+
+
+def scale_of(value: Any, size: int) -> float:
+    """Of the scores: what is given, or that of scaled dot products of ``size``."""
+    if value is None:
+        return 1 / math.sqrt(size)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"scale must be a number or None, got {value!r}")
+    return float(value)
 
 
 def _window(value: Any) -> tuple[int, int]:

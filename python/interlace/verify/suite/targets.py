@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 import interlace
+from interlace.attention.calls import AttentionOptions, attention, attention_backward
+from interlace.attention.decode import decode
 from interlace.groups.groups import default_group
 from interlace.kernels import signal
 from interlace.runtime.core.communicator import Communicator
@@ -197,6 +199,62 @@ def _grouped_matmul_combine(rank: int, world_size: int, call: int, **how: Any) -
     return work, _itself, inputs[rank] * (chosen[rank] + 1).sum(1, keepdim=True)
 
 
+def _attention(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """Of the algorithms the last word is fused or pipelined, those before it are a method.
+
+    Keys are 0, so all weights of a row are equal: what comes out is the mean of the values that it sees.
+    """
+    *method, algorithm = how["algorithm"].split()
+    given = AttentionOptions(
+        "_".join(method), causal=True, balance="contiguous", algorithm=algorithm
+    )
+    rows = 17
+    values = [_numbers(r, call, 1, rows, 1, INNER) for r in range(world_size)]
+    query, key = torch.ones(1, rows, 2, INNER), torch.zeros(1, rows, 1, INNER)
+    output, sums = torch.empty_like(query), torch.empty(1, 2, rows)
+    tensors = query, key, values[rank], None, output, sums
+    work = attention(how["group"], tensors, (given,), True)
+    seen = torch.arange(1, world_size * rows + 1).view(world_size, 1, rows, 1, 1)
+    expected = (torch.cat(values, 1).cumsum(1).view(world_size, 1, rows, 1, INNER))[rank]
+    return work, lambda _: (output * seen[rank]).round(), expected.expand(output.shape)
+
+
+def _attention_backward(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """As :func:`_attention`; the gradient of a value is the sum of weights of the queries that see it."""
+    *method, algorithm = how["algorithm"].split()
+    given = AttentionOptions(
+        "_".join(method), causal=True, balance="contiguous", algorithm=algorithm
+    )
+    rows, group = 17, how["group"]
+    total = world_size * rows
+    query, key = torch.ones(1, rows, 2, INNER), torch.zeros(1, rows, 1, INNER)
+    output = torch.zeros_like(query)
+    seen = torch.arange(1, total + 1).float()
+    mine = slice(rank * rows, (rank + 1) * rows)
+    sums = seen[mine].log().expand(1, 2, rows)
+    # times what each row sees, so that every query gives a whole number to every key that it sees
+    numbers = _numbers(0, call, total) + 1
+    grad = (seen * numbers)[mine].view(1, rows, 1, 1).expand(query.shape)
+    grads = [torch.empty_like(each) for each in (query, key, key)]
+    tensors = grad, None, query, key, key, output, sums, None, grads
+    work = attention_backward(group, tensors, (given,), True)
+    right = 2 * numbers.flip(0).cumsum(0).flip(0)[mine]
+    return work, lambda _: grads[2].round(), right.view(1, rows, 1, 1).expand(key.shape)
+
+
+def _decode(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """Two sequences, the second without a token on rank 0; weights are equal, as in :func:`_attention`."""
+    values = [_numbers(r, call, 2, 20, 2, INNER) for r in range(world_size)]
+    lengths = torch.tensor([20, 20 if rank else 0])
+    query, key = torch.ones(2, 2, INNER), torch.zeros(2, 20, 2, INNER)
+    tensors = query, key, values[rank], lengths
+    work = decode(how["group"], tensors, (None, how["algorithm"], False), True)
+    seen = torch.tensor([20 * world_size, 20 * (world_size - 1)]).view(2, 1, 1)
+    expected = torch.cat(values, 1)
+    expected[1, :20] = 0
+    return work, lambda result: (result * seen).round(), expected.sum(1)
+
+
 def _matmul_reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs = _all(world_size, call, 17 * world_size, INNER)
     work = interlace.matmul_reduce_scatter(inputs[rank], torch.eye(INNER), **how)
@@ -273,6 +331,7 @@ def _target(op: str, start: Start, names: tuple[str, ...], *more: str) -> Verify
 
 _MATMULS = ("fused", "pipelined", "unfused")
 _ROWS = ("fused", "unfused")
+_METHODS = ("all_gather fused", "ring fused", "ulysses fused")
 _COLLECTIVES = ("kernel", "copy", "multimem")
 _WORDS = "low_latency"
 _LATE = ("late puts",)  # finds more than those that store at once
@@ -291,6 +350,19 @@ TARGETS = {
     ),
     "combine": _target("combine", _combine, _ROWS),
     "grouped_matmul_combine": _target("grouped_matmul_combine", _grouped_matmul_combine, _MATMULS),
+    "attention": VerifyTarget(
+        _algorithms(_attention, *_METHODS, "all_gather pipelined", "ring pipelined"),
+        ("all_gather_attention_kernel", "attention_kernel", "merge_attention_kernel"),
+        ("all_gather fused", "ring fused"),
+    ),
+    "attention_backward": VerifyTarget(
+        _algorithms(_attention_backward, "all_gather fused", "ring fused", "all_gather pipelined"),
+        ("attention_queries_backward_kernel", "attention_keys_backward_kernel"),
+        ("all_gather fused",),
+    ),
+    "decode": VerifyTarget(
+        _algorithms(_decode, "fused"), ("decode_attention_kernel", "decode_exchange_kernel")
+    ),
     "matmul_reduce_scatter": _target("matmul_reduce_scatter", _matmul_reduce_scatter, _MATMULS),
     "matmul_all_reduce": _target("matmul_all_reduce", _matmul_all_reduce, _MATMULS),
     "all_gather": _target("all_gather", _all_gather, (*_COLLECTIVES, _WORDS), "multimem", _WORDS),

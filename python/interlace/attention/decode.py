@@ -1,0 +1,133 @@
+"""The op of decoding: arguments checked and agreed on, an algorithm chosen."""
+
+import math
+from typing import Any
+
+import torch
+
+from interlace.arguments import checks
+from interlace.attention.calls import scale_of
+from interlace.runtime.algorithms.attention.decode import (
+    OP,
+    DecodeProblem,
+    decode_fused,
+    decode_unfused,
+)
+from interlace.runtime.core.call import PreparedCall
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
+from interlace.runtime.tuning.auto import FUSED_DTYPES
+
+Tensor = torch.Tensor
+ALGORITHMS = ("auto", "fused", "unfused")
+
+
+def prepared_decode(
+    communicator: Communicator,
+    query: Any,
+    key: Any,
+    value: Any,
+    lengths: Any,
+    scale: float | None,
+    algorithm: str,
+    return_lse: bool,
+) -> PreparedCall:
+    """Checked on this rank."""
+    algorithm = checks.one_of("algorithm", algorithm, ALGORITHMS)
+    query = checks.tensor("q", query, communicator)
+    checks.float_dtype("q", query.dtype)
+    if query.dim() not in (3, 4):
+        raise ValueError(
+            "q must be (batch, heads, size) or (batch, tokens, heads, size), got shape "
+            f"{tuple(query.shape)}"
+        )
+    single = query.dim() == 3
+    query = (query.unsqueeze(1) if single else query).contiguous()
+    key, value = (
+        checks.tensor("kv_cache[0]", key, communicator),
+        checks.tensor("kv_cache[1]", value, communicator),
+    )
+    batches, _, heads, size = query.shape
+    for name, each in (("kv_cache[0]", key), ("kv_cache[1]", value)):
+        checks.same_dtype(name, each.dtype, "q", query.dtype)
+        if each.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, tokens, heads, size), got shape {tuple(each.shape)}"
+            )
+        if each.shape != key.shape or each.shape[0] != batches or each.shape[3] != size:
+            raise ValueError(
+                f"{name} has shape {tuple(each.shape)}, q has {tuple(query.shape)} and kv_cache[0] "
+                f"{tuple(key.shape)}"
+            )
+    if not key.shape[2] or heads % key.shape[2]:
+        raise ValueError(f"kv_cache has {key.shape[2]} heads, which does not divide q's {heads}")
+    if algorithm == "fused" and (query.dtype not in FUSED_DTYPES or size > LARGEST_HEAD):
+        raise ValueError(
+            'algorithm="fused" takes float32, float16 and bfloat16 and heads of at most '
+            f'{LARGEST_HEAD}, got {query.dtype} and {size}; use "unfused" or "auto"'
+        )
+    if lengths is None:
+        lengths = torch.full((batches,), key.shape[1], dtype=torch.int64, device=query.device)
+    else:
+        lengths = checks.tensor("lengths", lengths, communicator)
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != (batches,):
+            raise ValueError(
+                f"lengths must be int32 or int64 of shape ({batches},), got {lengths.dtype} of shape "
+                f"{tuple(lengths.shape)}"
+            )
+        if (
+            lengths.is_cpu
+            and batches
+            and not 0 <= int(lengths.min()) <= int(lengths.max()) <= key.shape[1]
+        ):
+            raise ValueError(
+                f"lengths must be within 0..{key.shape[1]}, the tokens of kv_cache, got {lengths.tolist()}"
+            )
+        lengths = lengths.to(torch.int64).contiguous()
+    problem = DecodeProblem(communicator, query, key, value, lengths, scale_of(scale, size))
+
+    def start() -> Outcome:
+        terms = (
+            ("dtype of q", query.dtype),
+            ("the shape of q", tuple(query.shape)),
+            ("heads of kv_cache", key.shape[2]),
+            ("scale", problem.scale),
+            ("algorithm", algorithm),
+            ("configuration", configuration.OVERRIDE.get()),
+        )
+        communicator.parts(communicator.call_of(OP, terms, None))
+        place, wide = communicator.place, query.dtype == torch.float64
+        grouped = problem.by_key_head()
+        made = torch.empty_like(grouped)
+        lse = made.new_empty(grouped.shape[:-1], dtype=torch.float64 if wide else torch.float32)
+        chosen = algorithm
+        if algorithm == "auto":
+            kernels = (
+                query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD and not place.direct_access
+            )
+            chosen = "fused" if kernels else "unfused"
+        if op_ranges := profiled_op.get():
+            op_ranges.begin(chosen)
+        event = None
+        if math.prod(grouped.shape):
+            if chosen == "fused":
+                rows = grouped.shape[2]
+                tiles = choose_attention(
+                    place, query.dtype, size, rows, keys=key.shape[1], decode=True
+                )
+                event = decode_fused(problem, made, lse, tiles)
+            else:
+                event = decode_unfused(problem, made, lse)
+        if event is not None and query.shape[1] > 1:
+            place.hold_current(event, f"the end of {OP}")  # what follows is the caller's
+        output, sums = problem.from_key_heads(made, lse)
+        output, sums = (output.squeeze(1), sums.squeeze(2)) if single else (output, sums)
+        return Outcome((output, sums) if return_lse else output, event)
+
+    return start, (), None
+
+
+decode = internal_form(OP, prepared_decode)

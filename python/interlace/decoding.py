@@ -1,0 +1,90 @@
+"""Attention of new tokens to a cache of keys and values that is spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from interlace.arguments.words import Group, No, ScaledAlgorithm, Yes
+from interlace.attention.decode import OP, decode
+from interlace.groups.groups import resolve
+
+Tensor = torch.Tensor
+
+
+@overload
+def distributed_decode(
+    q: Tensor,
+    kv_cache: Sequence[Tensor],
+    *,
+    lengths: Tensor | None = ...,
+    scale: float | None = ...,
+    group: Group = ...,
+    algorithm: ScaledAlgorithm = ...,
+    return_lse: No = ...,
+) -> Tensor: ...
+@overload
+def distributed_decode(
+    q: Tensor,
+    kv_cache: Sequence[Tensor],
+    *,
+    lengths: Tensor | None = ...,
+    scale: float | None = ...,
+    group: Group = ...,
+    algorithm: ScaledAlgorithm = ...,
+    return_lse: Yes,
+) -> tuple[Tensor, Tensor]: ...
+def distributed_decode(
+    q: Tensor,
+    kv_cache: Sequence[Tensor],
+    *,
+    lengths: Tensor | None = None,
+    scale: float | None = None,
+    group: Group = None,
+    algorithm: ScaledAlgorithm = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens, the same on all ranks, to keys and values of which each rank has a part.
+
+    Parameters
+    ----------
+    q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` of several tokens, of which
+        each sees all keys. The same on all ranks.
+    kv_cache : keys and values of this rank's part of the sequences, each ``[batch, tokens, heads, size]``,
+        read in place. Tokens may differ between ranks; heads divide those of ``q``.
+    lengths : int32 or int64 ``[batch]``: how many of this rank's tokens are there, the rest is not read;
+        by default all. None at all is fine.
+    scale : of the scores, by default ``1 / sqrt(size)``.
+    algorithm : "fused" (Triton kernels over the own keys, and one low-latency exchange of partial results
+        and their logarithms; of more than 64 KiB a plain all-gather), "unfused" (torch), "auto".
+    return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads]`` or
+        ``[batch, heads, tokens]``.
+
+    Returns
+    -------
+    The output, of the shape of ``q``, on all ranks with the same bits: results are merged in the order of
+    the ranks, in fp32. 0 where no rank has a key. No gradients.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
+    data moves.
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache; split as in flash
+    decoding. Triton-distributed's distributed flash decode and FlashInfer's ``merge_state`` have the same
+    parts; here the exchange and the merge are one kernel, and caches are not paged.
+
+    >>> def decoded():
+    ...     keys, values = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1, 4), 1.0 + interlace.get_rank())
+    ...     return interlace.distributed_decode(torch.zeros(1, 2, 4), (keys, values))[0, :, 0].tolist()
+    >>> interlace.run(decoded, 2)
+    [[1.5, 1.5], [1.5, 1.5]]
+    """
+    communicator = resolve(group).on(q)
+    with communicator.accepting(OP):
+        if isinstance(kv_cache, Tensor) or not isinstance(kv_cache, Sequence) or len(kv_cache) != 2:
+            raise TypeError(
+                f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
+            )
+    tensors = q, *kv_cache, lengths
+    return decode(communicator, tensors, (scale, algorithm, return_lse), False)  # type: ignore[return-value]

@@ -1,0 +1,210 @@
+"""Decoding: a few queries, the same on all ranks, and caches of keys and values that are spread over ranks.
+
+``fused``    Triton kernels over the own keys; ranks' results by one exchange of words with flags, of many
+             queries by a plain all-gather
+``unfused``  torch, and a plain all-gather; any dtype
+
+Caches are read where they are: ``[batches, tokens, heads, size]``, any strides but the last, which keys and
+values share.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Heads, Partials, Queries
+from interlace.kernels.attention import decode, forward
+from interlace.runtime.algorithms.attention.problem import (
+    LOG2E,
+    attention_tiles,
+    rows_argument,
+    unit_rows,
+)
+from interlace.runtime.algorithms.attention.torch_blocks import attended, merged, wide_dtype
+from interlace.runtime.algorithms.low_latency import MOST_PROGRAMS, run_words
+from interlace.runtime.algorithms.operands import launch_options
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+
+Tensor = torch.Tensor
+OP = "distributed_decode"
+MOST_PIECES = 32
+
+
+@dataclass
+class DecodeProblem:
+    """``query`` ``[batches, tokens, heads, size]``; ``lengths``: int64 ``[batches]``, of the own keys."""
+
+    communicator: Communicator
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    scale: float
+
+    @property
+    def key_heads(self) -> int:
+        return self.key.shape[2]
+
+    def by_key_head(self) -> Tensor:
+        """Queries that see the same head of keys together: ``[batches, key heads, rows, size]``."""
+        batches, tokens, heads, size = self.query.shape
+        groups = self.query.view(batches, tokens, self.key_heads, heads // self.key_heads, size)
+        together = groups.permute(0, 2, 1, 3, 4).contiguous()
+        return together.view(batches, self.key_heads, -1, size)
+
+    def from_key_heads(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]`` again."""
+        batches, tokens, heads, size = self.query.shape
+        shape = batches, self.key_heads, tokens, heads // self.key_heads
+        output = output.view(*shape, size).permute(0, 2, 1, 3, 4).reshape(self.query.shape)
+        return output, lse.view(shape).transpose(2, 3).reshape(batches, heads, tokens)
+
+
+def exchange_programs(rows: int, size: int) -> int:
+    """Programs that exchange results of ``rows``."""
+    width = min(decode.DECODE_LANES, max(16, 1 << (size - 1).bit_length()))
+    each = decode.DECODE_LANES // width
+    return formulas.ceil_div(rows, each) * formulas.ceil_div(size, width)
+
+
+def fits_words(query: Tensor) -> bool:
+    """Whether one low-latency exchange does for the results of ``query``."""
+    return exchange_programs(query.numel() // query.shape[-1], query.shape[-1]) <= MOST_PROGRAMS
+
+
+def _merge(
+    problem: DecodeProblem,
+    partials: Partials,
+    output: Tensor,
+    lse: Tensor,
+    count: int,
+    configuration: Configuration,
+) -> KernelLaunch:
+    """``output`` and ``lse``, ``[batches, key heads, rows(, size)]``, of ``count`` partial results."""
+    batches, heads, rows, size = output.shape
+    tiles = attention_tiles(configuration, size, problem.query.dtype)._replace(BLOCK_M=16)
+    arguments = {
+        "partials": partials,
+        "output": rows_argument(output.permute(2, 0, 1, 3)),
+        "lse_ptr": lse,
+        "heads": Heads(batches, heads, heads, 1, 0),
+        "count": count,
+        "TILES": tiles,
+    }
+    grid = formulas.ceil_div(rows, tiles.BLOCK_M) * batches * heads
+    return KernelLaunch(forward.merge_attention_kernel, grid, arguments, OP)
+
+
+def own_part(
+    problem: DecodeProblem, configuration: Configuration
+) -> tuple[list[KernelLaunch], Tensor, Tensor]:
+    """Launches that give the result over the own keys, and that: fp32, and natural logarithms."""
+    query = problem.by_key_head()
+    batches, heads, rows, size = query.shape
+    key, value = unit_rows(problem.key), unit_rows(problem.value)
+    if key.stride() != value.stride():
+        key, value = key.contiguous(), value.contiguous()
+    tokens = key.shape[1]
+    tiles = attention_tiles(configuration, size, query.dtype)
+    blocks = formulas.ceil_div(tokens, tiles.BLOCK_N)
+    pieces = min(MOST_PIECES, max(1, blocks))
+    piece = formulas.ceil_div(blocks, pieces) * tiles.BLOCK_N
+    made = query.new_empty(pieces, batches, heads, rows, size, dtype=torch.float32)
+    partials = Partials(made, query.new_empty(made.shape[:-1], dtype=torch.float32), rows)
+    of_batch, of_token, of_head, _ = key.stride()
+    arguments = {
+        "keys": Queries(key, of_token, of_batch, of_head),
+        "value_ptr": value,
+        "queries": rows_argument(query.permute(2, 0, 1, 3)),
+        "lengths_ptr": problem.lengths,
+        "partials": partials,
+        "heads": Heads(batches, heads, heads, 1, 0),
+        "most": tokens,
+        "piece": piece,
+        "scale": problem.scale * LOG2E,
+        "TILES": tiles,
+    }
+    grid = formulas.ceil_div(rows, tiles.BLOCK_M), batches * heads, pieces
+    kernel, options = decode.decode_attention_kernel, launch_options(configuration)
+    output = torch.empty_like(query, dtype=torch.float32)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    launches = [
+        KernelLaunch(kernel, grid, arguments, OP, **options),
+        _merge(problem, partials, output, lse, pieces, configuration),
+    ]
+    return launches, output, lse
+
+
+def decode_fused(
+    problem: DecodeProblem, output: Tensor, lse: Tensor, configuration: Configuration
+) -> Event:
+    """``output``, ``lse``: as of the queries by key head."""
+    communicator, compute = problem.communicator, problem.communicator.compute
+    launches, mine, sums = own_part(problem, configuration)
+    with communicator.place.launching():
+        compute.wait_event(communicator.place.record_current())
+        for launch in launches:
+            compute.launch(launch)
+    rows, size = sums.numel(), mine.shape[-1]
+    if fits_words(mine) and communicator.place.nodes is None:
+        width = min(decode.DECODE_LANES, max(16, 1 << (size - 1).bit_length()))
+        own = {
+            "input_ptr": mine,
+            "lse_ptr": sums,
+            "output_ptr": output,
+            "output_lse_ptr": lse,
+            "rows": rows,
+            "HEAD_DIM": size,
+            "WIDTH": width,
+        }
+        programs = exchange_programs(rows, size)
+        return run_words(communicator, OP, decode.decode_exchange_kernel, programs, own)
+    every, logs = _gathered(problem, mine, "results"), _gathered(problem, sums, "sums")
+    compute.call(lambda: logs.mul_(LOG2E), "sums to base 2")
+    partials = Partials(every, logs, mine.shape[2])
+    compute.launch(_merge(problem, partials, output, lse, communicator.world_size, configuration))
+    return compute.record()
+
+
+def _gathered(problem: DecodeProblem, mine: Tensor, what: str) -> Tensor:
+    """All ranks' ``mine``, by rank."""
+    communicator = problem.communicator
+    every = mine.new_empty(communicator.world_size, *mine.shape)
+    if communicator.world_size == 1:
+        every[0].copy_(mine)
+        return every
+    call = Call(f"{OP} of {what}", (("shape", tuple(mine.shape)), ("dtype", mine.dtype)))
+    parts = [each.view(-1) for each in every]
+    event = communicator.engine.all_gather(call, parts, mine.contiguous().view(-1))
+    if event is not None:
+        communicator.compute.wait_event(event)
+    return every
+
+
+def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event:
+    """By torch, whose partial results are gathered."""
+    communicator = problem.communicator
+    wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
+    tokens = problem.key.shape[1]
+    mine = torch.zeros_like(query, dtype=wide)
+    sums = mine.new_full(query.shape[:-1], float("-inf"))
+    if tokens:
+        there = torch.arange(tokens, device=query.device) < problem.lengths.unsqueeze(1)
+        mask = there[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+        key, value = (each.transpose(1, 2).to(wide) for each in (problem.key, problem.value))
+        mine, sums = attended(query.to(wide), key, value, mask, False, problem.scale)
+    every = _gathered(problem, mine.contiguous(), "results")
+    logs = _gathered(problem, sums.contiguous(), "sums")
+
+    def finish() -> None:
+        total, reach = merged(list(zip(every, logs, strict=True)))
+        output.copy_(total)
+        lse.copy_(reach)
+
+    communicator.compute.call(finish, "merge")
+    return communicator.compute.record()

@@ -1,0 +1,126 @@
+"""Decoding over caches that are spread over ranks: results, bits, misuse, races."""
+
+import pytest
+import torch
+
+import interlace
+from interlace import reference
+from interlace.attention_reference import AttentionReference
+from interlace.runtime.tuning.configuration import override
+from interlace.verify import races
+from support import failure, noise, poisoned
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def cache(rank: int, tokens: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [noise(rank, number, (2, tokens, heads, size), dtype) for number in (1, 2)]
+
+
+def decoded(
+    tokens: tuple[int, ...], heads: tuple[int, int], size: int, dtype: torch.dtype, algorithm: str,
+    new: int = 0, lengths: tuple[tuple[int, int], ...] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rank = interlace.get_rank()
+    shape = (2, new, heads[0], size) if new else (2, heads[0], size)
+    given = torch.tensor(lengths[rank], dtype=torch.int32) if lengths else None
+    with override(block_m=16, block_n=16):
+        return interlace.distributed_decode(
+            noise(9, 0, shape, dtype),
+            cache(rank, tokens[rank], heads[1], size, dtype),
+            lengths=given,
+            algorithm=algorithm,  # type: ignore[arg-type]
+            return_lse=True,
+        )
+
+
+CASES = [
+    ((20, 37, 0), (4, 2), 16, F32, 0, ()),
+    ((20, 37, 5), (3, 1), 80, BF16, 0, ((20, 1), (0, 37), (3, 0))),
+    ((9, 9, 9), (2, 2), 256, F32, 3, ((9, 0), (2, 0), (4, 0))),
+    ((40, 3, 9), (8, 8), 64, F32, 0, ()),
+]
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+@pytest.mark.parametrize("case", CASES, ids=["plain", "lengths", "tokens", "heads"])
+def test_agrees_with_the_whole_cache(case: tuple, algorithm: str) -> None:  # type: ignore[type-arg]
+    tokens, heads, size, dtype, new, lengths = case
+    with poisoned():
+        found = interlace.run(decoded, 3, tokens, heads, size, dtype, algorithm, new, lengths)
+    for output, lse in found[1:]:
+        assert torch.equal(output, found[0][0]) and torch.equal(lse, found[0][1])
+    query = noise(9, 0, (2, new or 1, heads[0], size), dtype).transpose(1, 2)
+    caches = [cache(r, n, heads[1], size, dtype) for r, n in enumerate(tokens)]
+    whole = [torch.cat(each, 1) for each in zip(*caches, strict=True)]
+    there = [
+        torch.cat(
+            [torch.arange(n) < (lengths[r][b] if lengths else n) for r, n in enumerate(tokens)]
+        )
+        for b in range(2)
+    ]
+    for b in range(2):
+        keys = [each[b : b + 1].transpose(1, 2) for each in whole]
+        known = AttentionReference(
+            query[b : b + 1], *keys, there[b].expand(new or 1, -1), size**-0.5
+        )
+        output, lse = (each[b : b + 1] for each in found[0])
+        output = output if new else output.unsqueeze(1)
+        lse = lse if new else lse.unsqueeze(2)
+        assert reference.worst_ratio(output.transpose(1, 2), *known.output()) <= 1
+        right, bound = known.sums()
+        if there[b].any():
+            assert reference.worst_ratio(lse, right, bound) <= 1
+        else:
+            assert bool(lse.isneginf().all()) and not output.any()
+
+
+def test_many_queries_go_by_a_plain_gather() -> None:
+    def on_rank() -> float:
+        q = noise(0, 0, (40, 4, 64), F32)
+        keys = [noise(interlace.get_rank(), n, (40, 3, 4, 64), F32) for n in (1, 2)]
+        by = [interlace.distributed_decode(q, keys, algorithm=a) for a in ("fused", "unfused")]
+        return float((by[0] - by[1]).abs().max())
+
+    assert max(interlace.run(on_rank, 2)) < 1e-5
+
+
+def rounds() -> None:
+    """Calls of growing and shrinking size, behind each other."""
+    for call, heads in enumerate((1, 4, 2, 4)):
+        q = noise(call, 0, (2, heads, 16), F32)
+        keys = [noise(10 * call + interlace.get_rank(), n, (2, 5, heads, 16), F32) for n in (1, 2)]
+        every = [
+            [noise(10 * call + r, n, (2, 5, heads, 16), F32) for r in range(interlace.get_world_size())]
+            for n in (1, 2)
+        ]  # fmt: skip
+        whole = [torch.cat(each, 1).transpose(1, 2) for each in every]
+        right = torch.nn.functional.scaled_dot_product_attention(q.unsqueeze(2), *whole)
+        found = interlace.distributed_decode(q, keys, algorithm="fused")
+        if (found - right.squeeze(2)).abs().max() > 1e-4:
+            raise AssertionError(f"wrong result in call {call}")
+
+
+def test_calls_behind_each_other_have_no_race() -> None:
+    report = races(rounds, 3, seeds=3)
+    assert report.clean, report
+
+
+@pytest.mark.parametrize(
+    ("q", "keys", "changes", "kind", "text"),
+    [
+        ((2, 4), (2, 3, 4, 8), {}, ValueError, "q must be (batch, heads, size)"),
+        ((2, 4, 8), (2, 3, 3, 8), {}, ValueError, "kv_cache has 3 heads, which does not divide q's 4"),
+        ((2, 4, 8), (3, 3, 4, 8), {}, ValueError, "kv_cache[0] has shape (3, 3, 4, 8), q has"),
+        ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([4, 0])}, ValueError, "must be within 0..3"),
+        ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([1.0, 0])}, ValueError, "lengths must be int"),
+        ((2, 4, 8), (2, 3, 4, 8), {"algorithm": "pipelined"}, ValueError, "algorithm must be one of auto"),
+    ],
+)  # fmt: skip
+def test_misuse_is_named_on_all_ranks(q, keys, changes, kind, text) -> None:  # type: ignore[no-untyped-def]
+    def on_rank() -> None:
+        cached = torch.zeros(keys)
+        interlace.distributed_decode(torch.zeros(q), (cached, cached), **changes)
+
+    error = failure(on_rank, 2)
+    assert isinstance(error, kind) and text in str(error), error
