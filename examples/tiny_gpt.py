@@ -48,8 +48,15 @@ def text() -> Tensor:
     return torch.tensor(list(whole.encode("ascii", "ignore")))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
-    """Causal attention of all heads in ``[s, b, heads * head_dim]``, which are this rank's."""
+def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int, context: Any = None) -> Tensor:
+    """Causal attention of all heads in ``[s, b, heads * head_dim]``, which are this rank's.
+
+    Of a ``context`` group each rank has its part of the sequence.
+    """
+    if context is not None:
+        heads = [x.unflatten(-1, (-1, head_dim)) for x in (q, k, v)]
+        how = {"causal": True, "layout": "sbhd", "group": context}
+        return nn.functional.context_parallel_attention(*heads, **how).flatten(2)
     heads = [x.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3) for x in (q, k, v)]
     return F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
@@ -120,28 +127,41 @@ class Experts(torch.nn.Module):
 
 
 class ShardedGPT(torch.nn.Module):
-    """The same on a group of ranks: all tokens and targets ``[s, b]``, on all ranks, to the mean loss."""
+    """The same on a group of ranks: all tokens and targets ``[s, b]``, on all ranks, to the mean loss.
 
-    def __init__(self, shape: Shape, group: Any) -> None:
+    With a ``context`` group each of its ranks works on its part of the tokens, and gives the loss of that.
+    """
+
+    def __init__(self, shape: Shape, group: Any, context: Any = None) -> None:
         super().__init__()
+        self.context = context
         hidden = shape.hidden
         self.tokens = nn.VocabParallelEmbedding(VOCABULARY, hidden, group=group)
         self.positions = nn.VocabParallelEmbedding(shape.length, hidden, group=group)
-        self.blocks = torch.nn.ModuleList(ShardedBlock(shape, group) for _ in range(shape.layers))
+        self.blocks = torch.nn.ModuleList(
+            ShardedBlock(shape, group, context) for _ in range(shape.layers)
+        )
         self.norm = nn.RMSNorm(hidden, group=group)
         self.head = nn.ColumnParallelLinear(hidden, VOCABULARY, bias=False, group=group)
         self.loss = nn.VocabParallelCrossEntropy(group=group)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(len(tokens)).unsqueeze(1))
+        places = torch.arange(len(tokens)).unsqueeze(1)
+        if self.context is not None:
+            tokens, targets, places = (
+                nn.functional.shard_sequence(each, 0, group=self.context)
+                for each in (tokens, targets, places)
+            )
+        x = self.tokens(tokens) + self.positions(places)
         for block in self.blocks:
             x = block(x)
         return self.loss(self.head(self.norm(x)), targets)
 
 
 class ShardedBlock(torch.nn.Module):
-    def __init__(self, shape: Shape, group: Any) -> None:
+    def __init__(self, shape: Shape, group: Any, context: Any) -> None:
         super().__init__()
+        self.context = context
         hidden = shape.hidden
         self.head_dim = hidden // shape.heads
         self.before_attention = nn.RMSNorm(hidden, group=group)
@@ -155,5 +175,5 @@ class ShardedBlock(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.before_attention(x))
-        x = x + self.projection(attend(q, k, v, self.head_dim))
+        x = x + self.projection(attend(q, k, v, self.head_dim, self.context))
         return x + self.mlp(self.before_mlp(x))

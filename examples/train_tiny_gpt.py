@@ -7,7 +7,8 @@
 
 Needs no GPU. Ranks form a mesh of ``--dp`` times ``--tp``: each of the ``dp`` groups has the whole model,
 split over its ``tp`` ranks (tiny_gpt.py), and its part of every batch; gradients are averaged over the
-groups by DDP or FSDP2. Halfway all ranks write a checkpoint. Then
+groups by DDP or FSDP2. With ``--context-parallel`` a group is so many, each with its part of the sequences;
+attention gets the keys of all. Halfway all ranks write a checkpoint. Then
 
   - the same model in layers of torch.nn, unsharded and in one process, is trained on the whole batches;
   - the checkpoint is read by ``--resume-dp`` times ``--resume-tp`` ranks, which train on from there;
@@ -43,15 +44,15 @@ Losses = dict[int, float]  # by step
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     if "RANK" in os.environ:  # torchrun has started this on all ranks
-        found = train(options, options.dp, options.tp)
+        found = train(options, options.dp * options.context_parallel, options.tp)
         if int(os.environ["RANK"]) != 0:
             return  # rank 0 does the rest
     else:
-        found = on_new_ranks(options, options.dp, options.tp)
+        found = on_new_ranks(options, options.dp * options.context_parallel, options.tp)
     expected = reference(options)
     resumed = on_new_ranks(options, options.resume_dp, options.resume_tp, first=options.steps // 2)
     plot(options.out / "loss.png", expected, found, resumed)
-    ranks = f"{options.dp * options.tp} ranks"
+    ranks = f"{options.dp * options.context_parallel * options.tp} ranks"
     fewer = f"{options.resume_dp * options.resume_tp} ranks"
     good = [
         compare(f"{ranks} and one process", found, expected),
@@ -64,6 +65,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="ranks that the model is split over")
     parser.add_argument("--dp", type=int, default=2, help="groups of them, which share the batch")
+    parser.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        help="groups that share a sequence, of each of dp",
+    )
     parser.add_argument("--data-parallel", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--resume-tp", type=int, default=2, help="tp of the ranks that resume")
     parser.add_argument("--resume-dp", type=int, default=1, help="dp of the ranks that resume")
@@ -76,7 +83,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         about = "of each block, 0 for a plain one" if name == "experts" else None
         parser.add_argument(f"--{name}", type=int, default=value, help=about)
     options = parser.parse_args(arguments)
-    least = {name: 1 for name in ("dp", "tp", "resume_dp", "resume_tp", "batch", *vars(Shape()))}
+    ranks = ("dp", "tp", "resume_dp", "resume_tp", "context_parallel")
+    least = {name: 1 for name in (*ranks, "batch", *vars(Shape()))}
     if options.experts:
         least["experts"] = 2
     else:
@@ -90,16 +98,21 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         for name in ("heads", "hidden", "length", "experts"):
             if (number := vars(options)[name]) % vars(options)[split]:
                 parser.error(f"--{split.replace('_', '-')} must divide --{name} {number}")
+    if options.length % (options.context_parallel * options.tp):
+        parser.error(f"--context-parallel times --tp must divide --length {options.length}")
     if options.length >= len(text()):
         parser.error(f"--length must be below the {len(text())} bytes of the text")
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"--out {options.out} is no folder")
     if options.batch % options.dp or options.batch % options.resume_dp:
         parser.error(f"--dp and --resume-dp must divide --batch {options.batch}")
-    started = int(os.environ.get("WORLD_SIZE", options.dp * options.tp))
-    if started != options.dp * options.tp:
+    wanted = options.dp * options.context_parallel * options.tp
+    started = int(os.environ.get("WORLD_SIZE", wanted))
+    if started != wanted:
+        shared = f" times --context-parallel {options.context_parallel}"
         parser.error(
-            f"--dp {options.dp} times --tp {options.tp} must be the {started} ranks started"
+            f"--dp {options.dp}{shared if options.context_parallel > 1 else ''} times --tp {options.tp} "
+            f"must be the {started} ranks started"
         )
     sizes = options.hidden, options.heads, options.layers, options.length, options.experts
     options.shape = Shape(*sizes)
@@ -120,7 +133,11 @@ def on_new_ranks(options: argparse.Namespace, dp: int, tp: int, first: int = 0) 
 def train(
     options: argparse.Namespace, dp: int, tp: int, first: int = 0, meeting: str | None = None
 ) -> Losses:
-    """What every rank does: train from step ``first``, if that is not 0 from the checkpoint."""
+    """What every rank does: train from step ``first``, if that is not 0 from the checkpoint.
+
+    ``dp`` counts those that share a sequence, too, as they do by ``--context-parallel`` at first.
+    """
+    cp = 1 if first else options.context_parallel
     if meeting is None:  # torchrun has set who meets where
         dist.init_process_group("interlace")
     else:
@@ -129,7 +146,12 @@ def train(
     try:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("data", "tensor"))
         torch.manual_seed(0)  # the same on all ranks, which keep their parts of the same weights
-        model = ShardedGPT(options.shape, group=(mesh, "tensor"))
+        context = None
+        if cp > 1:  # the same ranks, seen as a cube
+            names = ("data", "context", "tensor")
+            cube = init_device_mesh("cpu", (dp // cp, cp, tp), mesh_dim_names=names)
+            context = (cube, "context")
+        model = ShardedGPT(options.shape, group=(mesh, "tensor"), context=context)
         parallel = data_parallel(model, mesh, options.data_parallel if dp > 1 else None)
         optimizer = adam(parallel)
         folder = options.out / "checkpoint"
@@ -141,7 +163,8 @@ def train(
         def step(number: int) -> float:
             if number == options.steps // 2 and not first:
                 checkpoint.save(states(model, optimizer), checkpoint_id=folder)
-            tokens = batch(number, options).chunk(dp, 1)[mesh.get_local_rank("data")]
+            share = mesh.get_local_rank("data") // cp
+            tokens = batch(number, options).chunk(dp // cp, 1)[share]
             loss = update(parallel, optimizer, tokens)
             dist.all_reduce(loss, group=mesh.get_group("data"))
             return loss.item() / dp

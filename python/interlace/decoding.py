@@ -8,8 +8,9 @@ from typing import overload
 import torch
 
 from interlace.arguments.words import Group, No, ScaledAlgorithm, Yes
-from interlace.attention.decode import OP, decode
+from interlace.attention.decode import decode
 from interlace.groups.groups import resolve
+from interlace.runtime.algorithms.attention.decode import OP
 
 Tensor = torch.Tensor
 

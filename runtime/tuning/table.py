@@ -151,28 +151,29 @@ FEW_ROWS = 64
 GROUPED: dict[tuple[str, str], Values] = {("16 bit", "odd N"): {"epilogue_subtile": 2}}
 
 _FITS = "assumed: compiles without spills on 9.0 and 10.0, with few on 8.0; never run on a GPU"
+_ATTENTION: tuple[tuple[Any, ...], ...] = (
+    # archs   dtype     way         head   m    n  warps stages
+    ((ANY,), "16 bit", "forward",    64, 128,  64,  8,    2),
+    ((8,),   "16 bit", "forward",   128,  64,  64,  8,    2),
+    ((ANY,), "16 bit", "forward",   128, 128,  64,  8,    2),
+    ((9,),   "16 bit", "forward",   256,  64,  32,  8,    2),
+    ((ANY,), "16 bit", "forward",   256,  64,  32,  8,    1),
+    ((8,),   "16 bit", "backward",   64,  64,  32,  8,    2),
+    ((ANY,), "16 bit", "backward",   64,  64,  64,  8,    2),
+    ((ANY,), "16 bit", "backward",  128,  64,  32,  8,    2),
+    ((ANY,), "16 bit", "backward",  256,  32,  32,  8,    1),
+    # without tensor cores operands need registers too
+    ((ANY,), "fp32",   "forward",    64,  16,  32,  4,    1),
+    ((9,),   "fp32",   "forward",   128,  16,  16,  4,    1),
+    ((ANY,), "fp32",   "forward",   128,  16,  32,  8,    1),
+    ((8,),   "fp32",   "forward",   256,  16,  16,  4,    1),
+    ((ANY,), "fp32",   "forward",   256,  16,  32,  8,    1),
+    ((ANY,), "fp32",   "backward",   64,  32,  32,  8,    1),
+    ((ANY,), "fp32",   "backward",  128,  16,  16,  8,    1),
+)
 ATTENTION = tuple(
-    AttentionTile(arch, *row, _FITS)
-    for archs, *row in (
-        # archs   dtype     way         head   m    n  warps stages
-        ((ANY,), "16 bit", "forward",    64, 128,  64,  8,    2),
-        ((8,),   "16 bit", "forward",   128,  64,  64,  8,    2),
-        ((ANY,), "16 bit", "forward",   128, 128,  64,  8,    2),
-        ((9,),   "16 bit", "forward",   256,  64,  32,  8,    2),
-        ((ANY,), "16 bit", "forward",   256,  64,  32,  8,    1),
-        ((8,),   "16 bit", "backward",   64,  64,  32,  8,    2),
-        ((ANY,), "16 bit", "backward",   64,  64,  64,  8,    2),
-        ((ANY,), "16 bit", "backward",  128,  64,  32,  8,    2),
-        ((ANY,), "16 bit", "backward",  256,  32,  32,  8,    1),
-        # without tensor cores operands need registers too
-        ((ANY,), "fp32",   "forward",    64,  16,  32,  4,    1),
-        ((9,),   "fp32",   "forward",   128,  16,  16,  4,    1),
-        ((ANY,), "fp32",   "forward",   128,  16,  32,  8,    1),
-        ((8,),   "fp32",   "forward",   256,  16,  16,  4,    1),
-        ((ANY,), "fp32",   "forward",   256,  16,  32,  8,    1),
-        ((ANY,), "fp32",   "backward",   64,  32,  32,  8,    1),
-        ((ANY,), "fp32",   "backward",  128,  16,  16,  8,    1),
-    )
+    AttentionTile(arch, *row)
+    for archs, *row in ((*each, _FITS) for each in _ATTENTION)
     for arch in archs
 )
 
