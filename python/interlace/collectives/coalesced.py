@@ -150,7 +150,8 @@ def all_gather_coalesced(
 ) -> Work | None:
     """:func:`interlace.all_gather` of each tensor of ``input_tensor_list``, into an output each.
 
-    Tensors of a list may differ in shape and dtype; an output is a tensor or a list of one per rank.
+    Tensors of a list may differ in shape and dtype; each of ``output_tensor_lists`` is a tensor, of the
+    shapes that ``all_gather`` takes, or a list of one per rank.
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
 
@@ -182,7 +183,7 @@ def all_gather_into_tensor_coalesced(
 ) -> Work | None:
     """:func:`all_gather_coalesced` under the name that backends of torch have for it.
 
-    ``inputs`` may differ in shape and dtype. Raises what that does.
+    ``inputs`` may differ in shape and dtype, and so do ``outputs``. Raises what that does.
 
     >>> def on_rank():
     ...     outputs = [torch.empty(2), torch.empty(4)]
