@@ -163,10 +163,11 @@ class TablePart(NamedTuple):
 
 
 class Lot(NamedTuple):
-    """Flagged words of one op: from which byte of a rank's buffer on they lie, and their epoch."""
+    """Flagged words of a block: from which byte of a rank's buffer on all lie, their epoch, which block."""
 
     offset: Any
     epoch: Any
+    block: Any
 
 
 class Turn(NamedTuple):
@@ -191,6 +192,51 @@ class Epilogue(NamedTuple):
     bias_ptr: Any
     row_scale_ptr: Any
     column_scale_ptr: Any
+
+
+class NormOperands(NamedTuple):
+    """Operands of a norm of whole rows (``norms.py``), and where its results go; unused where off."""
+
+    residual_ptr: Any
+    weight_ptr: Any
+    bias_ptr: Any
+    normed_ptr: Any
+    scale_ptr: Any
+
+
+class Gathered(NamedTuple):
+    """Rows that every rank ends with: all of them, and where those of other ranks come to lie first.
+
+    ``slices``: slots of each source, from byte ``slots_byte`` of a rank's slots on. The other bytes are
+    those of regions in a rank's data, multiples of 256.
+    """
+
+    normed_ptr: Any
+    sum_ptr: Any
+    scale_ptr: Any
+    slots_byte: Any
+    slices: Any
+    normed_byte: Any
+    sum_byte: Any
+    scale_byte: Any
+
+
+class Tail(NamedTuple):
+    """Constants of what is done to whole rows of a sum (``norms.py``), ``ROWS`` x ``COLUMNS`` at a time.
+
+    ``KIND``: "rms" or "layer". ``GATHER``: "" for own rows, "normed" if all ranks get the normed rows,
+    "both" if they get the rows of the sum too.
+    """
+
+    KIND: str
+    EPS: float
+    RESIDUAL: bool
+    WEIGHT: bool
+    BIAS: bool
+    QUANTIZE: bool
+    GATHER: str
+    ROWS: int
+    COLUMNS: int
 
 
 class Copies(NamedTuple):

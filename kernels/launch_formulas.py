@@ -153,3 +153,8 @@ def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
 def multimem_bytes(rows: Sequence[int], item: int) -> int:
     """Data region of a gather by the switch: every part begins at 16 bytes."""
     return sum(ceil_div(count * item, 16) * 16 for count in rows)
+
+
+def slice_slots(world_size: int, rows: Sequence[int], slice_rows: int) -> int:
+    """A slot per source and slice of its rows; of the longest part, on all ranks."""
+    return world_size * ceil_div(max(rows), slice_rows)

@@ -47,3 +47,16 @@ def wait_all(peers, slot_byte, each, epoch, SLOTS: tl.constexpr):
     # Every thread has acquired what it polled: only behind a barrier have all seen everything.
     tl.debug_barrier()
     return missing
+
+
+@triton.jit
+def first_missing(peers, slot_bytes, valid, epoch):
+    """Position of the first of the own ``valid`` slots that is below ``epoch``, or how many there may be.
+
+    Loads after it see what was published in all before, as after ``wait``; it looks once.
+    """
+    seen = poll_slots(peer_pointer(peers, peers.rank, slot_bytes), valid)
+    # As in wait_all.
+    tl.debug_barrier()
+    position = tl.arange(0, valid.shape[0])
+    return tl.min(tl.where(valid & (seen < epoch), position, valid.shape[0]))

@@ -86,3 +86,12 @@ def grouped_tile(index, tiles_m, tiles_n, GROUP_M):
     height = min(tiles_m - first_m, GROUP_M)
     within = index % band
     return first_m + within % height, within // height
+
+
+@triton.jit
+def tile_number(tile_m, tile_n, tiles_m, tiles_n, GROUP_M):
+    """The inverse of :func:`grouped_tile`; of 3 x 2 tiles in bands of 2, (2,1) is number 5."""
+    band = tile_m // GROUP_M
+    first_m = band * GROUP_M
+    height = min(tiles_m - first_m, GROUP_M)
+    return band * GROUP_M * tiles_n + tile_n * height + tile_m - first_m

@@ -52,7 +52,7 @@ FOLDERS = {
     "runtime/compiler/lint": "runtime/core runtime/tuning",
     "runtime/compiler": (
         "runtime/algorithms runtime/algorithms/attention runtime/algorithms/experts runtime/compat "
-        "runtime/compiler/lint runtime/core runtime/tuning"
+        "runtime/compiler/lint runtime/core runtime/numerics runtime/tuning"
     ),
     "runtime/programs": (
         "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/scheduler"
@@ -94,14 +94,14 @@ FOLDERS = {
     ),
     "interlace/fused": (
         "interlace/arguments interlace/collectives runtime/algorithms runtime/algorithms/experts "
-        "runtime/core runtime/tuning"
+        "runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/attention": (
         "interlace/arguments runtime/algorithms/attention runtime/core runtime/tuning"
     ),
     "interlace/ops/eager": (
         "interlace/arguments interlace/collectives interlace/fused runtime/algorithms "
-        "runtime/compat runtime/core runtime/tuning"
+        "runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/ops": (
         "interlace/arguments interlace/attention interlace/fused interlace/groups interlace/ops/eager "

@@ -15,9 +15,9 @@ import triton.language as tl
 from interlace.kernels.arguments import Lot
 from interlace.kernels.attention.tiles import attend_run, load_rows, store_partial
 from interlace.kernels.collectives.low_latency import (
-    end_of_words,
+    block_epoch,
+    end_block,
     payload_of,
-    program_epoch,
     send_to_all,
 )
 from interlace.kernels.signal import count_program
@@ -90,7 +90,7 @@ def decode_exchange_kernel(
     their two logarithms and 126 zeros, and polls 130 words of rank 1.
     """
     ROWS: tl.constexpr = _LANES // WIDTH
-    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
     # This program gave up before: it may not overwrite words again.
     if epoch > 0:
         blocks = tl.cdiv(rows, ROWS)
@@ -106,7 +106,7 @@ def decode_exchange_kernel(
         own = tl.load(input_ptr + row.to(tl.int64) * HEAD_DIM + column, mask=data, other=0.0)
         own += tl.load(lse_ptr + of_row, mask=sums, other=0.0)
         words = own.to(tl.int32, bitcast=True)
-        lot = Lot(words_offset, epoch)
+        lot = Lot(words_offset, epoch, tl.program_id(0))
         send_to_all(peers, lot, words, WORDS, COMPILED)
         valid = data | sums
         # The first word of each rank is waited for in any case: there is always a first row.
@@ -142,6 +142,6 @@ def decode_exchange_kernel(
             result = (acc / divisor).to(output_ptr.dtype.element_ty)
             tl.store(output_ptr + row.to(tl.int64) * HEAD_DIM + column, result, mask=data)
             tl.store(output_lse_ptr + of_row, lse, mask=sums & (first_column == 0))
-        end_of_words(epoch_ptr, epoch, missing)
+        end_block(epoch_ptr, epoch, missing)
     # Counted also where it gave up: the launch side waits for programs to end, not to succeed.
     count_program(peers)

@@ -1,11 +1,12 @@
 """One-shot collectives of a few kilobytes: every word carries its own flag, and there is no other signal.
 
 A message is cut into blocks of ``WORDS`` 32-bit words. Program b does block b, on every rank, and nothing
-else: it has an epoch and words of its own, which no program of another number ever touches. So messages of
-different lengths may follow each other: a program that one of them does not need just misses that op.
+else (``low_latency_norm.py``: a program does the blocks of a row). A block has an epoch and words of its
+own, which nothing else ever touches. So messages of different lengths may follow each other: a block that
+one of them does not need just misses that op.
 
-Memory of a rank, after the header: an int64 epoch per program, then words (int64) by
-``[program][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The
+Memory of a rank, after the header: an int64 epoch per block, then words (int64) by
+``[block][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The
 user's memory is seen in units of ``UNIT`` bytes, 4, 2 or 1, whatever its address and length allow; the last
 word of a message is filled up with zeros. Words are the same whatever the unit, so ranks need not agree.
 
@@ -44,24 +45,24 @@ from interlace.kernels.signal import count_program, peer_pointer
 
 
 @triton.jit
-def program_epoch(peers, epochs_offset):
-    """Pointer to this program's epoch, and the epoch of the op that runs now: below 1 once it gave up."""
-    pointer = peer_pointer(peers, peers.rank, epochs_offset) + tl.program_id(0)
+def block_epoch(peers, epochs_offset, block):
+    """Pointer to a block's epoch, and the epoch of the op that runs now: below 1 once it was given up."""
+    pointer = peer_pointer(peers, peers.rank, epochs_offset) + block
     return pointer, tl.load(pointer) + 1
 
 
 @triton.jit
-def _word_bytes(words_offset, world_size, source, epoch, WORDS: tl.constexpr):
-    """Byte offsets of this program's words from ``source``, in every rank's memory."""
-    program = tl.program_id(0).to(tl.int64)
+def _word_bytes(lot, world_size, source, WORDS: tl.constexpr):
+    """Byte offsets of a block's words from ``source``, in every rank's memory."""
+    block = lot.block.to(tl.int64)
     # Two sets of words, by even and odd epochs: with one, a rank that is an op ahead would overwrite what
     # a slower one has not read.
-    region = ((program * 2 + epoch % 2) * world_size + source) * WORDS
-    return words_offset + (region + tl.arange(0, WORDS)) * 8
+    region = ((block * 2 + lot.epoch % 2) * world_size + source) * WORDS
+    return lot.offset + (region + tl.arange(0, WORDS)) * 8
 
 
 @triton.jit
-def _load_words(pointer, index, units, UNIT: tl.constexpr):
+def load_units(pointer, index, units, UNIT: tl.constexpr):
     """Words ``index`` of the ``units`` units at ``pointer``; zeros where these end."""
     if UNIT == 4:
         words = tl.load(pointer + index, mask=index < units, other=0)
@@ -78,8 +79,8 @@ def _load_words(pointer, index, units, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
-    """The counterpart of :func:`_load_words`."""
+def store_units(pointer, index, units, words, UNIT: tl.constexpr):
+    """The counterpart of :func:`load_units`."""
     if UNIT == 4:
         tl.store(pointer + index, words, mask=index < units)
     else:
@@ -91,7 +92,7 @@ def _store_words(pointer, index, units, words, UNIT: tl.constexpr):
 
 @triton.jit
 def send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr):
-    byte_offsets = _word_bytes(lot.offset, peers.world_size, peers.rank, lot.epoch, WORDS)
+    byte_offsets = _word_bytes(lot, peers.world_size, peers.rank, WORDS)
     # The next rank first: not all send to the same one at the same time.
     for step in range(1, peers.world_size):
         peer = (peers.rank + step) % peers.world_size
@@ -105,15 +106,15 @@ def payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: t
     missing = tl.zeros((), tl.int32)
     # The own words are in registers, and nobody sends them.
     if source != peers.rank:
-        byte_offsets = _word_bytes(lot.offset, peers.world_size, source, lot.epoch, WORDS)
+        byte_offsets = _word_bytes(lot, peers.world_size, source, WORDS)
         payload, missing = receive_words(peers, source, byte_offsets, lot.epoch, wanted, COMPILED)
     return payload, missing
 
 
 @triton.jit
-def end_of_words(epoch_ptr, epoch, missing):
-    """This program's part of the op is over, or given up."""
-    # A plain store: this program's next op is a later kernel of the stream, and no other one reads it.
+def end_block(epoch_ptr, epoch, missing):
+    """A block is over, or given up."""
+    # A plain store: the block's next op is a later kernel of the stream, and no other program reads it.
     tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
 
 
@@ -139,29 +140,29 @@ def low_latency_all_gather_kernel(
     Example: W = 2, 3 words, WORDS = 2, first op: rank 0's program 1 sends ``1 << 32 | input[2]`` and
     ``1 << 32`` to rank 1's words [1][1][0], and polls its own [1][1][1][0] until its upper half is 1.
     """
-    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
     # This program gave up before: it may not overwrite words again (see the module).
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
         # All WORDS are sent, beyond the end as zeros: a word that was left out 2**32 times would have the
         # right flag.
-        own = _load_words(input_ptr, index, units, UNIT)
-        lot = Lot(words_offset, epoch)
+        own = load_units(input_ptr, index, units, UNIT)
+        lot = Lot(words_offset, epoch, tl.program_id(0))
         send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
             payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
             if lost == 0:
-                _store_words(output_ptr + source * units, index, units, payload, UNIT)
+                store_units(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
-        end_of_words(epoch_ptr, epoch, missing)
+        end_block(epoch_ptr, epoch, missing)
     # Counted also where it gave up: the launch side waits for programs to end, not to succeed.
     count_program(peers)
 
 
 @triton.jit
-def _half(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+def half_of(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """One of two 16-bit numbers of a word, as fp32."""
     half = (word >> 16) & 0xFFFF if HIGH else word & 0xFFFF
     return half.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
@@ -199,12 +200,12 @@ def low_latency_all_reduce_kernel(
     rank 0 sends ``1 << 32 | 0x40003f80``, receives ``1 << 32 | 0x40804040`` and stores 4 and 6.
     """
     HALF: tl.constexpr = tl.bfloat16 if DTYPE == "bf16" else tl.float16
-    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
-        own = _load_words(input_ptr, index, units, UNIT)
-        lot = Lot(words_offset, epoch)
+        own = load_units(input_ptr, index, units, UNIT)
+        lot = Lot(words_offset, epoch, tl.program_id(0))
         send_to_all(peers, lot, own, WORDS, COMPILED)
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
@@ -216,8 +217,8 @@ def low_latency_all_reduce_kernel(
             if DTYPE == "fp32":
                 low += payload.to(tl.float32, bitcast=True)
             else:
-                low += _half(payload, False, HALF)
-                high += _half(payload, True, HALF)
+                low += half_of(payload, False, HALF)
+                high += half_of(payload, True, HALF)
         if AVERAGE:
             low = low / peers.world_size
             high = high / peers.world_size
@@ -227,8 +228,8 @@ def low_latency_all_reduce_kernel(
             total = _bits(low, HALF) | (_bits(high, HALF) << 16)
         # A sum without a rank is no sum: the output stays as it was.
         if missing == 0:
-            _store_words(output_ptr, index, units, total, UNIT)
-        end_of_words(epoch_ptr, epoch, missing)
+            store_units(output_ptr, index, units, total, UNIT)
+        end_block(epoch_ptr, epoch, missing)
     count_program(peers)
 
 
@@ -252,13 +253,13 @@ def low_latency_broadcast_kernel(
     Example: W = 3, root 1, 2 words, epoch 4: rank 1 sends its words to ranks 0 and 2; rank 0 sends its own
     to ranks 1 and 2, polls two words from rank 1 and one from rank 2, and stores the two.
     """
-    epoch_ptr, epoch = program_epoch(peers, epochs_offset)
+    epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
     if epoch > 0:
         first = tl.program_id(0) * WORDS
         index = first + tl.arange(0, WORDS)
         words = tl.cdiv(units * UNIT, 4)
-        own = _load_words(tensor_ptr, index, units, UNIT)
-        lot = Lot(words_offset, epoch)
+        own = load_units(tensor_ptr, index, units, UNIT)
+        lot = Lot(words_offset, epoch, tl.program_id(0))
         send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
@@ -266,7 +267,7 @@ def low_latency_broadcast_kernel(
             wanted = index < tl.where(source == root, words, first + 1)
             payload, lost = payload_of(peers, source, lot, own, wanted, WORDS, COMPILED)
             if (source == root) & (root != peers.rank) & (lost == 0):
-                _store_words(tensor_ptr, index, units, payload, UNIT)
+                store_units(tensor_ptr, index, units, payload, UNIT)
             missing += lost
-        end_of_words(epoch_ptr, epoch, missing)
+        end_block(epoch_ptr, epoch, missing)
     count_program(peers)

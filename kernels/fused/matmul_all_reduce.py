@@ -18,32 +18,9 @@ from interlace.kernels.tiling import grouped_tile
 from interlace.kernels.transfer import data_pointer
 
 
-@triton.jit(do_not_specialize=["workspace", "M"])
-def matmul_all_reduce_kernel(
-    workspace,
-    input,
-    weight,
-    bias_ptr,
-    output_ptr,
-    M,
-    N,
-    K,
-    AVERAGE: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """``output[M, N] = activation(sum over ranks of input_r @ weight_r (+ bias[N]))``, everywhere.
-
-    Legend: as matmul_reduce_scatter_kernel, with every rank the owner of all M rows.
-
-    Ordering: a producer waits for each peer's credit, stores the tile into the peer's region [rank],
-    publishes the slot (source, tile) there. Sums follow in the same programs, a tile when it has
-    arrived from all sources.
-    Producing waits for no sum of this op. finish_kernel gives the credit for reuse.
-
-    Example: W = 2, one 64 x 64 tile. Rank 1 stores its tile in region 1 of rank 0, publishes slot 1
-    there, then region 1 and slot 1 of itself; then both ranks add regions 0 and 1.
-    """
-    epoch = current_epoch(workspace)
+@triton.jit
+def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES: tl.constexpr):
+    """Store this program's tiles of the product in every rank's workspace, and publish them."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     rank = workspace.rank
@@ -70,6 +47,37 @@ def matmul_all_reduce_kernel(
             if free:
                 slot_byte = workspace.slot_offset + (rank * tiles + tile) * 8
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
+
+
+@triton.jit(do_not_specialize=["workspace", "M"])
+def matmul_all_reduce_kernel(
+    workspace,
+    input,
+    weight,
+    bias_ptr,
+    output_ptr,
+    M,
+    N,
+    K,
+    AVERAGE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """``output[M, N] = activation(sum over ranks of input_r @ weight_r (+ bias[N]))``, everywhere.
+
+    Legend: as matmul_reduce_scatter_kernel, with every rank the owner of all M rows.
+
+    Ordering: a producer waits for each peer's credit, stores the tile into the peer's region [rank],
+    publishes the slot (source, tile) there. Sums follow in the same programs, a tile when it has
+    arrived from all sources.
+    Producing waits for no sum of this op. finish_kernel gives the credit for reuse.
+
+    Example: W = 2, one 64 x 64 tile. Rank 1 stores its tile in region 1 of rank 0, publishes slot 1
+    there, then region 1 and slot 1 of itself; then both ranks add regions 0 and 1.
+    """
+    epoch = current_epoch(workspace)
+    produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
     # A loop of its own, after all stores: producing waits for no sum, so no order of programs blocks.
-    own_ptr = data_pointer(workspace, rank, output_ptr)
+    own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
+    rows = M + tl.zeros((), tl.int64)
+    tiles_m = tl.cdiv(M, TILES.BLOCK_M)
     reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows, N, AVERAGE, TILES)

@@ -119,6 +119,38 @@ def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, row
     complete_descriptor_stores(COMPILED_STORES)
 
 
+@triton.jit
+def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
+                       TILES: tl.constexpr):  # fmt: skip
+    """Store this program's tiles of every owner's rows in the owner's workspace, and publish them."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rank = workspace.rank
+    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
+    # Once per program: to make a descriptor costs a write and a fence.
+    whole = rows_operand(input.ptr, input.stride, K, TILES)
+    b = columns_operand(weight.ptr, weight, N, K, TILES)
+    for line in range(workspace.world_size):
+        owner, first_row, rows, start = table_line(segments_ptr, line, _SEGMENT)
+        start = start.to(tl.int32)
+        tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
+        tiles = tiles_m * tiles_n
+        first = first_tile(start, program, programs)
+        # A program without a tile of this owner waits for no credit and publishes nothing.
+        if first < start + tiles:
+            # Given up: the owner may still be reading what this op would overwrite.
+            if wait_credit(workspace, owner, epoch) >= epoch - 1:
+                # Region [rank] of the owner: every source has its own, so none overwrites another.
+                to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
+                turn = Turn(first, start, programs)
+                produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
+                             TILES)  # fmt: skip
+                # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
+                for number in range(first, start + tiles, programs):
+                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
+                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+
+
 @triton.jit(do_not_specialize=["workspace", "own_rows"])
 def matmul_reduce_scatter_kernel(
     workspace,
@@ -151,34 +183,10 @@ def matmul_reduce_scatter_kernel(
     0, slot 0; then waits for slots 0 (source 0) and 1 (source 1) and adds both regions.
     """
     epoch = current_epoch(workspace)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    rank = workspace.rank
-    tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: to make a descriptor costs a write and a fence.
-    whole = rows_operand(input.ptr, input.stride, K, TILES)
-    b = columns_operand(weight.ptr, weight, N, K, TILES)
-    for line in range(workspace.world_size):
-        owner, first_row, rows, start = table_line(segments_ptr, line, _SEGMENT)
-        start = start.to(tl.int32)
-        tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
-        tiles = tiles_m * tiles_n
-        first = first_tile(start, program, programs)
-        # A program without a tile of this owner waits for no credit and publishes nothing.
-        if first < start + tiles:
-            # Given up: the owner may still be reading what this op would overwrite.
-            if wait_credit(workspace, owner, epoch) >= epoch - 1:
-                # Region [rank] of the owner: every source has its own, so none overwrites another.
-                to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
-                turn = Turn(first, start, programs)
-                produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
-                             TILES)  # fmt: skip
-                # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
-                for number in range(first, start + tiles, programs):
-                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
-                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+    produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
+                       TILES)  # fmt: skip
     # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
-    own_ptr = data_pointer(workspace, rank, output_ptr)
+    own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
     reduce_tiles(workspace, own_ptr, epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows, N,
                  AVERAGE, TILES)  # fmt: skip

@@ -93,6 +93,7 @@ try:
     from interlace.groups.recovery import rebuild, shrink
     from interlace.launcher import run
     from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from interlace.norms import LayerNorm, RMSNorm, all_reduce_norm, reduce_scatter_norm
     from interlace.numerics import check_numerics
     from interlace.runtime.compat.environment import check_environment as _check_environment
     from interlace.runtime.compat.environment import write_log as _write_log
@@ -172,10 +173,12 @@ __all__ = [
     "HookedOp",
     "InterlaceError",
     "KernelAssertionError",
+    "LayerNorm",
     "MemoryAccessError",
     "P2POp",
     "PeerDiedError",
     "PlaceUnavailableError",
+    "RMSNorm",
     "RankError",
     "ReduceOp",
     "Work",
@@ -192,6 +195,7 @@ __all__ = [
     "all_gather_v",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_norm",
     "all_to_all",
     "all_to_all_grouped_matmul",
     "all_to_all_single",
@@ -225,6 +229,7 @@ __all__ = [
     "recv_object_list",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_norm",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",

@@ -8,25 +8,30 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace import recorded
+from interlace import norms, recorded
 from interlace.arguments import checks
+from interlace.arguments.norms import AnyNorm
 from interlace.arguments.words import (
+    FP8,
     FusedAlgorithm,
     FusedGather,
     FusedGatherLater,
     FusedGatherNow,
     FusedReduce,
+    FusedReduceNorm,
     FusedReduceOp,
     FusedScatter,
+    FusedScatterNorm,
     Group,
     No,
+    Normed,
+    Quantized,
     Tensors,
     Yes,
 )
 from interlace.fused import gather, reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
-from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
 
@@ -117,8 +122,8 @@ def all_gather_matmul(
     options = gather.GatherMatmulOptions(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if requires_gradients(input, weight, bias):
-        if _matrices(input) and recorded.equal_shards(group, input, gather_dim):
+    if recorded.requires_gradients(input, weight, bias):
+        if recorded.matrices(input) and recorded.equal_shards(group, input, gather_dim):
             several = not isinstance(weight, Tensor)
             count = len(weight) if several else 1
             with resolve(group).accepting(gather.OP):
@@ -150,15 +155,46 @@ def _activated(result: Any, names: list[str], several: bool, with_gathered: bool
 
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[FusedScatter]
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedScatter],
 ) -> Tensor: ...
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[FusedScatter]
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedScatterNorm],
+) -> Normed: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: FP8,
+    async_op: No = ...,
+    **how: Unpack[FusedScatterNorm],
+) -> Quantized: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: AnyNorm | None = ...,
+    quantize: FP8 | None = ...,
+    async_op: Yes,
+    **how: Unpack[FusedScatterNorm],
 ) -> Work: ...
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[FusedScatter]
+    input: Tensor, weight: Tensor, *, norm: None = ..., async_op: bool, **how: Unpack[FusedScatter]
 ) -> Tensor | Work: ...
 def matmul_reduce_scatter(
     input: Tensor,
@@ -168,11 +204,15 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     bias: Tensor | None = None,
     activation: Activation | None = None,
+    residual: Tensor | None = None,
+    norm: AnyNorm | None = None,
+    quantize: FP8 | None = None,
+    gather_normed: bool = False,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Work:
+) -> Tensor | Normed | Quantized | Work:
     """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
     Parameters
@@ -184,6 +224,14 @@ def matmul_reduce_scatter(
         ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
     bias : ``(n,)``, added once to the reduced output.
     activation : as for :func:`all_gather_matmul`, of the reduced output and the bias.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows, taken in the op's tail; any
+        ``scatter_dim`` but the last.
+    residual : with ``norm``, what is added before it, of the shape and dtype of the output, any strides.
+    quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
+        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them: their largest number divided by 448, and at
+        least 1e-12. The normed rows are fp8 times scale.
+    gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
+        stays scattered. The chain of a sequence-parallel block, in one op.
     algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
 
     Returns
@@ -192,11 +240,15 @@ def matmul_reduce_scatter(
     fp32 in rank order, so results are bit-identical from run to run. For ``scatter_dim`` other than 0
     the output is a permuted view, as in torch's fused ops.
 
+    With ``norm`` it is ``(normed, residual)``: the sum with the residual, rounded once, and its norm, which
+    is that of the rounded sum; quantised, ``((fp8, scales), residual)``.
+
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
     Gradients are recorded where all parts are equal, as by :func:`all_gather_matmul`.
 
-    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
+    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``; with ``norm`` followed by an addition and
+    ``torch.nn.functional.rms_norm`` or ``layer_norm``, in fp32, where torch rounds after each.
 
     >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
     [tensor([[16.],
@@ -204,20 +256,52 @@ def matmul_reduce_scatter(
             [16.]])]
     """
     options = reduce.MatmulReduceOptions(reduce_op, scatter_dim, algorithm, out_dtype, activation)
-    return _matmul_reduce((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+    given = (residual, norm, quantize, gather_normed)
+    return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
 
 
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, async_op: No = ..., **how: Unpack[FusedReduce]
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedReduce],
 ) -> Tensor: ...
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, async_op: Yes, **how: Unpack[FusedReduce]
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedReduceNorm],
+) -> Normed: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: FP8,
+    async_op: No = ...,
+    **how: Unpack[FusedReduceNorm],
+) -> Quantized: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: AnyNorm | None = ...,
+    quantize: FP8 | None = ...,
+    async_op: Yes,
+    **how: Unpack[FusedReduceNorm],
 ) -> Work: ...
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, async_op: bool, **how: Unpack[FusedReduce]
+    input: Tensor, weight: Tensor, *, norm: None = ..., async_op: bool, **how: Unpack[FusedReduce]
 ) -> Tensor | Work: ...
 def matmul_all_reduce(
     input: Tensor,
@@ -226,17 +310,21 @@ def matmul_all_reduce(
     reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None,
     activation: Activation | None = None,
+    residual: Tensor | None = None,
+    norm: AnyNorm | None = None,
+    quantize: FP8 | None = None,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Work:
+) -> Tensor | Normed | Quantized | Work:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
     ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
     ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
     one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
-    an all-gather of the parts.
+    an all-gather of the parts. ``residual``, which must be the same on all ranks, ``norm`` and ``quantize``
+    as there; the normed rows and the residual are on every rank.
 
     Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
     ``torch.matmul``, then ``torch.distributed.all_reduce``.
@@ -244,46 +332,49 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    given = (reduce_op, None, algorithm, out_dtype, activation)
-    options = reduce.MatmulReduceOptions(*given, op=reduce.ALL_REDUCE)
-    return _matmul_reduce((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+    options = reduce.MatmulReduceOptions(
+        reduce_op, None, algorithm, out_dtype, activation, reduce.ALL_REDUCE
+    )
+    given = (residual, norm, quantize, False)
+    return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
 
 
 def _matmul_reduce(
-    tensors: tuple[Any, ...], options: reduce.MatmulReduceOptions, group: Group, async_op: bool
+    tensors: tuple[Any, ...],
+    options: reduce.MatmulReduceOptions,
+    normed: tuple[Any, Any, Any, Any],
+    group: Group,
+    async_op: bool,
 ) -> Any:
-    """Either op that reduces; recorded for backward if autograd can and is to know of it."""
+    """Either op that reduces; recorded for backward if autograd can and is to know of it.
+
+    ``normed``: residual, norm, quantize, gather_normed.
+    """
     op, (input, weight, bias) = options.op, tensors
-    if requires_gradients(*tensors):
+    with resolve(group).accepting(op):
+        vectors, norm = norms.given(*normed)
+    if recorded.requires_gradients(*tensors, *vectors):
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
-        if _matrices(input, weight) and all(
+        if recorded.matrices(input, weight) and all(
             recorded.equal_parts(group, input, weight, dim) for dim in dims
         ):
             with resolve(group).accepting(op):
                 name = checks.activation("activation", options.activation)
             operands = (input, weight, options.reduce_op, *dims)
+            more: dict[str, Any] = {}
             then = functools.partial(activate, name=name)
-            return recorded.run(op, async_op, operands, then, options, bias=bias, group=group)
+            if norm is not None and not name:
+                residual, given, quantize, gather = normed
+                more = {"residual": residual, "norm": given, "quantize": quantize}
+                more |= {"gather_normed": gather} if dims else {}
+            elif norm is not None:
+                then = functools.partial(norms.after, name, normed, dims, group)
+            return recorded.run(
+                op, async_op, operands, then, options, bias=bias, group=group, **more
+            )
         checks.warn_without_gradients(op, stacklevel=4)
-    communicator, tensors = resolve(group).on(input), (*tensors, None)
-    return reduce.FORMS[op](communicator, tensors, (options,), async_op)
-
-
-def _matrices(*tensors: Any) -> bool:
-    """Whether a call with these is one that autograd can know of."""
-    return not modes_active() and all(
-        isinstance(each, Tensor) and each.dim() > 1 for each in tensors
-    )
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False
+    communicator = resolve(group).on(input)
+    if norm is not None:
+        fused = (*tensors, *vectors, None)
+        return norms.FORMS[op](communicator, fused, (options, norm), async_op)
+    return reduce.FORMS[op](communicator, (*tensors, None), (options,), async_op)

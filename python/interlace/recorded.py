@@ -13,7 +13,28 @@ from torch.utils._pytree import tree_map_only
 
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
+from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.stream import Outcome
+
+
+def matrices(*tensors: Any) -> bool:
+    """Whether a call with these is one that autograd can know of."""
+    return not modes_active() and all(
+        isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
+    )
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False
 
 
 def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
@@ -46,11 +67,22 @@ def run(
     **more: Any,
 ) -> Any:
     """Plain tensors, or a Work that returns them; ``then`` is done when complete, and seen by autograd."""
+    how = {"algorithm": options.algorithm, "out_dtype": options.out_dtype, **more}
+    return started(op, async_op, operands, then, **how)
+
+
+def started(
+    op: str,
+    async_op: bool,
+    operands: tuple[Any, ...],
+    then: Callable[[Any], Any] = lambda result: result,
+    **how: Any,
+) -> Any:
+    """As :func:`run`, of any op of ``interlace.functional``."""
     from interlace import functional
     from interlace.ops.eager import pending
 
     with pending.watched() as works:
-        how = {"algorithm": options.algorithm, "out_dtype": options.out_dtype, **more}
         result = getattr(functional, op)(*operands, **how)
     work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()

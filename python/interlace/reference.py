@@ -21,6 +21,7 @@ import torch
 
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.numerics.activations import SLOPES, activate
+from interlace.runtime.numerics.norms import RowNorm
 
 # Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
 # 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of
@@ -141,6 +142,14 @@ def matmul_all_reduce(
     return value, _rounded(error, value, out_dtype)
 
 
+def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dtype) -> Bounded:
+    """A sum with a residual, which is added before the sum is rounded, or after: both are right."""
+    if residual is None:
+        return total
+    value, error = total[0] + residual.double(), total[1]
+    return value, _rounded(error, value, dtype)
+
+
 def _sum_error(
     errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
 ) -> torch.Tensor:
@@ -164,6 +173,43 @@ def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype)
     slots = range(value.shape[1])
     total = _sum_error([error[:, k] for k in slots], [value[:, k].abs() for k in slots], unit)
     return value.sum(1), _rounded(total, value.sum(1), out_dtype)
+
+
+def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
+    """A norm of whole rows, of which the last dimension is one; ``rows`` are what is normed, exactly.
+
+    >>> norm(torch.tensor([[3.0, -3.0]]), RowNorm("rms", 0.0), torch.float32)[0].tolist()
+    [[1.0, -1.0]]
+    """
+    unit, x = accumulation_unit(rows.dtype, out_dtype), rows.double()
+    sums = gamma(rows.shape[-1] + 8, unit)
+    off = torch.zeros_like(x)
+    if given.kind == "layer":
+        off = off + sums * x.abs().mean(-1, keepdim=True)  # of the mean
+        x = x - x.mean(-1, keepdim=True)
+    off = off + unit * (x.abs() + off)
+    variance = x.square().mean(-1, keepdim=True)
+    wrong = (2 * x.abs() * off + off.square()).mean(-1, keepdim=True) + sums * variance
+    # 8 units: a GPU's reciprocal square root errs by 2, and more are rounded on the way
+    relative = wrong / (variance + given.eps) + 8 * unit
+    value = x / (variance + given.eps).sqrt()
+    error = off / (variance + given.eps).sqrt() * (1 + relative) + value.abs() * relative
+    for vector, add in ((given.weight, False), (given.bias, True)):
+        if vector is not None:
+            value = value + vector.double() if add else value * vector.double()
+            error = error if add else error * vector.double().abs()
+            error = error + unit * (value.abs() + error)
+    return value, _rounded(error, value, out_dtype)
+
+
+def dequantized(scaled: tuple[torch.Tensor, torch.Tensor], exact: Bounded) -> Bounded:
+    """``exact`` with the error of fp8 times scale; ``scaled``: the fp8 and the scales that were found."""
+    values, scale = scaled
+    value, error = exact
+    step = scale.double()
+    return value, error + unit_roundoff(values.dtype) * (
+        value.abs() + error
+    ) + step * half_denormal(values.dtype)
 
 
 def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ grows; all ranks see the same sizes, so theirs does at the same op.
 All tensors here are flat and contiguous.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from interlace.runtime.core.memory import WORD, SymmetricBuffer, bytes_of, peers
 from interlace.runtime.core.stream import Event
 
 BLOCK_WORDS = 256  # one for each thread
-MOST_BYTES = 64 << 10  # of a message: a program for each KiB
+MOST_BYTES = 64 << 10  # of a message: a block for each KiB
 MOST_PROGRAMS = MOST_BYTES // (4 * BLOCK_WORDS)
 EPOCHS_OFFSET = HEADER_WORDS * WORD
 WORDS_OFFSET = EPOCHS_OFFSET + MOST_PROGRAMS * WORD
@@ -31,10 +32,10 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass
 class GroupWords:
-    """The words of a group, for so many programs. Outgrown buffers stay: ops and graphs may use them."""
+    """The words of a group, for so many blocks. Outgrown buffers stay: ops and graphs may use them."""
 
     buffer: SymmetricBuffer
-    programs: int
+    blocks: int
     outgrown: list[SymmetricBuffer]
 
     @property
@@ -42,11 +43,11 @@ class GroupWords:
         return self.buffer.nbytes + sum(buffer.nbytes for buffer in self.outgrown)
 
 
-def _words_of(communicator: Communicator, programs: int) -> GroupWords:
+def _words_of(communicator: Communicator, blocks: int) -> GroupWords:
     """The group's words, made or enlarged. Collective when it has to be."""
     held: GroupWords | None = communicator.arena.words
-    if held is None or held.programs < programs:
-        enough, place = 1 << (programs - 1).bit_length(), communicator.place
+    if held is None or held.blocks < blocks:
+        enough, place = 1 << (blocks - 1).bit_length(), communicator.place
         words = enough * 2 * communicator.world_size * BLOCK_WORDS
         buffer = place.allocate(WORDS_OFFSET + words * WORD)
         own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
@@ -64,6 +65,25 @@ def why_not(nbytes: int, *, equal: bool = True) -> str:
     return "" if equal else "it gathers equal shards only"
 
 
+def why_no_rows(rows: torch.Tensor, *, scattered: bool = False) -> str:
+    """Why ``rows``, which are normed, cannot go this way; empty if they can."""
+    if scattered:
+        return "every rank has all rows in the end; use all_reduce_norm"
+    *lengths, columns = rows.shape
+    nbytes = math.prod(lengths) * blocks_of_row(columns, rows.element_size()) * 4 * BLOCK_WORDS
+    if nbytes > MOST_BYTES:
+        return (
+            f"it is for at most {MOST_BYTES} bytes, each row in whole blocks of {4 * BLOCK_WORDS}, got "
+            f"{nbytes}"
+        )
+    return ""
+
+
+def blocks_of_row(columns: int, itemsize: int) -> int:
+    """How many blocks a row takes: a block holds words of one row."""
+    return -(-columns * itemsize // (4 * BLOCK_WORDS))
+
+
 def in_units(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The memory of flat ``tensors`` as integers of 4 bytes, or of 2 or 1 if one needs that."""
     whole = [bytes_of(tensor) for tensor in tensors]
@@ -78,11 +98,19 @@ def in_units(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run_words(
-    communicator: Communicator, op: str, kernel: Any, programs: int, own: dict[str, Any]
+    communicator: Communicator,
+    op: str,
+    kernel: Any,
+    programs: int,
+    own: dict[str, Any],
+    blocks: int = 0,
 ) -> Event:
-    """Enqueue ``programs`` of a ``kernel`` of words, with arguments of its ``own``."""
+    """Enqueue ``programs`` of a ``kernel`` of words, with arguments of its ``own``.
+
+    ``blocks``: of words, where a program does several.
+    """
     place = communicator.place
-    held = _words_of(communicator, programs)
+    held = _words_of(communicator, blocks or programs)
     launch = KernelLaunch(
         kernel,
         programs,

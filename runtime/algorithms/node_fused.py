@@ -101,7 +101,7 @@ def matmul_reduce_scatter(
     if output.dtype not in plain.KERNEL_DTYPES or not product.numel():
         operands.multiply(product, input, linear.weight, None)
         return operands.scatter_product(communicator, product, linear, segments)
-    exact = linear.bias is None and not linear.activation
+    exact = not linear.unfinished
     total = output if exact else torch.empty_like(output, dtype=torch.float32)
     lengths = [count * columns for _, count in segments]
     config = configurations.choose(communicator.place, output.dtype, max(lengths), 1, 1)

@@ -11,6 +11,7 @@ from interlace.runtime.algorithms.plain import agreed_call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import NormTail
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 
@@ -24,7 +25,8 @@ class Linear:
     ``scales`` of fp8 operands: "tensor", one number for each, or "row", one per row of the input and per
     column of the weight; ``scale`` is the weight's, fp32, ``row_scale`` the input's. ``fast_accum``: fewer
     bits than fp32 has may be kept while products of fp8 numbers are added up. ``average``: a reduction of
-    products divides by the number of ranks.
+    products divides by the number of ranks. ``tail``: ``output`` gets a residual too, and its rows are
+    normed.
     """
 
     weight: torch.Tensor
@@ -37,6 +39,12 @@ class Linear:
     fast_accum: bool = True
     row_scale: torch.Tensor | None = None
     average: bool = False
+    tail: NormTail | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is done to a sum of products before it is the output."""
+        return self.bias is not None or bool(self.activation) or self.tail is not None
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -81,17 +89,25 @@ def multiply(
 
 
 def finish_sum(total: torch.Tensor, linear: Linear) -> None:
-    """``linear.output`` = activation(total + bias), rounded once; ``total`` is changed."""
+    """``linear.output`` = activation(total + bias) + residual, rounded once, and what becomes of it.
+
+    ``total`` is changed.
+    """
     if linear.bias is not None:
         bias = linear.bias.to(total.dtype)
         total += bias if linear.bias_along == "n" else bias[:, None]
-    linear.output.copy_(activate(total, linear.activation))
+    total = activate(total, linear.activation)
+    if linear.tail is not None and linear.tail.residual is not None:
+        total = total + linear.tail.residual
+    linear.output.copy_(total)
+    if linear.tail is not None:
+        linear.tail.finish(linear.output)
 
 
 def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
     """Sum in rank order, add the bias once, activate, round once."""
     reduction = "avg" if linear.average else "sum"
-    if linear.bias is None and not linear.activation:
+    if not linear.unfinished:
         fold(reduction, parts, linear.output)
         return
     wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
@@ -123,7 +139,7 @@ def scatter_product(
     op, about = "matmul_reduce_scatter", (tuple(segments), product.shape, product.dtype, reduction)
     call = agreed_call(communicator, op, (f"parts of {op}", *about))
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
-    if linear.bias is not None or linear.activation:
+    if linear.unfinished:
         communicator.compute.call(lambda: finish_sum(linear.output, linear), "bias")
     return communicator.compute.record()
 
@@ -208,6 +224,28 @@ def product(
         "K": weight.shape[0],
         "TILES": tiles,
     }
+
+
+def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
+    """The constants of tiles that are ``rows`` whole rows, and come from no matmul."""
+    return Tiles(
+        BLOCK_M=rows,
+        BLOCK_N=1 << max(0, columns - 1).bit_length(),
+        BLOCK_K=0,
+        GROUP_M=1,
+        DESCRIPTORS="",
+        INPUT_PRECISION="",
+        FAST_ACCUM=False,
+        ALIGNED=False,
+        FLATTEN=False,
+        WARP_SPECIALIZE=False,
+        COMPILED=False,
+        SCALES="",
+        BIAS="" if linear.bias is None else linear.bias_along,
+        ACTIVATION=linear.activation,
+        SUBTILE=1,
+        OUT_DESCRIPTOR=False,
+    )
 
 
 def may_have_roles(

@@ -17,42 +17,45 @@ Variants of a fused kernel, named in this order::
     fast               as many bits as the tensor cores keep while they add up, and not fp32's
     silu, ...          the activation
     multimem           copiers send once for all ranks, through the switch
+    rms, layer         the norm of rows, with a residual; "fp8" if it is quantised
+    gathered           own rows go to all ranks: "normed", or "both", the sums too
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import signal
-from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce, plain
-from interlace.runtime.algorithms import low_latency as small
+from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce
+from interlace.runtime.algorithms import norms as normed
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.combine import Combine, Home
 from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
 from interlace.runtime.algorithms.experts.grouped_combine import GroupedMatmulCombine
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
-from interlace.runtime.algorithms.multimem import BySwitch
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_attention import attention
+from interlace.runtime.compiler.catalogue_collectives import (
+    DTYPES,
+    MANY_ROWS,
+    NODE_RANKS,
+    between_nodes,
+    plain_collectives,
+    signals,
+)
+from interlace.runtime.compiler.catalogue_collectives import collective as collective
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
-from interlace.runtime.compiler.catalogue_nodes import NODE_RANKS, between_nodes
 from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 ARCHES = (80, 90, 100)  # that stand for the others
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-MANY_ROWS = 4096
-ELEMENTS = 1 << 20  # of a shard
-UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
-"""What the units of a low-latency kernel are called in the name of an entry."""
 EXPERTS = 2
 TOPK = 8  # slots of a token
 BY_ENGINE = {"copiers": 0}
@@ -64,10 +67,11 @@ ROLES = {**BY_ENGINE, "warp_roles": True}
 def entries(arch: int) -> list[Entry]:
     return [
         *signals(arch),
-        *_collectives(arch),
+        *plain_collectives(arch),
         *_fused(arch),
         *_experts(arch),
         *attention(arch),
+        *_norms(arch),
         *between_nodes(arch),
     ]
 
@@ -78,92 +82,6 @@ def one_of_each(found: Iterable[Entry]) -> list[Entry]:
     for each in found:
         first.setdefault((each.kernel, each.arch), each)
     return list(first.values())
-
-
-def signals(arch: int) -> Iterator[Entry]:
-    """The kernels of ``kernels/signal.py``, one program of one warp each."""
-    table, peers = meta(RANKS), Peers(meta(RANKS), 0, RANKS)
-    pads = {"pads_ptr": table, "status_ptr": table, "rank": 0, "world_size": RANKS, "channel": 0}
-    polls = {"polls": 1 << 40}
-    word = torch.empty(2, dtype=torch.uint32)[1:]  # of a progress array, anywhere in it
-    kernels: dict[Any, dict[str, Any]] = {
-        signal.publish_kernel: {"peers": peers, "peer": 0, "slot_byte": 0},
-        signal.wait_kernel: {"peers": peers, "source": 0, "slot_byte": 0},
-        signal.wait_credits_kernel: {"peers": peers},
-        signal.finish_kernel: {"peers": peers},
-        signal.put_signal_kernel: {**pads, "peer": 0, **polls},
-        signal.wait_signal_kernel: {**pads, "peer": 0, **polls},
-        signal.handle_barrier_kernel: {**pads, **polls},
-        signal.write_value_kernel: {"word_ptr": word, "value": 1 << 40},
-    }
-    for kernel, arguments in kernels.items():
-        yield entry(KernelLaunch(kernel, 1, arguments, "a signal", num_warps=1), "", arch)
-
-
-def _collectives(arch: int) -> Iterator[Entry]:
-    for dtype in DTYPES:
-        configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
-        yield collective(arch, "all_gather", dtype, configuration)
-        for average in (False, True):
-            yield collective(arch, "reduce_scatter", dtype, configuration, average=average)
-            yield collective(arch, "all_reduce", dtype, configuration, average=average)
-        yield from by_the_switch(arch, dtype, configuration)
-    yield from low_latency(arch)
-
-
-def collective(
-    arch: int, op: str, dtype: str, configuration: Configuration, *, average: bool = False
-) -> Entry:
-    """The plain all-gather, reduce-scatter or one-shot all-reduce of ``dtype``, by Triton's name."""
-    whole = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype])
-    part, lengths = whole[:ELEMENTS], [ELEMENTS] * RANKS
-
-    def run(group: Any) -> None:
-        if op == "all_gather":
-            plain.all_gather_kernel(group, part, whole, lengths, configuration)
-        elif op == "reduce_scatter":
-            plain.reduce_scatter_kernel(group, whole, part, lengths, configuration, average=average)
-        else:
-            plain.all_reduce_kernel(group, part, part, configuration, average=average)
-
-    (launch,) = launched(run)
-    return entry(launch, f"{dtype} average" if average else dtype, arch)
-
-
-def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterator[Entry]:
-    """The kernels of ``kernels/collectives/multimem.py`` for ``dtype``, from 9.0 on."""
-    if arch < 90:
-        return
-    whole, lengths = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype]), [ELEMENTS] * RANKS
-    part = whole[:ELEMENTS]
-
-    def run(group: Any) -> None:
-        by = BySwitch(group, configuration)
-        by.all_gather(part, whole, lengths)
-        by.reduce_scatter(whole, part, lengths)
-        by.all_reduce(part, part)
-
-    for launch in launched(run, group=AbsentGroup(multicast=True)):
-        yield entry(launch, dtype, arch)
-
-
-def low_latency(arch: int) -> Iterator[Entry]:
-    """Polls are relaxed, because what they look at is the data itself: nothing has to be acquired."""
-
-    def made(variant: str, op: Callable[..., object], *values: Any, **named: Any) -> Entry:
-        (launch,) = launched(op, *values, **named)
-        return entry(launch, variant, arch, ignore=("weak poll",))
-
-    for unit, word in UNITS.items():
-        # behind the first unit, so that no larger ones do
-        data = meta(65, dtype=unit)[0 if unit is torch.int32 else 1 :]
-        yield made(word, small.all_gather, data, data)
-        yield made(word, small.broadcast, data, 0)
-    for name, dtype in DTYPES.items():
-        yield made(name, small.all_reduce, meta(64, dtype=dtype), average=False)
-    data = meta(65, dtype=torch.bfloat16)
-    yield made("bf16 average", small.all_reduce, data[:64], average=True)
-    yield made("bf16 by 2 bytes", small.all_reduce, data[1:], average=False)
 
 
 @dataclass(frozen=True)
@@ -417,3 +335,108 @@ def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
 
     (launch,) = launched(run)
     return _fused_entry(arch, operands, launch)
+
+
+@dataclass(frozen=True)
+class NormVariant:
+    """A variant of a kernel that norms rows: of a residual, with a weight; "layer" with a bias too."""
+
+    kind: str = "rms"
+    quantize: bool = False
+    gather: str = ""
+
+    def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
+        """``linear`` of ``rows`` own rows with this norm, and what is gathered on all ranks."""
+        columns, dtype = linear.output.shape[1], linear.output.dtype
+        weight = meta(columns, dtype=dtype)
+        bias = weight if self.kind == "layer" else None
+        made = QUANTIZED if self.quantize else dtype
+        scale = meta(rows, 1, dtype=torch.float32) if self.quantize else None
+        residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
+        rms = RowNorm(self.kind, 1e-6, weight, bias)
+        tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
+        whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
+        linear = replace(linear, output=total, tail=tail)
+        return linear, whole if self.gather else None
+
+    def describe(self) -> str:
+        words = [self.kind, "fp8" if self.quantize else "", f"gathered {self.gather}"]
+        return " ".join(words[: 3 if self.gather else 2]).replace("  ", " ").rstrip()
+
+
+RMS, LAYER = NormVariant(), NormVariant("layer")
+
+
+def _norms(arch: int) -> Iterator[Entry]:
+    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    bf16, fp32 = MatmulVariant(tma=tma), MatmulVariant(tma=False, dtype="fp32")
+    norms = [RMS, LAYER, replace(RMS, gather="normed"), replace(LAYER, gather="both")]
+    if arch >= 89:  # below, Triton makes no float8_e4m3fn
+        norms += [replace(RMS, quantize=True), replace(RMS, quantize=True, gather="normed")]
+    for norm in norms:
+        yield matmul_reduce_scatter_norm(arch, bf16, norm)
+        yield reduce_norm(arch, "bf16", norm)
+    for norm in norms[:2] + norms[4:5]:
+        yield matmul_all_reduce_norm(arch, bf16, norm)
+        yield low_latency_norm(arch, "bf16", norm)
+    for norm in (RMS, replace(LAYER, gather="both")):
+        yield matmul_reduce_scatter_norm(arch, fp32, norm)
+        yield reduce_norm(arch, "fp32", norm)
+    yield matmul_all_reduce_norm(arch, fp32, RMS)
+    yield low_latency_norm(arch, "fp32", RMS)
+
+
+def matmul_reduce_scatter_norm(
+    arch: int, operands: MatmulVariant, norm: NormVariant, *, average: bool = False
+) -> Entry:
+    """Matmul + reduce-scatter, whose own rows are normed."""
+    input, linear, segments = _scattered(operands, RANKS)
+    linear, whole = norm.linear(replace(linear, average=average), operands.rows)
+    op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
+    (launch,) = launched(op, input, linear, segments, configuration, whole)
+    return _fused_entry(arch, operands, launch, norm.describe(), "average" if average else "")
+
+
+def matmul_all_reduce_norm(
+    arch: int, operands: MatmulVariant, norm: NormVariant, *, average: bool = False
+) -> Entry:
+    """Matmul + all-reduce in one shot, all of whose rows are normed on every rank."""
+    input, linear = operands.tensors(operands.rows)
+    linear, _ = norm.linear(replace(linear, average=average), operands.rows)
+    configuration = operands.configuration(arch)
+    (launch,) = launched(normed.matmul_all_reduce_fused, input, linear, configuration)
+    return _fused_entry(arch, operands, launch, norm.describe(), "average" if average else "")
+
+
+def _of_rows(norm: NormVariant, dtype: str, columns: int) -> tuple[Linear, normed.WholeRows | None]:
+    """What becomes of rows of a sum that is no product."""
+    kind, rows = DTYPES[dtype], MANY_ROWS
+    nothing, output = meta(0, columns, dtype=kind), meta(rows, columns, dtype=kind)
+    return norm.linear(Linear(nothing, None, output), rows)
+
+
+def reduce_norm(
+    arch: int, dtype: str, norm: NormVariant, columns: int = 4096, *, average: bool = False
+) -> Entry:
+    """Reduction and norm of rows that are there already."""
+    linear, whole = _of_rows(norm, dtype, columns)
+    linear.average = average
+    configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
+    segments = formulas.segments_of([MANY_ROWS] * RANKS)
+    input = meta(RANKS * MANY_ROWS, columns, dtype=DTYPES[dtype])
+    call = "reduce_scatter_norm", input, linear, segments, configuration, whole
+    (launch,) = launched(normed.reduce_fused, *call)
+    words = [dtype, norm.describe(), "average" if average else ""]
+    return entry(launch, " ".join(filter(None, words)), arch)
+
+
+def low_latency_norm(arch: int, dtype: str, norm: NormVariant) -> Entry:
+    """All-reduce and norm of few rows, whose words carry their flags."""
+    linear, _ = _of_rows(norm, dtype, 4096)
+    input = meta(4, 4096, dtype=DTYPES[dtype])
+
+    def run(group: Any) -> None:
+        normed.RowReduction(group, "all_reduce_norm", input, linear, None, None).low_latency()
+
+    (launch,) = launched(run)
+    return entry(launch, f"{dtype} {norm.describe()}", arch, ignore=("weak poll",))

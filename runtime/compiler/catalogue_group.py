@@ -62,7 +62,7 @@ class AbsentGroup:
         address = MULTICAST if multicast else 0
         self.buffer = SymmetricBuffer(0, _BYTES, meta(world_size), memory, address)
         offsets = {"epochs_offset": HEADER_WORDS * WORD, "words_offset": 2 * HEADER_WORDS * WORD}
-        words = SimpleNamespace(buffer=self.buffer, programs=1 << 16, **offsets)
+        words = SimpleNamespace(buffer=self.buffer, blocks=1 << 16, **offsets)
         self.arena = SimpleNamespace(words=words)
 
     def workspace(self, op: str = "") -> Workspace:

@@ -21,7 +21,7 @@ from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
 from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry
-from interlace.runtime.compiler.catalogue_nodes import between_nodes, linked
+from interlace.runtime.compiler.catalogue_collectives import between_nodes, linked
 from interlace.runtime.core.errors import PlaceUnavailableError
 from tiers import few, thorough
 

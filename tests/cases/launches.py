@@ -135,7 +135,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     import torch
 
     from interlace.runtime.algorithms import node_moves
-    from interlace.runtime.compiler import catalogue, catalogue_nodes
+    from interlace.runtime.compiler import catalogue, catalogue_collectives
     from interlace.runtime.compiler.catalogue_group import AbsentGroup, meta
     from interlace.runtime.tuning.configuration import gpu_default
 
@@ -148,8 +148,8 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         node_moves.all_gather(group, flat[:256], flat, [256] * 8, configuration)
 
     made = catalogue.entry
-    catalogue.entry = catalogue_nodes.entry = entry
-    catalogue_nodes.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
+    catalogue.entry = catalogue_collectives.entry = entry
+    catalogue_collectives.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
     operands = catalogue.MatmulVariant(overrides=SMALL)  # by descriptors
     configuration = operands.configuration(90)
     catalogue.all_gather_matmul(90, operands)
@@ -166,7 +166,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue.by_the_switch(90, "bf16", configuration),
         catalogue.low_latency(90),
         catalogue.signals(90),
-        catalogue_nodes.between_nodes(90),
+        catalogue_collectives.between_nodes(90),
     ):
         list(part)
     for launch in catalogue.launched(between_nodes, group=AbsentGroup(8, put="stores")):

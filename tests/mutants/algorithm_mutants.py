@@ -67,7 +67,7 @@ CASES = [
         "all_gather low_latency",
     ),
     Case(
-        mutant_of(_LOW, "one set of words", ("program * 2 + epoch % 2", "program * 2")),
+        mutant_of(_LOW, "one set of words", ("block * 2 + lot.epoch % 2", "block * 2")),
         "schedules",
         "all_reduce low_latency",
     ),
@@ -89,7 +89,7 @@ CASES = [
         mutant_of(
             _LOW,
             "one set of words for all sources",
-            ("(program * 2 + epoch % 2) * world_size + source", "(program * 2 + epoch % 2)"),
+            ("(block * 2 + lot.epoch % 2) * world_size + source", "(block * 2 + lot.epoch % 2)"),
         ),
         "schedules",
         "all_gather low_latency",

@@ -20,6 +20,7 @@ FusedAlgorithm = Literal["auto", Algorithm]
 ScaledAlgorithm = Literal["auto", "fused", "unfused"]
 RowsAlgorithm = Literal["auto", "fused", "unfused"]
 CollectiveAlgorithm = Literal["auto", "kernel", "copy", "multimem", "low_latency"]
+NormAlgorithm = Literal["auto", "fused", "pipelined", "unfused", "low_latency"]
 BroadcastAlgorithm = Literal["auto", "copy", "low_latency"]
 FusedReduceName = Literal["sum", "avg"]
 ReduceName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
@@ -53,6 +54,11 @@ FunctionalGroup = Group | NamedGroup
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
 PerRank = Tensor | list[Tensor]
+Normed = tuple[Tensor, Tensor]
+"""The normed rows, and the sum with the residual."""
+Quantized = tuple[tuple[Tensor, Tensor], Tensor]
+"""As :data:`Normed`, the normed rows as fp8 and their scales."""
+FP8 = Literal["fp8"]
 Splits = Sequence[int] | Tensor
 Sizes = Sequence[int] | None
 Timeout = timedelta | float | None
@@ -111,6 +117,54 @@ class FusedReduce(FusedOptions, total=False):
 
 class FusedScatter(FusedReduce, total=False):
     scatter_dim: int
+
+
+class FusedReduceNorm(FusedReduce, total=False):
+    residual: Tensor | None
+
+
+class FusedScatterNorm(FusedReduceNorm, total=False):
+    scatter_dim: int
+    gather_normed: bool
+
+
+class RowNormOptions(TypedDict, total=False):
+    """Of a reduction of rows that are there already."""
+
+    reduce_op: FusedReduceOp
+    bias: Tensor | None
+    residual: Tensor | None
+    group: Group
+    algorithm: NormAlgorithm
+
+
+class RowScatterNorm(RowNormOptions, total=False):
+    scatter_dim: int
+    gather_normed: bool
+
+
+class FunctionalReduce(FunctionalOptions, total=False):
+    bias: Tensor | None
+    residual: Tensor | None
+    algorithm: FusedAlgorithm
+
+
+class FunctionalScatterNorm(FunctionalReduce, total=False):
+    gather_normed: bool
+
+
+class FunctionalRows(TypedDict, total=False):
+    reduce_op: FusedReduceOp
+    bias: Tensor | None
+    residual: Tensor | None
+    group: FunctionalGroup
+    tag: str
+    algorithm: NormAlgorithm
+
+
+class FunctionalScatterRows(FunctionalRows, total=False):
+    scatter_dim: int
+    gather_normed: bool
 
 
 class FusedGrouped(FusedOptions, total=False):

@@ -32,6 +32,7 @@ from interlace.functional.collectives import (
 from interlace.functional.experts import combine, dispatch, grouped_matmul_combine
 from interlace.functional.grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
 from interlace.functional.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from interlace.functional.norms import all_reduce_norm, reduce_scatter_norm
 from interlace.functional.scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from interlace.groups.specs import GroupSpec
 from interlace.ops.async_tensor import AsyncTensor, wait
@@ -44,6 +45,7 @@ __all__ = [
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "all_reduce",
+    "all_reduce_norm",
     "all_to_all",
     "all_to_all_grouped_matmul",
     "broadcast",
@@ -56,6 +58,7 @@ __all__ = [
     "permute",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_norm",
     "scaled_matmul_reduce_scatter",
     "scatter",
     "wait",

@@ -87,6 +87,11 @@ def direct(*tensors: Any) -> bool:
     return True
 
 
+def name_of(reduce_op: Any) -> str:
+    """For the fused ops, whose kernels refuse what they cannot do."""
+    return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
+
+
 def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoReturn:
     """Raise ``error``; where the op would run now, on all ranks of the group."""
     if not torch.compiler.is_compiling() and not modes_active():

@@ -7,26 +7,28 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from interlace.arguments.norms import AnyNorm
 from interlace.arguments.words import (
+    FP8,
     FunctionalGather,
     FunctionalGroup,
+    FunctionalReduce,
+    FunctionalScatterNorm,
     FusedAlgorithm,
     FusedReduceOp,
     No,
+    Normed,
+    Quantized,
     Tensors,
     Yes,
 )
-from interlace.functional.calls import check, keeps, refuse, run, run_to_list
+from interlace.functional.calls import check, keeps, name_of, refuse, run, run_to_list
+from interlace.functional.norms import run_normed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Tensor = torch.Tensor
-
-
-def _name_of(reduce_op: Any) -> str:
-    """For the fused ops, whose kernels refuse what they cannot do."""
-    return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
 
 
 @overload
@@ -132,6 +134,38 @@ def all_gather_matmul(
     return (made[len(weights)], outputs) if return_gathered else outputs
 
 
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = ...,
+    scatter_dim: int = ...,
+    *,
+    norm: None = ...,
+    **how: Unpack[FunctionalReduce],
+) -> Tensor: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = ...,
+    scatter_dim: int = ...,
+    *,
+    norm: AnyNorm,
+    quantize: None = ...,
+    **how: Unpack[FunctionalScatterNorm],
+) -> Normed: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = ...,
+    scatter_dim: int = ...,
+    *,
+    norm: AnyNorm,
+    quantize: FP8,
+    **how: Unpack[FunctionalScatterNorm],
+) -> Quantized: ...
 def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
@@ -139,16 +173,21 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     *,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: AnyNorm | None = None,
+    quantize: FP8 | None = None,
+    gather_normed: bool = False,
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor | Normed | Quantized:
     """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
     As :func:`interlace.matmul_reduce_scatter`, for equal parts: the size of the group must divide what is
     scattered. ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, added once, to the
-    reduced rows. ``reduce_op``: "sum" or "avg".
+    reduced rows. ``reduce_op``: "sum" or "avg". ``residual``, ``norm``, ``quantize``, ``gather_normed`` as
+    there; with a norm it returns ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
@@ -160,25 +199,63 @@ def matmul_reduce_scatter(
     """
     op, dims = "matmul_reduce_scatter", {"scatter_dim": scatter_dim}
     check(op, group, tag, dims, input=input, weight=weight, bias=bias)
-    given = (_name_of(reduce_op), scatter_dim, algorithm, out_dtype)
+    if norm is not None:
+        how = (norm, residual, reduce_op, (scatter_dim, algorithm, out_dtype), quantize)
+        tensors = (input, weight, bias)
+        return run_normed(f"{op}_norm", group, tag, tensors, *how, gather_normed)  # type: ignore[no-any-return]
+    _without_norm(op, group, tag, residual, quantize or gather_normed)
+    given = (name_of(reduce_op), scatter_dim, algorithm, out_dtype)
     return run(op, group, tag, input, weight, bias, *given, tensors=3)
 
 
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = ...,
+    *,
+    norm: None = ...,
+    **how: Unpack[FunctionalReduce],
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = ...,
+    *,
+    norm: AnyNorm,
+    quantize: None = ...,
+    **how: Unpack[FunctionalReduce],
+) -> Normed: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    reduce_op: FusedReduceOp = ...,
+    *,
+    norm: AnyNorm,
+    quantize: FP8,
+    **how: Unpack[FunctionalReduce],
+) -> Quantized: ...
 def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,
     reduce_op: FusedReduceOp = "sum",
     *,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: AnyNorm | None = None,
+    quantize: FP8 | None = None,
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor | Normed | Quantized:
     """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
     ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, of which
-    each adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg".
+    each adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg". ``residual``,
+    ``norm``, ``quantize`` as there; with a norm it returns ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch.matmul``, then
     ``torch.distributed.all_reduce``.
@@ -188,6 +265,18 @@ def matmul_all_reduce(
     >>> interlace.run(summed, 2)
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
-    check("matmul_all_reduce", group, tag, input=input, weight=weight, bias=bias)
-    given = (_name_of(reduce_op), algorithm, out_dtype)
-    return run("matmul_all_reduce", group, tag, input, weight, bias, *given, tensors=3)
+    op = "matmul_all_reduce"
+    check(op, group, tag, input=input, weight=weight, bias=bias)
+    if norm is not None:
+        how = (norm, residual, reduce_op, (algorithm, out_dtype), quantize)
+        return run_normed(f"{op}_norm", group, tag, (input, weight, bias), *how)  # type: ignore[no-any-return]
+    _without_norm(op, group, tag, residual, quantize)
+    given = (name_of(reduce_op), algorithm, out_dtype)
+    return run(op, group, tag, input, weight, bias, *given, tensors=3)
+
+
+def _without_norm(op: str, group: FunctionalGroup, tag: str, residual: Any, other: Any) -> None:
+    """Raise ValueError for what only a call with a norm takes."""
+    if residual is not None or other:
+        text = "residual, quantize and gather_normed are for a call with norm, which is None"
+        refuse(op, group, tag, ValueError(text))

@@ -18,7 +18,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import matmul_reduce as algorithms
 from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.operands import Linear, factors, rows_of, unrows
-from interlace.runtime.core.call import PreparedCall
+from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
@@ -50,7 +50,7 @@ def prepared(
     options: MatmulReduceOptions,
 ) -> PreparedCall:
     """Either op, checked; ``buffer``: a matrix for the result's rows, or columns transposed, if given."""
-    request = _CheckedReduce(communicator, input, weight, bias, options)
+    request = CheckedReduce(communicator, input, weight, bias, options)
     start = request.summed if options.op == ALL_REDUCE else request.scattered
     return functools.partial(start, buffer), (), None
 
@@ -58,8 +58,27 @@ def prepared(
 FORMS = {op: internal_form(op, prepared, fills=False) for op in (SCATTER, ALL_REDUCE)}
 
 
-class _CheckedReduce:
-    """The checked arguments of either op."""
+class Scattering(NamedTuple):
+    """A product whose rows are scattered: its factors, and whose rows are which, (first row, rows).
+
+    ``length`` indices along the scattered dimension, ``own`` of them this rank's from ``first`` on, are
+    ``others`` rows each; a bias is ``along`` "n" or "m".
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    segments: list[tuple[int, int]]
+    length: int
+    first: int
+    own: int
+    others: list[int]
+    along: str
+
+
+class CheckedReduce:
+    """The checked arguments of either op. ``more_terms``: on what else ranks have to agree."""
+
+    more_terms: Terms = ()
 
     def __init__(
         self,
@@ -81,9 +100,8 @@ class _CheckedReduce:
             self.dim = checks.index("scatter_dim", options.scatter_dim, self.input.dim())
         self.largest_inner = self.input.shape[-1]
 
-    def scattered(self, buffer: torch.Tensor | None) -> Outcome:
-        """Start matmul_reduce_scatter."""
-        self.agree()
+    def scattering(self) -> Scattering:
+        """What is multiplied, and who owns what."""
         input, dim, world_size = self.input, self.dim, self.communicator.world_size
         assert dim is not None
         left, right, along = factors(input, self.weight, dim)
@@ -94,22 +112,30 @@ class _CheckedReduce:
             length, per_index = self.weight.shape[1], 1
         parts = split_rows(length, world_size)
         segments = [(first * per_index, count * per_index) for first, count in parts]
-        first, count = parts[self.communicator.rank]
-        shape = (count * per_index, right.shape[1])
+        first, own = parts[self.communicator.rank]
+        return Scattering(left, right, segments, length, first, own, others, along)
+
+    def scattered(self, buffer: torch.Tensor | None) -> Outcome:
+        """Start matmul_reduce_scatter."""
+        self.agree()
+        made = self.scattering()
+        left, right, first, count = made.left, made.right, made.first, made.own
+        shape = (made.segments[self.communicator.rank][1], right.shape[1])
         output = buffer
         if output is None:
             output = left.new_empty(shape, dtype=self.dtype)
         assert output.shape == shape
-        bias = self.bias
+        bias, along = self.bias, made.along
         if along == "m" and bias is not None:
             bias = bias[first : first + count]
         linear = Linear(right, bias, output, along, self.activation, average=self.average)
-        event = self.reduce_scatter(left, linear, segments)
+        event = self.reduce_scatter(left, linear, made.segments)
         if buffer is not None:
             return Outcome(None, event)
         if along == "m":
-            return Outcome(output.T.view(*input.shape[:-1], count), event)
-        return Outcome(unrows(output, [count, *others], dim), event)
+            return Outcome(output.T.view(*self.input.shape[:-1], count), event)
+        assert self.dim is not None
+        return Outcome(unrows(output, [count, *made.others], self.dim), event)
 
     def summed(self, buffer: torch.Tensor | None) -> Outcome:
         """Start matmul_all_reduce."""
@@ -137,17 +163,18 @@ class _CheckedReduce:
             ("whether there is a bias", self.bias is not None),
             ("activation", self.activation or None),
             ("configuration", configuration.OVERRIDE.get()),
+            *self.more_terms,
         )
         call = self.communicator.call_of(self.op, terms, inner)
         self.largest_inner = max(self.communicator.parts(call))
 
-    def _choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
+    def choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
         """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
         problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size)
         return tuning.choose(self.communicator, problem, self.algorithm)
 
-    def _chosen(self, rows: int, columns: int, tuned: str) -> str:
+    def chosen(self, rows: int, columns: int, tuned: str) -> str:
         """The algorithm, once every rank's shapes are known; ``tuned`` is what the choice says."""
         empty = not rows * columns * self.largest_inner
         if self.algorithm != "auto" and not empty:
@@ -165,8 +192,8 @@ class _CheckedReduce:
         """``left @ linear``, reduced; by ``algorithm``, or by what is chosen for these shapes."""
         communicator = self.communicator
         rows, columns = left.shape[0], linear.weight.shape[1]
-        choice = self._choice(SCATTER, max(count for _, count in segments), columns)
-        algorithm = algorithm or self._chosen(rows, columns, choice.algorithm)
+        choice = self.choice(SCATTER, max(count for _, count in segments), columns)
+        algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
         if op_ranges := profiled_op.get():
             op_ranges.begin(algorithm)
         if algorithm == "fused":
@@ -182,8 +209,8 @@ class _CheckedReduce:
         """The reduced product on all ranks: one-shot, or the own rows first, then the others'."""
         communicator, output = self.communicator, linear.output
         rows, columns = left.shape[0], linear.weight.shape[1]
-        choice = self._choice(ALL_REDUCE, rows, columns)
-        algorithm = self._chosen(rows, columns, choice.algorithm)
+        choice = self.choice(ALL_REDUCE, rows, columns)
+        algorithm = self.chosen(rows, columns, choice.algorithm)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
             if op_ranges := profiled_op.get():
                 op_ranges.begin("fused")

@@ -9,6 +9,7 @@ op, so that torch's compilers treat the pair as they treat torch's collectives::
     plain       kernels of the collectives
     fused       kernels of the fused ops
     grouped     kernels and gradients of the grouped matmuls
+    norms       the reductions whose rows are normed: kernels in eager/norms, schemas and gradients
     scaled      kernels of the fused ops on scaled (fp8) operands
     gradients   the formulas
     inductor    lowerings: an op in flight reads its inputs until its wait

@@ -29,6 +29,7 @@ def register_lowerings() -> None:
         "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul",
         "all_gather_grouped_matmul", "all_to_all_grouped_matmul",
         "dispatch", "combine", "grouped_matmul_combine",
+        "matmul_reduce_scatter_norm", "matmul_all_reduce_norm", "all_reduce_norm", "reduce_scatter_norm",
     ):  # fmt: skip
         op = getattr(ops, name).default
         _register(lowering, op, _out_of_place(op))

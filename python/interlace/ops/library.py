@@ -9,7 +9,7 @@ import torch
 from interlace.fused import gather, reduce
 from interlace.fused.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.groups import specs
-from interlace.ops import attention, experts, gradients, grouped, inductor, undispatched
+from interlace.ops import attention, experts, gradients, grouped, inductor, norms, undispatched
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
@@ -169,6 +169,7 @@ OPS = (
         _scaled_scattered,
         scaled.NO_GRADIENT,
     ),
+    *norms.OPS,
 )
 
 WITH_OUT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import interlace
 from interlace import functional
 from interlace.groups.specs import describe
 
@@ -282,9 +283,101 @@ def _matmul_reduces() -> list[Case]:
     return found
 
 
+def _normed() -> list[Case]:
+    """Reductions whose rows are normed, of x, a matmul's weight, a residual, a norm's weight and bias."""
+
+    def norm_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return (
+            interlace.RMSNorm(weight, 0.1)
+            if bias is None
+            else interlace.LayerNorm(weight, bias, 0.1)
+        )
+
+    def normed(h: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
+        if len(vectors) == 1:
+            return torch.nn.functional.rms_norm(h, h.shape[-1:], *vectors, 0.1)
+        return torch.nn.functional.layer_norm(h, h.shape[-1:], *vectors, 0.1)
+
+    def whole(xs: list[Tensors], dim: int) -> list[Any]:
+        parts = split(torch.stack([x[0] @ x[1] for x in xs]).mean(0), len(xs), dim)
+        sums = [part + x[2] for part, x in zip(parts, xs, strict=True)]
+        return [[normed(h, *x[3:]), h] for h, x in zip(sums, xs, strict=True)]
+
+    def gathered(xs: list[Tensors], dim: int) -> list[Any]:
+        made = whole(xs, dim)
+        return [[torch.cat([y for y, _ in made], dim), h] for _, h in made]
+
+    def vectors(rank: int, kind: str) -> Tensors:
+        return [numbers(rank, 5, seed=3), numbers(rank, 5, seed=4)][: 2 if kind == "layer" else 1]
+
+    found = []
+    for kind in ("rms", "layer"):
+        for gather in (False, True):
+            dim = int(gather)
+            found.append(
+                Case(
+                    f"matmul_reduce_scatter_norm {kind} {'gathered' if gather else 'own'}",
+                    lambda rank, size, kind=kind, dim=dim: [
+                        numbers(rank, *(2, 2 * size)[:: -1 if dim == 0 else 1], 4),
+                        numbers(rank, 4, 5, seed=1),
+                        numbers(rank, 2, 2, 5, seed=2),
+                        *vectors(rank, kind),
+                    ],
+                    lambda group, x, w, h, *v, dim=dim, gather=gather: (
+                        functional.matmul_reduce_scatter(
+                            x, w, "avg", dim, residual=h, norm=norm_of(*v), gather_normed=gather,
+                            group=group,
+                        )
+                    ),
+                    lambda xs, dim=dim, gather=gather: (gathered if gather else whole)(xs, dim),
+                )
+            )  # fmt: skip
+    for op in ("matmul_all_reduce", "all_reduce_norm"):
+        product = op.startswith("matmul")
+        found.append(
+            Case(
+                f"{op} normed",
+                lambda rank, size, product=product: [
+                    numbers(rank, 2, 3, 4 if product else 5),
+                    *([numbers(rank, 4, 5, seed=1)] if product else []),
+                    numbers(0, 2, 3, 5, seed=2),  # these are the same everywhere
+                    numbers(0, 5, seed=3),
+                    numbers(0, 5, seed=4),
+                ],
+                lambda group, x, *rest, op=op: getattr(functional, op)(
+                    x, *rest[:-3], residual=rest[-3], norm=norm_of(*rest[-2:]), group=group
+                ),
+                lambda xs, product=product: [
+                    [normed(h, *own[-2:]), h]
+                    for total in [sum(x[0] @ x[1] if product else x[0] for x in xs)]
+                    for own in xs
+                    for h in [total + own[-3]]
+                ],
+            )
+        )
+    found.append(
+        Case(
+            "reduce_scatter_norm normed",
+            lambda rank, size: [numbers(rank, 2 * size, 5), numbers(rank, 5, seed=1)],
+            lambda group, x, w: functional.reduce_scatter_norm(
+                x, norm=norm_of(w), gather_normed=True, group=group
+            ),
+            lambda xs: [
+                [torch.cat([normed(h, x[1]) for h, x in zip(parts, xs, strict=True)]), parts[rank]]
+                for rank in range(len(xs))
+                for parts in [split(reduced("sum", xs), len(xs), 0)]
+            ],
+        )
+    )
+    return found
+
+
 CASES = {
-    case.name: case for case in (*_reductions(), *_moves(), *_gather_matmuls(), *_matmul_reduces())
-}
+    case.name: case
+    for case in (
+        *_reductions(), *_moves(), *_gather_matmuls(), *_matmul_reduces(), *_normed(),
+    )
+}  # fmt: skip
 
 
 def flat(result: Any) -> Tensors:

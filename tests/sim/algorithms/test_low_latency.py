@@ -144,7 +144,7 @@ def set_epochs(finished: int) -> None:
     group = default_group()
     group.barrier()
     words = group.arena.words
-    own = words.buffer.view(group.rank, low_latency.EPOCHS_OFFSET, (words.programs,), I64)
+    own = words.buffer.view(group.rank, low_latency.EPOCHS_OFFSET, (words.blocks,), I64)
     own.fill_(finished)
     group.barrier()
 

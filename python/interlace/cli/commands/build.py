@@ -20,7 +20,7 @@ from interlace.runtime.compiler.build import build as build_entries
 from interlace.runtime.compiler.bundle.bundle import BundleTarget, build_bundles
 from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
-from interlace.runtime.compiler.catalogue_nodes import linked
+from interlace.runtime.compiler.catalogue_collectives import linked
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
 

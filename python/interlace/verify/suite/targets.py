@@ -8,6 +8,7 @@ while some rank may be far behind, with small tiles, so that a few elements make
 and chunks.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from interlace.attention.calls import AttentionOptions, attention, attention_bac
 from interlace.attention.decode import decode
 from interlace.groups.groups import default_group
 from interlace.kernels import signal
+from interlace.kernels.tiling import split_rows
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
 from interlace.runtime.places.sim.several_nodes import separate_nodes
@@ -34,6 +36,7 @@ SMALL_TILES: dict[str, int | bool] = {
     "copy_rows": 4,
 }
 INNER = 8
+NORMED = 24  # columns of a norm: two tiles, or blocks, the second of which is not full
 MANY = 300  # more words than a program of kernels/collectives/low_latency.py takes
 
 
@@ -267,6 +270,37 @@ def _matmul_all_reduce(rank: int, world_size: int, call: int, **how: Any) -> Sta
     return work, _itself, sum(inputs[1:], inputs[0])
 
 
+def _normed(op: str, rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """Rows of powers of two with alternating signs, which a residual makes of a sum: norms are exact."""
+    scattered, matmul = "scatter" in op, op.startswith("matmul")
+    rows, kind = 3 * world_size + 1 if scattered else 5, call % 2
+    rows, columns = (1, MANY) if how["algorithm"] == "low_latency" else (rows, NORMED)
+    inputs = _all(world_size, call, rows, columns)
+    signs = 1 - 2 * (torch.arange(rows * columns).reshape(rows, columns) % 2)
+    target = 2.0 ** (torch.arange(rows) % 3 + call)[:, None] * signs
+    residual = target - sum(inputs[1:], inputs[0])
+    first, count = split_rows(rows, world_size)[rank]
+    own = slice(first, first + count) if scattered else slice(None)
+    weight, bias = torch.full((columns,), 4.0), torch.ones(columns)
+    norm = interlace.LayerNorm(weight, bias, eps=0.0) if kind else interlace.RMSNorm(weight, 0.0)
+    expected = 4.0 * signs + kind
+    if scattered and call < CALLS - 1:
+        how["gather_normed"] = True
+    elif scattered:
+        expected = expected[own]
+    product = (torch.eye(columns),) if matmul else ()
+    # from the third call on a part is one tile: there are programs that norm its rows and send nothing
+    with configuration.override(block_n=16 if call < 2 else 32):
+        work = getattr(interlace, op)(
+            inputs[rank], *product, residual=residual[own], norm=norm, **how
+        )
+
+    def both(result: Any) -> torch.Tensor:
+        return torch.cat([result[0], result[1]])
+
+    return work, both, torch.cat([expected, target[own]])
+
+
 def _all_gather(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     count = {"low_latency": MANY, "auto": 40}.get(how["algorithm"], 20)
     shards, output = _all(world_size, call, count), torch.empty(world_size * count)
@@ -365,6 +399,17 @@ TARGETS = {
     ),
     "matmul_reduce_scatter": _target("matmul_reduce_scatter", _matmul_reduce_scatter, _MATMULS),
     "matmul_all_reduce": _target("matmul_all_reduce", _matmul_all_reduce, _MATMULS),
+    **{
+        f"{op}{'' if op.endswith('norm') else '_norm'}": VerifyTarget(
+            _algorithms(functools.partial(_normed, op), *_MATMULS, *more), kernels
+        )
+        for op, kernels, *more in (
+            ("matmul_reduce_scatter", ("matmul_reduce_scatter_norm_kernel",)),
+            ("matmul_all_reduce", ("matmul_all_reduce_norm_kernel",)),
+            ("all_reduce_norm", ("reduce_norm_kernel", "low_latency_norm_kernel"), _WORDS),
+            ("reduce_scatter_norm", ("reduce_norm_kernel",)),
+        )
+    },
     "all_gather": _target("all_gather", _all_gather, (*_COLLECTIVES, _WORDS), "multimem", _WORDS),
     "reduce_scatter": _target("reduce_scatter", _reduce_scatter, _COLLECTIVES, "multimem"),
     "all_reduce": _target("all_reduce", _all_reduce, (*_COLLECTIVES, _WORDS), "multimem", _WORDS),

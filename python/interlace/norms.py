@@ -1,0 +1,252 @@
+"""Reductions that end with a norm of the rows, as they are called, and their part of ``matmuls.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from interlace import recorded
+from interlace.arguments import checks
+from interlace.arguments.norms import AnyNorm, NormOptions, NormTensors, taken_apart
+from interlace.arguments.norms import LayerNorm as LayerNorm
+from interlace.arguments.norms import RMSNorm as RMSNorm
+from interlace.arguments.words import (
+    FP8,
+    FusedReduceOp,
+    Group,
+    No,
+    NormAlgorithm,
+    Normed,
+    Quantized,
+    RowNormOptions,
+    RowScatterNorm,
+    Yes,
+)
+from interlace.fused import norms
+from interlace.fused.norms import FORMS as FORMS
+from interlace.groups.groups import resolve
+from interlace.runtime.core.work import Work
+from interlace.runtime.numerics.activations import activate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Tensor = torch.Tensor
+
+
+def given(
+    residual: Any, norm: Any, quantize: Any, gather_normed: Any
+) -> tuple[NormTensors, NormOptions | None]:
+    """The tensors of a call's norm, and the rest, which is None without one; ValueError for half of one."""
+    if norm is not None:
+        return taken_apart(norm, residual, quantize, gather_normed)
+    if residual is not None or quantize is not None or gather_normed:
+        raise ValueError(
+            "residual, quantize and gather_normed are for a call with norm, which is None"
+        )
+    return (None, None, None), None
+
+
+def after(
+    activation: str, normed: tuple[Any, ...], dims: tuple[int, ...], group: Group, total: Tensor
+) -> Any:
+    """What an op with a norm does to ``total``, by torch: for gradients, where there is an activation."""
+    residual, norm, quantize, gather = normed
+    if quantize is not None:
+        raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+    total = activate(total, activation)
+    total = total if residual is None else total + residual
+    weight = None if norm.weight is None else norm.weight.to(total.dtype)
+    columns = total.shape[-1:]
+    if isinstance(norm, RMSNorm):
+        made = torch.nn.functional.rms_norm(total, columns, weight, norm.eps)
+    else:
+        bias = None if norm.bias is None else norm.bias.to(total.dtype)
+        made = torch.nn.functional.layer_norm(total, columns, weight, bias, norm.eps)
+    if gather:
+        from interlace import functional
+
+        made = functional.wait(functional.all_gather(made, *dims, group=group))
+    return made, total
+
+
+@overload
+def all_reduce_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: None = ...,
+    async_op: No = ...,
+    **how: Unpack[RowNormOptions],
+) -> Normed: ...
+@overload
+def all_reduce_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: FP8,
+    async_op: No = ...,
+    **how: Unpack[RowNormOptions],
+) -> Quantized: ...
+@overload
+def all_reduce_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: FP8 | None = ...,
+    async_op: Yes,
+    **how: Unpack[RowNormOptions],
+) -> Work: ...
+def all_reduce_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    quantize: FP8 | None = None,
+    reduce_op: FusedReduceOp = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: NormAlgorithm = "auto",
+) -> Normed | Quantized | Work:
+    """``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
+
+    Parameters
+    ----------
+    input : ``[..., n]``, of equal shape on all ranks, any strides; float32, float16, bfloat16 or float64.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows of ``n``.
+    residual : of the shape and dtype of ``input``; must be the same on all ranks, as must ``bias``,
+    ``(n,)``.
+    quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
+        1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
+    reduce_op : "sum" or "avg".
+    algorithm : "fused" (one Triton kernel; more than 256 KiB in two shots: every rank norms a part of the
+        rows, and all gather), "pipelined" (torch's operators, likewise in parts), "unfused" (all-reduce,
+        then the norm of all rows), "low_latency" (one kernel whose words carry their own flags, for up to
+        64 KiB, every row in whole KiB), "auto".
+
+    Returns ------- ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work` whose
+    ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the norm is that of the
+    rounded h, in fp32. Every rank gets the same bits.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
+
+    Semantics: ``torch.distributed.all_reduce``, an addition, ``torch.nn.functional.rms_norm`` or
+    ``layer_norm``, where torch rounds after each, and "unfused" after the all-reduce. Like vLLM's fused
+    all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
+    ``all_reduce_bias_rms_norm``. It differs: nothing is in place, h is a new tensor; sums do not depend on
+    the order of arrival; the largest number of a row is taken of its fp32 norm; the norm may be a
+    ``LayerNorm``; it has gradients; the groups of blocks with a scale each that FlashInfer makes for fp4,
+    it does not make.
+
+    >>> def normed():
+    ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())
+    ...     return interlace.all_reduce_norm(h, norm=interlace.RMSNorm(torch.ones(2), 0.0))
+    >>> interlace.run(normed, 2)[0]
+    (tensor([[1., 1.]]), tensor([[3., 3.]]))
+    """
+    options = norms.ReduceNormOptions(reduce_op, None, algorithm)
+    return _rows((input, bias), (residual, norm, quantize, False), options, group, async_op)  # type: ignore[no-any-return]
+
+
+@overload
+def reduce_scatter_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: None = ...,
+    async_op: No = ...,
+    **how: Unpack[RowScatterNorm],
+) -> Normed: ...
+@overload
+def reduce_scatter_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: FP8,
+    async_op: No = ...,
+    **how: Unpack[RowScatterNorm],
+) -> Quantized: ...
+@overload
+def reduce_scatter_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    quantize: FP8 | None = ...,
+    async_op: Yes,
+    **how: Unpack[RowScatterNorm],
+) -> Work: ...
+def reduce_scatter_norm(
+    input: Tensor,
+    *,
+    norm: AnyNorm,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    quantize: FP8 | None = None,
+    gather_normed: bool = False,
+    reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: NormAlgorithm = "auto",
+) -> Normed | Quantized | Work:
+    """``h``, this rank's part of the sum over ranks of ``input``, with bias and residual, and its norm.
+
+    Parameters
+    ----------
+    input, norm, bias, quantize, reduce_op : as for :func:`all_reduce_norm`, at least 2-D.
+    residual : of the shape of the own part.
+    scatter_dim : any but the last; parts as of :func:`matmul_reduce_scatter`, also uneven or empty.
+    gather_normed : all ranks get all ranks' normed rows: reduce-scatter, norm and all-gather of a
+        sequence-parallel block in one op. Normed rows are stored once here and once at every peer, as they
+        are made; there is no shard of them.
+    algorithm : as there, without "low_latency".
+
+    Returns
+    -------
+    ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work`. For ``scatter_dim``
+    other than 0 they are permuted views.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
+
+    Semantics: ``torch.distributed.reduce_scatter_tensor``, an addition, ``torch.nn.functional.rms_norm`` or
+    ``layer_norm``, and ``torch.distributed.all_gather_into_tensor``; like the reduce-scatter + norm +
+    all-gather of vLLM's sequence parallelism and FlashInfer's two-shot ``trtllm_allreduce_fusion``, from
+    which it differs as :func:`all_reduce_norm` does.
+
+    >>> def normed():
+    ...     h = torch.full((2, 2), 1.0 + interlace.get_rank())
+    ...     return interlace.reduce_scatter_norm(h, norm=interlace.RMSNorm(torch.ones(2), 0.0))
+    >>> interlace.run(normed, 2)[0]
+    (tensor([[1., 1.]]), tensor([[3., 3.]]))
+    """
+    options = norms.ReduceNormOptions(reduce_op, scatter_dim, algorithm)
+    normed = (residual, norm, quantize, gather_normed)
+    return _rows((input, bias), normed, options, group, async_op)  # type: ignore[no-any-return]
+
+
+def _rows(
+    tensors: tuple[Any, Any],
+    normed: tuple[Any, Any, Any, Any],
+    options: norms.ReduceNormOptions,
+    group: Group,
+    async_op: bool,
+) -> Any:
+    op, (input, bias) = options.op, tensors
+    with resolve(group).accepting(op):
+        vectors, norm = taken_apart(normed[1], normed[0], *normed[2:])
+    if recorded.requires_gradients(*tensors, *vectors):
+        scattered = options.scatter_dim is not None
+        if recorded.matrices(input) and (
+            not scattered or recorded.equal_parts(group, input, input, options.scatter_dim)
+        ):
+            residual, chosen, quantize, gather = normed
+            more = {"norm": chosen, "residual": residual, "quantize": quantize, "bias": bias}
+            more |= {"reduce_op": options.reduce_op, "algorithm": options.algorithm}
+            if scattered:
+                more |= {"scatter_dim": options.scatter_dim, "gather_normed": gather}
+            return recorded.started(op, async_op, (input,), group=group, **more)
+        checks.warn_without_gradients(op, stacklevel=4)
+    communicator = resolve(group).on(input)
+    return norms.ROW_FORMS[op](communicator, (*tensors, *vectors, None), (options, norm), async_op)

@@ -1,0 +1,327 @@
+"""The launch side of the kernels whose tail norms rows (``kernels/fused/row_norms.py``).
+
+``Linear.tail`` says what becomes of the rows of a sum. The algorithms of ``matmul_reduce.py`` that multiply
+with torch heed it where they add a bias (``operands.finish_sum``); here is the fused one, and the reduction
+of rows that are there already, for which a ``Linear`` has a weight without an inner dimension.
+
+``linear.output`` is the sum with the residual, of the own rows; ``whole`` are all ranks' rows of the
+results, of which the own ones are part: the normed rows, the scales if there are some, and the sums, or
+None where these are not gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Gathered, NormOperands, Tail
+from interlace.kernels.fused import low_latency_norm, matmul_norm, reduce_norm
+from interlace.kernels.tiling import split_rows
+from interlace.runtime.algorithms import low_latency, operands, plain
+from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import WORD, Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.norms import wide
+from interlace.runtime.tuning.configuration import Configuration, choose
+from interlace.runtime.tuning.table import threshold
+
+ONE_SHOT_BYTES = threshold("one_shot_bytes")
+MOST_ROWS = 16  # of a slice: more leave programs without one
+Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
+
+
+class WholeRows(NamedTuple):
+    """All ranks' rows of what is gathered."""
+
+    normed: torch.Tensor
+    scale: torch.Tensor | None
+    sum: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [each for each in self if each is not None]
+
+
+def slice_blocks(columns: int, configuration: Configuration) -> tuple[int, int]:
+    """(rows, columns) that a kernel looks at at once: powers of two, ``block_elements`` together at most.
+
+    Nor are they more than 8 for each thread, 16 bytes of 16 bit: of twice as many ptxas spills.
+
+    >>> slice_blocks(100, Configuration()), slice_blocks(8192, Configuration())
+    ((16, 128), (1, 2048))
+    """
+    elements = min(configuration.block_elements, 8 * 32 * configuration.num_warps)
+    wide = min(1 << (columns - 1).bit_length(), elements)
+    return min(elements // wide, configuration.block_m, MOST_ROWS), wide
+
+
+def tail_arguments(
+    linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
+) -> dict[str, Any]:
+    """The operands of the norm, and its constants; ``blocks`` as of :func:`slice_blocks`."""
+    tail, output = linear.tail, linear.output
+    assert tail is not None
+    given = [tail.residual, tail.norm.weight, tail.norm.bias]
+    residual, weight, bias = (output if each is None else each for each in given)
+    constants = Tail(
+        KIND=tail.norm.kind,
+        EPS=float(tail.norm.eps),
+        RESIDUAL=tail.residual is not None,
+        WEIGHT=tail.norm.weight is not None,
+        BIAS=tail.norm.bias is not None,
+        QUANTIZE=tail.scale is not None,
+        GATHER="" if whole is None else "normed" if whole.sum is None else "both",
+        ROWS=blocks[0],
+        COLUMNS=blocks[1],
+    )
+    scale = output if tail.scale is None else tail.scale
+    return {"norm": NormOperands(residual, weight, bias, tail.normed, scale), "TAIL": constants}
+
+
+def gathering(
+    communicator: Communicator,
+    layout: Layout,
+    segments: Segments,
+    slice_rows: int,
+    linear: Linear,
+    whole: WholeRows | None,
+) -> dict[str, Any]:
+    """The argument about rows that come from other ranks, whose memory is added to ``layout``."""
+    tail, output = linear.tail, linear.output
+    assert tail is not None
+    if whole is None:
+        return {"gathered": Gathered(output, output, output, 0, 0, 0, 0, 0)}
+    rows = [count for _, count in segments]
+    slots = formulas.slice_slots(communicator.world_size, rows, slice_rows)
+    first, elements = layout.add_slots(slots), sum(rows) * output.shape[1]
+    normed = layout.add_data(elements * tail.normed.element_size())
+    sums = layout.add_data(elements * output.element_size() if whole.sum is not None else 0)
+    scale = layout.add_data(sum(rows) * 4 if whole.scale is not None else 0)
+    sum_ptr, scale_ptr = (output if each is None else each for each in (whole.sum, whole.scale))
+    slices = slots // communicator.world_size
+    bytes_ = first * WORD, slices, normed, sums, scale
+    return {"gathered": Gathered(whole.normed, sum_ptr, scale_ptr, *bytes_)}
+
+
+def _launch_options(input: torch.Tensor, configuration: Configuration) -> dict[str, Any]:
+    """Left alone, ptxas takes fewer registers for the sake of occupancy, and spills."""
+    most = 255 if input.element_size() < 4 else 160  # without tensor cores tiles are small
+    return {**operands.launch_options(configuration), "options": {"maxnreg": most}}
+
+
+def matmul_reduce_scatter_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Segments,
+    configuration: Configuration,
+    whole: WholeRows | None = None,
+) -> Event:
+    """One kernel: own rows of the product summed and normed; with ``whole`` all ranks get them."""
+    columns, block_m = linear.weight.shape[1], configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    rows = [count for _, count in segments]
+    row_bytes = columns * linear.output.element_size()
+    layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
+    known = operands.product(communicator, configuration, input, linear, published=True)
+    tail = tail_arguments(linear, slice_blocks(columns, configuration), whole)
+    arguments = {
+        **known,
+        **operands.epilogue(linear),
+        **tail,
+        **gathering(communicator, layout, segments, tail["TAIL"].ROWS, linear, whole),
+        "segments_ptr": plain.segment_table(communicator, segments, block_m, tiles_n),
+        "AVERAGE": linear.average,
+    }
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
+    options = _launch_options(input, configuration)
+    kernel, op = matmul_norm.matmul_reduce_scatter_norm_kernel, "matmul_reduce_scatter"
+    return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options)
+
+
+def matmul_all_reduce_fused(
+    communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
+) -> Event:
+    """One-shot: one kernel, every tile to every rank, all of which norm all rows."""
+    (rows, columns), block_m = linear.output.shape, configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    row_bytes = columns * linear.output.element_size()
+    layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
+    known = operands.product(communicator, configuration, input, linear)
+    # A tile is stored into every rank's memory in turn: a descriptor is for one place.
+    known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
+    arguments = {
+        **known,
+        **tail_arguments(linear, slice_blocks(columns, configuration)),
+        "bias_ptr": operands.bias_or_none(linear),
+        "M": rows,
+        "AVERAGE": linear.average,
+    }
+    tiles = formulas.tiles_of([rows], block_m, tiles_n)
+    grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
+    options = _launch_options(input, configuration)
+    kernel = matmul_norm.matmul_all_reduce_norm_kernel
+    return plain.enqueue_kernel(
+        communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
+    )
+
+
+def reduce_fused(
+    communicator: Communicator,
+    op: str,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Segments,
+    configuration: Configuration,
+    whole: WholeRows | None = None,
+) -> Event:
+    """One kernel: the own rows of ``input``, which is dense, summed over ranks and normed."""
+    columns = linear.output.shape[1]
+    tail = tail_arguments(linear, slice_blocks(columns, configuration), whole)
+    block_m = tail["TAIL"].ROWS
+    rows = [count for _, count in segments]
+    row_bytes = columns * linear.output.element_size()
+    layout = plain.pushed_layout(communicator, rows, block_m, 1, row_bytes)
+    arguments = {
+        "input_ptr": input,
+        "bias_ptr": operands.bias_or_none(linear),
+        "output_ptr": linear.output,
+        "N": columns,
+        **tail,
+        **gathering(communicator, layout, segments, block_m, linear, whole),
+        "segments_ptr": plain.segment_table(communicator, segments, block_m, 1),
+        "AVERAGE": linear.average,
+        "TILES": operands.whole_rows(block_m, columns, linear),
+    }
+    slices = sum(formulas.ceil_div(count, block_m) for count in rows)
+    grid = formulas.persistent_grid(0, slices, plain.resident_programs(communicator, configuration))
+    options = {"num_warps": configuration.num_warps, "options": {"maxnreg": 128}}
+    return plain.enqueue_kernel(
+        communicator, op, layout, reduce_norm.reduce_norm_kernel, grid, arguments, options
+    )
+
+
+def gather(communicator: Communicator, whole: WholeRows, segments: Segments, event: Event) -> Event:
+    """All ranks' rows in ``whole``, of which this rank has its own after ``event``."""
+    for tensor in whole.tensors():
+        parts = [tensor[first : first + count].view(-1) for first, count in segments]
+        event = plain.all_gather_copy(communicator, parts[communicator.rank], parts)
+    return event
+
+
+@dataclass
+class RowReduction:
+    """A reduction of rows that are there already, with a norm; ``segments`` None: all ranks get all rows.
+
+    ``input`` is dense. ``linear`` has no product, but the bias and all that becomes of the sum.
+    """
+
+    communicator: Communicator
+    op: str
+    input: torch.Tensor
+    linear: Linear
+    segments: Segments | None
+    whole: WholeRows | None
+
+    def run(self, algorithm: str) -> Event:
+        """By "fused", "pipelined", "unfused" or "low_latency"; nothing moves of no elements."""
+        if not self.input.numel():
+            operands.finish_sum(self.linear.output.clone(), self.linear)
+            return self.communicator.compute.record()
+        event: Event = getattr(self, algorithm)()
+        return event
+
+    def _by_owner(self) -> tuple[Linear, Segments, WholeRows | None]:
+        """What becomes of the own rows, whose rows are which, and what all ranks get of all."""
+        linear = self.linear
+        if self.segments is not None:
+            return linear, self.segments, self.whole
+        assert linear.tail is not None
+        segments = split_rows(self.input.shape[0], self.communicator.world_size)
+        first, count = segments[self.communicator.rank]
+        tail, own = linear.tail.part(first, count), linear.output[first : first + count]
+        whole = WholeRows(linear.tail.normed, linear.tail.scale, linear.output)
+        return replace(linear, output=own, tail=tail), segments, whole
+
+    def fused(self) -> Event:
+        """One kernel: few rows in one shot, where every rank norms all; else every rank norms its own."""
+        place, rows = self.communicator.place, self.input.shape[0]
+        configuration = choose(place, self.input.dtype, rows, self.input.shape[1], 1)
+        linear, whole = self.linear, None
+        segments: Segments = [(0, rows)] * self.communicator.world_size
+        if self.segments is not None or self.input.nbytes > ONE_SHOT_BYTES:
+            linear, segments, whole = self._by_owner()
+        call = (self.communicator, self.op, self.input, linear, segments, configuration, whole)
+        return reduce_fused(*call)
+
+    def low_latency(self) -> Event:
+        """One kernel for few bytes, whose words carry their flags; a program for every row."""
+        linear, (rows, columns) = self.linear, self.input.shape
+        nbytes = columns * self.input.element_size()
+        (units,) = low_latency.in_units(self.input.view(-1))
+        if nbytes % units.element_size():  # a row begins between two units
+            units = self.input.view(-1).view(torch.int16)
+        blocks = rows * low_latency.blocks_of_row(columns, self.input.element_size())
+        in_block = 4 * low_latency.BLOCK_WORDS // self.input.element_size()
+        own = {
+            **tail_arguments(linear, (1, in_block)),
+            "input_ptr": units,
+            "bias_ptr": operands.bias_or_none(linear),
+            "output_ptr": linear.output,
+            "N": columns,
+            "UNIT": units.element_size(),
+            "BIAS": linear.bias is not None,
+            "AVERAGE": linear.average,
+        }
+        kernel = low_latency_norm.low_latency_norm_kernel
+        return low_latency.run_words(self.communicator, self.op, kernel, rows, own, blocks)
+
+    def pipelined(self) -> Event:
+        """Torch operators: own rows are summed in fp32 and normed, then all gather."""
+        linear, segments, whole = self._by_owner()
+        communicator, columns = self.communicator, self.input.shape[1]
+        row_bytes = columns * self.input.element_size()
+        first, count = segments[communicator.rank]
+
+        def sum_up(workspace: Workspace) -> None:
+            plain.wait_for_all(communicator, workspace, 0)
+            parts = [
+                workspace.data(source, first * row_bytes, (count, columns), self.input.dtype)
+                for source in range(communicator.world_size)
+            ]
+            communicator.compute.call(lambda: operands.sum_with_bias(parts, linear), "norm")
+
+        staged = [plain.Staged(0, self.input, plain.others(communicator))]
+        event = plain.pull(communicator, self.op, self.input.nbytes, staged, then=sum_up)
+        return event if whole is None else gather(communicator, whole, segments, event)
+
+    def unfused(self) -> Event:
+        """The collective, whose sums are rounded; then torch's norm of them."""
+        communicator, linear, segments = self.communicator, self.linear, self.segments
+        reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
+        total = torch.empty_like(linear.output)
+        between_nodes = communicator.place.nodes is not None
+        about = (f"sum of {self.op}", self.input.shape, self.input.dtype, reduction)
+        call = plain.agreed_call(communicator, self.op, about) if between_nodes else None
+        if segments is None and call is not None:
+            total.copy_(self.input)
+            communicator.engine.all_reduce(call, total, reduction)
+        elif segments is None:
+            parts = split_rows(flat.numel(), communicator.world_size)
+            plain.all_reduce_copy(communicator, flat, total.view(-1), parts, reduction=reduction)
+        else:
+            rows = [self.input[first : first + count].view(-1) for first, count in segments]
+            if call is not None:
+                communicator.engine.reduce_scatter(call, total.view(-1), rows, reduction)
+            else:
+                plain.reduce_scatter_copy(communicator, rows, total.view(-1), reduction=reduction)
+        communicator.compute.call(
+            lambda: operands.finish_sum(total.to(wide(total.dtype)), linear), "norm"
+        )
+        event = communicator.compute.record()
+        if self.whole is None or segments is None:
+            return event
+        return gather(communicator, self.whole, segments, event)

@@ -1,0 +1,158 @@
+"""Entries of the catalogue: signals, and plain collectives on a node and between nodes.
+
+Those between nodes are as tests run them, and linked with NVSHMEM. Variants::
+
+    stores        puts are stores: what the lint rules are about, without code that is not ours
+    nvshmem       linked with ``libnvshmem_device.bc``: it must compile with no symbol left over. What
+                  the library does with registers, stack and memory ordering is not judged
+    bytes, bf16   of the moves: a flat tensor of bytes, or rows of bf16 for all-gather + matmul
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels import signal
+from interlace.kernels.arguments import Peers
+from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.runtime.algorithms import low_latency as small
+from interlace.runtime.algorithms import node_matmul_reduce, node_moves, plain
+from interlace.runtime.algorithms.multimem import BySwitch
+from interlace.runtime.algorithms.operands import Linear
+from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.runtime.compiler.nvshmem_library import device_library
+from interlace.runtime.compiler.request import Entry
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
+
+NODE_RANKS = 8
+FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MANY_ROWS = 4096
+ELEMENTS = 1 << 20  # of a shard
+UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
+"""What the units of a low-latency kernel are called in the name of an entry."""
+
+
+def signals(arch: int) -> Iterator[Entry]:
+    """The kernels of ``kernels/signal.py``, one program of one warp each."""
+    table, peers = meta(RANKS), Peers(meta(RANKS), 0, RANKS)
+    pads = {"pads_ptr": table, "status_ptr": table, "rank": 0, "world_size": RANKS, "channel": 0}
+    polls = {"polls": 1 << 40}
+    word = torch.empty(2, dtype=torch.uint32)[1:]  # of a progress array, anywhere in it
+    kernels: dict[Any, dict[str, Any]] = {
+        signal.publish_kernel: {"peers": peers, "peer": 0, "slot_byte": 0},
+        signal.wait_kernel: {"peers": peers, "source": 0, "slot_byte": 0},
+        signal.wait_credits_kernel: {"peers": peers},
+        signal.finish_kernel: {"peers": peers},
+        signal.put_signal_kernel: {**pads, "peer": 0, **polls},
+        signal.wait_signal_kernel: {**pads, "peer": 0, **polls},
+        signal.handle_barrier_kernel: {**pads, **polls},
+        signal.write_value_kernel: {"word_ptr": word, "value": 1 << 40},
+    }
+    for kernel, arguments in kernels.items():
+        yield entry(KernelLaunch(kernel, 1, arguments, "a signal", num_warps=1), "", arch)
+
+
+def plain_collectives(arch: int) -> Iterator[Entry]:
+    for dtype in DTYPES:
+        configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
+        yield collective(arch, "all_gather", dtype, configuration)
+        for average in (False, True):
+            yield collective(arch, "reduce_scatter", dtype, configuration, average=average)
+            yield collective(arch, "all_reduce", dtype, configuration, average=average)
+        yield from by_the_switch(arch, dtype, configuration)
+    yield from low_latency(arch)
+
+
+def collective(
+    arch: int, op: str, dtype: str, configuration: Configuration, *, average: bool = False
+) -> Entry:
+    """The plain all-gather, reduce-scatter or one-shot all-reduce of ``dtype``, by Triton's name."""
+    whole = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype])
+    part, lengths = whole[:ELEMENTS], [ELEMENTS] * RANKS
+
+    def run(group: Any) -> None:
+        if op == "all_gather":
+            plain.all_gather_kernel(group, part, whole, lengths, configuration)
+        elif op == "reduce_scatter":
+            plain.reduce_scatter_kernel(group, whole, part, lengths, configuration, average=average)
+        else:
+            plain.all_reduce_kernel(group, part, part, configuration, average=average)
+
+    (launch,) = launched(run)
+    return entry(launch, f"{dtype} average" if average else dtype, arch)
+
+
+def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterator[Entry]:
+    """The kernels of ``kernels/collectives/multimem.py`` for ``dtype``, from 9.0 on."""
+    if arch < 90:
+        return
+    whole, lengths = meta(RANKS * ELEMENTS, dtype=DTYPES[dtype]), [ELEMENTS] * RANKS
+    part = whole[:ELEMENTS]
+
+    def run(group: Any) -> None:
+        by = BySwitch(group, configuration)
+        by.all_gather(part, whole, lengths)
+        by.reduce_scatter(whole, part, lengths)
+        by.all_reduce(part, part)
+
+    for launch in launched(run, group=AbsentGroup(multicast=True)):
+        yield entry(launch, dtype, arch)
+
+
+def low_latency(arch: int) -> Iterator[Entry]:
+    """Polls are relaxed, because what they look at is the data itself: nothing has to be acquired."""
+
+    def made(variant: str, op: Callable[..., object], *values: Any, **named: Any) -> Entry:
+        (launch,) = launched(op, *values, **named)
+        return entry(launch, variant, arch, ignore=("weak poll",))
+
+    for unit, word in UNITS.items():
+        # behind the first unit, so that no larger ones do
+        data = meta(65, dtype=unit)[0 if unit is torch.int32 else 1 :]
+        yield made(word, small.all_gather, data, data)
+        yield made(word, small.broadcast, data, 0)
+    for name, dtype in DTYPES.items():
+        yield made(name, small.all_reduce, meta(64, dtype=dtype), average=False)
+    data = meta(65, dtype=torch.bfloat16)
+    yield made("bf16 average", small.all_reduce, data[:64], average=True)
+    yield made("bf16 by 2 bytes", small.all_reduce, data[1:], average=False)
+
+
+def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
+    """The kernels of ``kernels/nodes``, with puts of this kind."""
+    dtype = torch.bfloat16
+    configuration = gpu_default(arch, dtype, MANY_ROWS)
+    whole, lengths = meta(NODE_RANKS * ELEMENTS, dtype=dtype), [ELEMENTS] * NODE_RANKS
+    part, flat = whole[:ELEMENTS], meta(ELEMENTS, dtype=torch.uint8)
+    matrix, rows = meta(MANY_ROWS, MANY_ROWS, dtype=dtype), [MANY_ROWS] * NODE_RANKS
+    every, segments = meta(sum(rows), MANY_ROWS, dtype=dtype), formulas.segments_of(rows)
+    linear = Linear(matrix, None, matrix)
+    found: dict[str, Entry] = {}
+
+    def run(group: Any) -> None:
+        workspace, far = group.workspace(), node_moves.Partners(group)
+        moves = node_moves.gather_moves(group, rows, MANY_ROWS)
+        for input in (flat, matrix):
+            far.move(workspace, input, moves, 1, configuration)
+        node_moves.reduce_scatter(group, whole, part, lengths, configuration, average=False)
+        node_matmul_reduce.matmul_reduce_scatter(group, every, linear, segments, configuration)
+
+    for launch in launched(run, group=AbsentGroup(NODE_RANKS, put=put)):
+        made = entry(launch, put, arch)
+        if made.kernel == "move_kernel":
+            made = replace(made, variant=f"{put} {FORMS[launch.arguments['input'].ptr.dtype]}")
+        found.setdefault(made.name, made)
+    # the kernel that multiplies puts nothing, and is with those of one node
+    return iter(each for each in found.values() if "PUT" in each.constants)
+
+
+def linked(arch: int, folder: str | None = None) -> list[Entry]:
+    """Entries between nodes, linked with what ``nvshmem_library`` finds, or PlaceUnavailableError."""
+    library = {LIBRARY: device_library(arch, folder)}
+    entries = between_nodes(arch, "nvshmem")
+    return [replace(entry, libraries=library, default=False) for entry in entries]

@@ -1,0 +1,101 @@
+"""Norms of rows by torch, in fp32 (of float64 in float64), and their gradients.
+
+Rows are matrices ``[rows, N]``; a weight and a bias are ``[N]`` or None. What the kernels do in registers
+the algorithms that multiply with torch do with these, and autograd.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+KINDS = ("rms", "layer")
+QUANTIZED = torch.float8_e4m3fn
+LARGEST = torch.finfo(QUANTIZED).max
+SMALLEST_SCALE = 1e-12  # a row of zeros has one that can be divided by
+
+
+class RowNorm(NamedTuple):
+    """``kind``: "rms", ``torch.nn.functional.rms_norm``, or "layer", its ``layer_norm``, of whole rows."""
+
+    kind: str
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms of ``dtype`` are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unrounded(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
+    """The normed rows, in fp32 or float64."""
+    made = wide(rows.dtype)
+    weight = None if norm.weight is None else norm.weight.to(made)
+    bias = None if norm.bias is None else norm.bias.to(made)
+    if norm.kind == "rms":
+        return F.rms_norm(rows.to(made), rows.shape[-1:], weight, norm.eps)
+    return F.layer_norm(rows.to(made), rows.shape[-1:], weight, bias, norm.eps)
+
+
+def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8 of ``rows``, and their scales ``[rows, 1]`` in fp32: ``rows`` are fp8 times scale."""
+    scale = rows.abs().amax(-1, keepdim=True) / LARGEST
+    scale = scale.to(torch.float32).clamp(min=SMALLEST_SCALE)
+    # a quotient may be rounded up to more than the largest, and torch's cast does not saturate
+    return (rows / scale).clamp(-LARGEST, LARGEST).to(QUANTIZED), scale
+
+
+@dataclass
+class NormTail:
+    """What becomes of the rows of a sum: ``residual`` is added, and they are normed.
+
+    ``normed`` and ``scale`` are filled; with a scale, ``[rows, 1]``, ``normed`` is fp8. All are matrices
+    with a row for each of the sum.
+    """
+
+    norm: RowNorm
+    residual: torch.Tensor | None
+    normed: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def part(self, first: int, count: int) -> "NormTail":
+        """For ``count`` rows from ``first`` on."""
+        parts = [
+            None if each is None else each[first : first + count]
+            for each in (self.residual, self.normed, self.scale)
+        ]
+        return NormTail(self.norm, *parts)  # type: ignore[arg-type]
+
+    def finish(self, rows: torch.Tensor) -> None:
+        """Norm ``rows``, which have the residual."""
+        if not rows.numel():
+            if self.scale is not None:
+                self.scale.fill_(SMALLEST_SCALE)
+            return
+        y = unrounded(rows, self.norm)
+        if self.scale is None:
+            self.normed.copy_(y)
+        else:
+            made, scale = quantized(y)
+            self.normed.copy_(made)
+            self.scale.copy_(scale)
+
+
+def backward(
+    rows: torch.Tensor, norm: RowNorm, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of rows, weight and bias, in fp32 or float64, of ``grad`` of the normed rows."""
+    x, grad = rows.to(wide(rows.dtype)), grad.to(wide(rows.dtype))
+    if norm.kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    deviation = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    x = x * deviation
+    scaled = grad if norm.weight is None else grad * norm.weight.to(grad.dtype)
+    of_rows = scaled - x * (scaled * x).mean(-1, keepdim=True)
+    if norm.kind == "layer":
+        of_rows = of_rows - scaled.mean(-1, keepdim=True)
+    dims = list(range(grad.dim() - 1))
+    return of_rows * deviation, (grad * x).sum(dims), grad.sum(dims)

@@ -1,0 +1,24 @@
+"""A count of the kernels that ran."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.sim.place import SimStream
+
+
+@contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """The kernels of ops, by name; those that end an op are not counted."""
+    seen: Counter[str] = Counter()
+    launch = SimStream.launch
+
+    def noting(stream: SimStream, made: KernelLaunch) -> None:
+        if made.name != "finish_kernel":
+            seen[made.name] += 1
+        launch(stream, made)
+
+    with mock.patch.object(SimStream, "launch", noting):
+        yield seen

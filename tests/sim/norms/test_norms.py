@@ -1,0 +1,319 @@
+"""Reductions whose rows are normed, against float64: any op, algorithm, norm, dtype, shape and schedule.
+
+Sums are compared with the reference of the op without a norm, normed rows with the float64 norm of the sum
+that was returned. Workspaces and outputs are poisoned; every rank and call has its own payload.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import interlace
+from interlace import reference
+from interlace.groups.groups import default_group
+from interlace.runtime.algorithms import norms
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
+from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.tuning.configuration import override
+from sim.norms.counted import launches
+from support import LAYOUTS, laid_out, noise, poisoned, schedule_digest, slow_rank, starved
+from tiers import few
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+OPS = ("matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter_norm", "all_reduce_norm")
+SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "programs": 2}
+
+
+@dataclass
+class Case:
+    """One call on all ranks, on inputs whose dimension ``dim`` is scattered, or none."""
+
+    op: str
+    algorithm: str = "fused"
+    world: int = 3
+    lengths: tuple[int, ...] = (21,)
+    columns: int = 40
+    inner: int = 24
+    dim: int = 0
+    dtype: torch.dtype = F32
+    out_dtype: torch.dtype | None = None
+    kind: str = "rms"
+    affine: bool = True
+    residual: bool = True
+    bias: bool = False
+    activation: str | None = None
+    average: bool = False
+    quantize: Any = None
+    gather: bool = False
+    layout: str = "contiguous"
+    seed: int = 0
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.out_dtype or self.dtype
+
+    def vector(self, call: int) -> torch.Tensor:
+        return noise(0, call, (self.columns,), self.result_dtype)
+
+    def norm(self) -> Any:
+        if self.kind == "rms":
+            return interlace.RMSNorm(self.vector(30) if self.affine else None, 1e-5)
+        vectors = (self.vector(30), self.vector(31)) if self.affine else (None, None)
+        return interlace.LayerNorm(*vectors, eps=1e-5)
+
+    @property
+    def scattered(self) -> bool:
+        return "scatter" in self.op
+
+    def input(self, rank: int) -> torch.Tensor:
+        last = self.inner if self.op.startswith("matmul") else self.columns
+        return laid_out(noise(rank, 1, (*self.lengths, last), self.dtype), self.layout)
+
+    def weight(self, rank: int) -> torch.Tensor:
+        return noise(rank, 2, (self.inner, self.columns), self.dtype)
+
+    def whole_residual(self) -> torch.Tensor | None:
+        shape = (*self.lengths, self.columns)
+        return noise(0, 3, shape, self.result_dtype) if self.residual else None
+
+    def own(self, whole: Any, rank: int) -> Any:
+        return reference.split(whole, self.world, self.dim)[rank] if self.scattered else whole
+
+    def call(self, group: Any = None) -> Any:
+        """The op on this rank."""
+        rank, residual = interlace.get_rank(), self.whole_residual()
+        matmul = self.op.startswith("matmul")
+        own = None if residual is None else laid_out(self.own(residual, rank), self.layout)
+        how: dict[str, Any] = {"norm": self.norm(), "residual": own, "group": group}
+        how |= {"quantize": self.quantize, "algorithm": self.algorithm}
+        how |= {"reduce_op": "avg" if self.average else "sum"}
+        if self.bias:
+            how["bias"] = noise(0, 4, (self.columns,), self.dtype)
+        if self.scattered:
+            how |= {"scatter_dim": self.dim, "gather_normed": self.gather}
+        if matmul:
+            how |= {"activation": self.activation, "out_dtype": self.out_dtype}
+        operands = (self.input(rank), self.weight(rank)) if matmul else (self.input(rank),)
+        return getattr(interlace, self.op)(*operands, **how)
+
+    def total(self) -> reference.Bounded:
+        """The sum with the residual, all rows of it."""
+        ranks, op = range(self.world), "avg" if self.average else "sum"
+        inputs = [self.input(rank) for rank in ranks]
+        bias = noise(0, 4, (self.columns,), self.dtype) if self.bias else None
+        if self.op.startswith("matmul"):
+            weights, dtype = [self.weight(rank) for rank in ranks], self.result_dtype
+            found = reference.matmul_all_reduce(
+                inputs, weights, dtype, bias, op, self.activation or ""
+            )
+        else:
+            found = reference.reduce(inputs, op)
+            if bias is not None:
+                found = reference.with_residual(found, bias, self.dtype)
+        return reference.with_residual(found, self.whole_residual(), self.result_dtype)
+
+
+def check(case: Case, results: list[Any]) -> None:
+    value, bound = case.total()
+    sums = [result[1] for result in results]
+    whole = torch.cat(sums, case.dim) if case.scattered else sums[0]
+    assert reference.worst_ratio(whole, value, bound) <= 1, case
+    given = case.norm()
+    norm = RowNorm(case.kind, given.eps, given.weight, getattr(given, "bias", None))
+    right = reference.norm(whole, norm, case.result_dtype)
+    for rank, (normed, total) in enumerate(results):
+        assert case.scattered or torch.equal(total, sums[0]), "bits differ between ranks"
+        want = [each if case.gather else case.own(each, rank) for each in right]
+        if case.quantize:
+            normed, scale = normed
+            assert normed.dtype == torch.float8_e4m3fn and scale.dtype == F32
+            assert scale.shape == (*want[0].shape[:-1], 1)
+            largest = (want[0].abs() + want[1]).amax(-1, keepdim=True) if want[0].numel() else 0
+            assert bool((scale <= largest / LARGEST * 1.0001 + SMALLEST_SCALE).all())
+            want = list(reference.dequantized((normed, scale), (want[0], want[1])))
+            normed = normed.double() * scale.double()
+        else:
+            assert normed.dtype == case.result_dtype
+        assert reference.worst_ratio(normed, *want) <= 1, (case, rank)
+        if case.gather or not case.scattered:
+            first = results[0][0][0] if case.quantize else results[0][0]
+            own = results[rank][0][0] if case.quantize else normed
+            assert torch.equal(own.double(), first.double()), "bits differ between ranks"
+
+
+def run(case: Case, **configuration: Any) -> list[Any]:
+    def on_rank() -> Any:
+        with override(**configuration):
+            return case.call()
+
+    with poisoned():
+        return interlace.run(on_rank, case.world, seed=case.seed)
+
+
+def drawn(seed: int) -> tuple[Case, dict[str, Any]]:
+    """A case at random."""
+    pick = random.Random(seed)
+    op = OPS[seed % 4]
+    matmul = op.startswith("matmul")
+    names = ["fused", "fused", "pipelined", "unfused", "auto"]
+    algorithm = pick.choice([*names, "low_latency"] if op == "all_reduce_norm" else names)
+    dtypes = [F32, F16, BF16] + [F64] * (algorithm in ("unfused", "auto"))
+    dtype = pick.choice(dtypes)
+    lengths: tuple[int, ...] = pick.choice([(17,), (5,), (2, 7), (5, 3), (1, 2, 4)])
+    case = Case(
+        op,
+        algorithm,
+        world=pick.choice([1, 2, 3, 4]),
+        lengths=lengths,
+        columns=pick.choice([1, 8, 33, 48]),
+        inner=pick.choice([1, 16, 37]),
+        dim=pick.randrange(len(lengths)),
+        dtype=dtype,
+        out_dtype=pick.choice([None, F32]) if matmul and dtype != F64 else None,
+        kind=pick.choice(["rms", "layer"]),
+        affine=pick.random() < 0.8,
+        residual=pick.random() < 0.8,
+        bias=pick.random() < 0.4,
+        activation=pick.choice([None, "gelu"]) if matmul else None,
+        average=pick.random() < 0.3,
+        quantize=pick.choice([None, "fp8"]),
+        gather="scatter" in op and pick.random() < 0.5,
+        layout=pick.choice(LAYOUTS[:4]),
+        seed=seed,
+    )
+    blocks = {"block_elements": pick.choice([16, 64, 1024]), "programs": pick.choice([1, 2, 3])}
+    return case, SMALL | {"group_m": pick.choice([1, 2, 8])} | blocks
+
+
+@pytest.mark.parametrize("seed", few(list(range(120)), *range(28)))
+def test_any_call(seed: int) -> None:
+    case, configuration = drawn(seed)
+    check(case, run(case, **configuration))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused", "auto"])
+def test_empty_parts_and_no_rows(op: str, algorithm: str) -> None:
+    """Ranks without a row of their own, no rows at all, no columns, and a product of nothing."""
+    for lengths, columns, inner in (((2,), 8, 4), ((0,), 8, 4), ((3,), 0, 4), ((3,), 8, 0)):
+        case = Case(op, algorithm, 3, lengths, columns, inner, quantize="fp8" if inner else None)
+        results = run(case, **SMALL)
+        if columns:
+            check(case, results)
+        else:
+            assert [total.shape[-1] for _, total in results] == [0] * 3
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce_norm"])
+def test_in_two_shots(op: str) -> None:
+    """More rows than go in one shot: every rank norms its own, and the sums are gathered too."""
+    patched = mock.patch.object(norms, "ONE_SHOT_BYTES", 0)
+    by_op = mock.patch("interlace.fused.norms.ONE_SHOT_BYTES", 0)
+    for quantize in (None, "fp8"):
+        with patched, by_op, launches() as seen:
+            case = Case(op, lengths=(23,), dtype=BF16, quantize=quantize, bias=True)
+            check(case, run(case, **SMALL, block_elements=32))
+        name = "reduce_norm" if op == "all_reduce_norm" else "matmul_reduce_scatter_norm"
+        assert seen == {f"{name}_kernel": 3}, "one kernel on every rank, and no other"
+
+
+def test_the_chain_of_a_sequence_parallel_block_is_one_kernel() -> None:
+    """Normed rows go from registers into the own output and to every peer: nothing gathers them after."""
+    for op in ("matmul_reduce_scatter", "reduce_scatter_norm"):
+        with launches() as seen:
+            case = Case(op, lengths=(20,), gather=True, dim=0)
+            check(case, run(case, **SMALL))
+        assert len(seen) == 1 and seen.total() == 3
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("columns", [300, 513, 1024])
+def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) -> None:
+    """Rows that end within a block or a word; three calls in a row, of different lengths."""
+
+    def on_rank() -> list[Any]:
+        return [case.call() for case in cases]
+
+    how: dict[str, Any] = {"algorithm": "low_latency", "columns": columns, "dtype": dtype}
+    cases = [
+        Case("all_reduce_norm", lengths=(rows,), kind=kind, bias=rows == 2, **how)
+        for rows, kind in ((2, "rms"), (1, "layer"), (3, "rms"))
+    ]
+    with poisoned(), launches() as seen:
+        results = interlace.run(on_rank, 3)
+    for index, case in enumerate(cases):
+        check(case, [each[index] for each in results])
+    assert seen == {"low_latency_norm_kernel": 9}
+
+
+def test_auto_takes_words_for_a_token_and_the_kernel_for_more() -> None:
+    for rows, kernel in ((1, "low_latency_norm_kernel"), (80, "reduce_norm_kernel")):
+        with launches() as seen:
+            run(Case("all_reduce_norm", "auto", 2, (rows,), 128), block_elements=4096)
+        assert set(seen) == {kernel}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_equal_bits_in_every_schedule(op: str) -> None:
+    """Also where one rank is late all the time."""
+    case = Case(op, lengths=(9,), columns=24, kind="layer", gather="scatter" in op)
+
+    def on_rank() -> Any:
+        with override(**SMALL, block_elements=16):
+            return [*case.call(), schedule_digest()]
+
+    found, digests = [], set()
+    for seed in range(3):
+        with starved(slow_rank(seed)):
+            results = interlace.run(on_rank, 3, seed=seed)
+        found.append([torch.cat([y, h]) for y, h, _ in results])
+        digests |= {each[2] for each in results}
+    assert len(digests) > 3
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_on_several_nodes(op: str) -> None:
+    """No kernel norms rows between nodes: the reduction is between nodes, the norm torch's."""
+    case = Case(op, "auto", 4, (13,), gather="scatter" in op, quantize="fp8")
+
+    def on_rank() -> Any:
+        ranks = tuple(range(4))
+        place = default_group().place.subgroup(ranks, 1)
+        group = Communicator(separate_nodes(place, [0, 0, 1, 1], "late"), ranks)
+        return case.call(group)
+
+    check(case, interlace.run(on_rank, 4))
+
+
+def test_statistics_do_not_cancel() -> None:
+    """Numbers far from zero: a variance from sums of squares in fp32 would be all error."""
+
+    def on_rank() -> Any:
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) + 3000
+        return interlace.all_reduce_norm(x / 2, norm=interlace.LayerNorm(), algorithm="fused"), x
+
+    for (normed, total), _ in interlace.run(on_rank, 2):
+        right = torch.nn.functional.layer_norm(total.double(), (256,))
+        assert float((normed - right).abs().max()) < 256 * 3000 * 2.0**-24
+
+
+def test_scales_are_as_a_scaled_matmul_takes_them() -> None:
+    def on_rank() -> Any:
+        case = Case("all_reduce_norm", lengths=(16,), columns=32, quantize="fp8")
+        (values, scale), total = case.call()
+        weight = torch.eye(32).to(torch.float8_e4m3fn).t()
+        ones = torch.ones(1, 32)
+        return values, scale, torch._scaled_mm(values, weight, scale, ones, out_dtype=BF16), total
+
+    for values, scale, product, _ in interlace.run(on_rank, 2):
+        assert math.isclose(float(values.float().abs().max()), LARGEST)
+        right = values.float() * scale
+        assert float((product - right).abs().max()) <= float(right.abs().max()) * 2.0**-8
