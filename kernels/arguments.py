@@ -198,8 +198,8 @@ class NormOperands(NamedTuple):
     """Operands of a norm of whole rows (``norms.py``), and where its results go; unused where off."""
 
     residual_ptr: Any
-    weight_ptr: Any
-    bias_ptr: Any
+    norm_weight_ptr: Any
+    norm_bias_ptr: Any
     normed_ptr: Any
     scale_ptr: Any
 
@@ -211,9 +211,9 @@ class Gathered(NamedTuple):
     those of regions in a rank's data, multiples of 256.
     """
 
-    normed_ptr: Any
-    sum_ptr: Any
-    scale_ptr: Any
+    all_normed_ptr: Any
+    all_sums_ptr: Any
+    all_scales_ptr: Any
     slots_byte: Any
     slices: Any
     normed_byte: Any
@@ -231,8 +231,8 @@ class Tail(NamedTuple):
     KIND: str
     EPS: float
     RESIDUAL: bool
-    WEIGHT: bool
-    BIAS: bool
+    NORM_WEIGHT: bool
+    NORM_BIAS: bool
     QUANTIZE: bool
     GATHER: str
     ROWS: int

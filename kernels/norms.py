@@ -67,11 +67,11 @@ def store_sum(total, norm, output_ptr, offsets, mask, TAIL: tl.constexpr):
 def normed(x, mean, deviation, norm, offs_n, N, TAIL: tl.constexpr):
     """y of columns ``offs_n`` of whole rows, in fp32."""
     y = (x - mean[:, None]) * deviation[:, None]
-    if TAIL.WEIGHT:
-        weight = tl.load(norm.weight_ptr + offs_n, mask=offs_n < N, other=0.0)
+    if TAIL.NORM_WEIGHT:
+        weight = tl.load(norm.norm_weight_ptr + offs_n, mask=offs_n < N, other=0.0)
         y *= weight.to(tl.float32)[None, :]
-    if TAIL.BIAS:
-        bias = tl.load(norm.bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+    if TAIL.NORM_BIAS:
+        bias = tl.load(norm.norm_bias_ptr + offs_n, mask=offs_n < N, other=0.0)
         y += bias.to(tl.float32)[None, :]
     return y
 

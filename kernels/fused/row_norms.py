@@ -163,17 +163,17 @@ def collect_rows(workspace, norm, gathered, output_ptr, segments_ptr, N, epoch,
             from_ptr = region_pointer(
                 workspace, workspace.rank, data + gathered.normed_byte, norm.normed_ptr
             )
-            copy_elements(gathered.normed_ptr + row * N, from_ptr + row * N, count * N, BLOCK)
+            copy_elements(gathered.all_normed_ptr + row * N, from_ptr + row * N, count * N, BLOCK)
             if TAIL.GATHER == "both":
                 from_ptr = region_pointer(
                     workspace, workspace.rank, data + gathered.sum_byte, output_ptr
                 )
-                copy_elements(gathered.sum_ptr + row * N, from_ptr + row * N, count * N, BLOCK)
+                copy_elements(gathered.all_sums_ptr + row * N, from_ptr + row * N, count * N, BLOCK)
             if TAIL.QUANTIZE:
                 from_ptr = region_pointer(
                     workspace, workspace.rank, data + gathered.scale_byte, norm.scale_ptr
                 )
-                copy_elements(gathered.scale_ptr + row, from_ptr + row, count, TAIL.ROWS)
+                copy_elements(gathered.all_scales_ptr + row, from_ptr + row, count, TAIL.ROWS)
 
 
 @triton.jit

@@ -39,15 +39,15 @@ from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_attention import attention
+from interlace.runtime.compiler.catalogue_collectives import DTYPES as DTYPES
+from interlace.runtime.compiler.catalogue_collectives import MANY_ROWS as MANY_ROWS
 from interlace.runtime.compiler.catalogue_collectives import (
-    DTYPES,
-    MANY_ROWS,
     NODE_RANKS,
     between_nodes,
     plain_collectives,
-    signals,
 )
 from interlace.runtime.compiler.catalogue_collectives import collective as collective
+from interlace.runtime.compiler.catalogue_collectives import signals as signals
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch

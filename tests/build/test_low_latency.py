@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from interlace.runtime.compiler import catalogue
+from interlace.runtime.compiler import catalogue_collectives
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.request import Entry
@@ -83,5 +83,5 @@ def test_the_switch_sends_and_sums(ptx: dict[str, str]) -> None:
 def test_no_kernel_by_the_switch_before_9_0() -> None:
     names = [entry.name for entry in entries(80)]
     assert not [name for name in names if "multimem" in name]
-    assert not list(catalogue.by_the_switch(80, "bf16", Configuration()))
+    assert not list(catalogue_collectives.by_the_switch(80, "bf16", Configuration()))
     assert [name for name in names if name.startswith("low_latency")]

@@ -160,11 +160,16 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.matmul_reduce_scatter(90, operands)
     catalogue.matmul_reduce_scatter_roles(operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))
+    for norm in (catalogue.RMS, replace(catalogue.LAYER, quantize=True, gather="both")):
+        catalogue.matmul_reduce_scatter_norm(90, operands, norm)
+        catalogue.reduce_norm(90, "bf16", norm)
+    catalogue.matmul_all_reduce_norm(90, operands, catalogue.RMS)
+    catalogue.low_latency_norm(90, "bf16", catalogue.LAYER)
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
         catalogue.collective(90, op, "bf16", configuration)
     for part in (
-        catalogue.by_the_switch(90, "bf16", configuration),
-        catalogue.low_latency(90),
+        catalogue_collectives.by_the_switch(90, "bf16", configuration),
+        catalogue_collectives.low_latency(90),
         catalogue.signals(90),
         catalogue_collectives.between_nodes(90),
     ):

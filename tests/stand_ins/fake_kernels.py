@@ -22,6 +22,7 @@ from interlace.kernels.signal import (
 from interlace.kernels.transfer import TRANSFER_COLUMNS
 from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.memory import WORD
+from interlace.runtime.numerics import norms
 
 Steps = Iterator[Callable[[], bool]]
 View = tuple[Sequence[int], Sequence[int]]
@@ -247,6 +248,72 @@ def matmul_all_reduce_kernel(a: Arguments) -> Steps:
     return _reduced(a, [_product(a)] * a.world_size, a.tensor("output_ptr"))
 
 
+# -- norms of rows --------------------------------------------------------------------------------------
+
+
+def _matrix(a: Arguments, name: str, rows: int, columns: int) -> torch.Tensor:
+    """Dense; own rows may begin where those of all do, so the address does not tell the shape."""
+    return a.tensor(name, ((rows, columns), (columns, 1)))
+
+
+def _norm_own(a: Arguments, parts: list[torch.Tensor]) -> Steps:
+    """``parts[owner]`` to every owner; own rows are summed and normed, and sent on with ``GATHER``."""
+    rows = parts[a.rank].shape[0]
+    output, made = (_matrix(a, name, rows, a.N) for name in ("output_ptr", "normed_ptr"))
+    yield from _contributed(a, parts)
+    yield from _summed(a, output)
+    if a.RESIDUAL:
+        output += _matrix(a, "residual_ptr", rows, a.N)
+    weight, bias = (
+        a.tensor(f"norm_{name.lower()}_ptr", ((a.N,), (1,))) if a.__getattr__(f"NORM_{name}") else None
+        for name in ("WEIGHT", "BIAS")
+    )
+    norm = norms.RowNorm(a.KIND, a.EPS, weight, bias)
+    scale = _matrix(a, "scale_ptr", rows, 1) if a.QUANTIZE else None
+    norms.NormTail(norm, None, made, scale).finish(output)
+    if a.GATHER:
+        sent = [(made, a.normed_byte, "all_normed_ptr")]
+        sent += [(output, a.sum_byte, "all_sums_ptr")] if a.GATHER == "both" else []
+        sent += [] if scale is None else [(scale, a.scale_byte, "all_scales_ptr")]
+        yield from _gather_rows(a, sent)
+
+
+def _gather_rows(a: Arguments, sent: list[tuple[torch.Tensor, int, str]]) -> Steps:
+    """Own rows to all peers, and theirs out of the own workspace into whole results."""
+    lines = a.lines("segments_ptr", a.world_size, 4)
+    parts = {owner: (first, rows) for owner, first, rows, _ in lines}
+    total = sum(rows for _, rows in parts.values())
+
+    def region(rank: int, owner: int, like: torch.Tensor, byte: int) -> torch.Tensor:
+        (first, rows), width = parts[owner], like.shape[1] * like.element_size()
+        address = a.base(rank) + a.data_offset + byte + first * width
+        return tensor_over(address, rows * width, CPU).view(like.dtype).view(rows, -1)
+
+    for peer in range(a.world_size):
+        if peer != a.rank:
+            for tensor, byte, _ in sent:
+                region(peer, a.rank, tensor, byte).copy_(tensor)
+            a.publish(peer, a.slots_byte // WORD + a.rank * a.slices, a.epoch)
+    for owner, (first, rows) in parts.items():
+        if owner != a.rank:
+            yield a.arrived(a.slots_byte // WORD + owner * a.slices, a.epoch)
+            for tensor, byte, name in sent:
+                whole = _matrix(a, name, total, tensor.shape[1])
+                whole[first : first + rows].copy_(region(a.rank, owner, tensor, byte))
+
+
+def matmul_reduce_scatter_norm_kernel(a: Arguments) -> Steps:
+    return _norm_own(a, _segments(a, _product(a)))
+
+
+def matmul_all_reduce_norm_kernel(a: Arguments) -> Steps:
+    return _norm_own(a, [_product(a)] * a.world_size)
+
+
+def reduce_norm_kernel(a: Arguments) -> Steps:
+    return _norm_own(a, _segments(a, a.tensor("input_ptr")))
+
+
 # -- words that carry their flag ----------------------------------------------------------------------
 
 
@@ -334,6 +401,9 @@ MODELS: dict[str, Callable[[Arguments], Steps]] = {
         matmul_reduce_scatter_roles_kernel,
         sum_tiles_kernel,
         matmul_all_reduce_kernel,
+        matmul_reduce_scatter_norm_kernel,
+        matmul_all_reduce_norm_kernel,
+        reduce_norm_kernel,
         low_latency_all_gather_kernel,
         low_latency_broadcast_kernel,
         low_latency_all_reduce_kernel,

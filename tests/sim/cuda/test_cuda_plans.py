@@ -61,6 +61,29 @@ def product(x: torch.Tensor, w: torch.Tensor) -> Any:
     return interlace.matmul_all_reduce(x, w, algorithm="fused")
 
 
+def _normed(op: str, *operands: torch.Tensor, **how: Any) -> Any:
+    norm = interlace.RMSNorm(torch.full((COLUMNS,), 2.0), eps=0.5)
+    return getattr(interlace, op)(*operands, norm=norm, algorithm="fused", **how)
+
+
+def scatter_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    rows = ROWS // interlace.get_world_size()
+    residual = torch.ones(rows, COLUMNS)
+    return _normed("matmul_reduce_scatter", x, w, residual=residual, gather_normed=True)
+
+
+def product_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return _normed("matmul_all_reduce", x, w)
+
+
+def rows_quantized(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return _normed("all_reduce_norm", x @ w, quantize="fp8")
+
+
+def normed(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(rows, (COLUMNS,), torch.full((COLUMNS,), 2.0), 0.5)
+
+
 def own_rows(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(interlace.get_world_size())[interlace.get_rank()]
 
@@ -82,6 +105,14 @@ OPS: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]]
     gather_asynchronously: lambda xs, w: [torch.cat(xs) @ w],
     scatter_asynchronously: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
     product: lambda xs, w: [torch.stack(xs).sum(0) @ w],
+}
+NORMED: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
+    scatter_normed: lambda xs, w: [
+        normed(torch.stack(xs).sum(0) @ w + 1),
+        own_rows(torch.stack(xs).sum(0) @ w + 1),
+    ],
+    product_normed: lambda xs, w: [normed(torch.stack(xs).sum(0) @ w), torch.stack(xs).sum(0) @ w],
+    rows_quantized: lambda xs, w: [normed(torch.stack(xs).sum(0) @ w), torch.stack(xs).sum(0) @ w],
 }
 
 
@@ -111,6 +142,27 @@ def test_repeated_calls_are_right(
     hits = fake_host.run(on_rank, world_size)
     # the first two make the plans of both workspaces; alone, the copy engine sends, and is not planned
     assert hits == [calls - 2 if world_size > 1 or "gather" not in op.__name__ else 0] * world_size
+
+
+@pytest.mark.parametrize("op", NORMED, ids=lambda op: op.__name__)
+def test_repeated_norms_are_right(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums that are exact; fp8 keeps 4 bits."""
+    gpu = install(monkeypatch, FakeGpu(3))
+
+    def on_rank() -> int:
+        for call in range(7):
+            w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
+            made, total = op(xs[interlace.get_rank()], w)
+            gpu.synchronize(gpu.current)
+            if op is rows_quantized:
+                made = made[0].float() * made[1]
+            right, sums = NORMED[op](xs, w)
+            assert torch.equal(total, sums), call
+            close = 2.0**-4 if op is rows_quantized else 2.0**-20
+            torch.testing.assert_close(made, right, rtol=close, atol=close / 4)
+        return plans().hits
+
+    assert fake_host.run(on_rank, 2) == [5, 5]
 
 
 def test_results_are_new_and_nothing_of_the_callers_is_kept(
