@@ -132,7 +132,8 @@ FOLDERS = {
     "interlace": (
         "interlace/arguments interlace/attention interlace/functional interlace/fused "
         "interlace/groups interlace/ops interlace/ops/eager "
-        "runtime/algorithms/attention runtime/compat runtime/core runtime/numerics runtime/places/cuda runtime/places/sim "
+        "runtime/algorithms/attention runtime/compat runtime/core runtime/numerics "
+        "runtime/places/cuda runtime/places/sim "
         "runtime/scheduler runtime/start runtime/tuning"
     ),
     "interlace/experts": (

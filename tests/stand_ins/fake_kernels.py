@@ -265,7 +265,9 @@ def _norm_own(a: Arguments, parts: list[torch.Tensor]) -> Steps:
     if a.RESIDUAL:
         output += _matrix(a, "residual_ptr", rows, a.N)
     weight, bias = (
-        a.tensor(f"norm_{name.lower()}_ptr", ((a.N,), (1,))) if a.__getattr__(f"NORM_{name}") else None
+        a.tensor(f"norm_{name.lower()}_ptr", ((a.N,), (1,)))
+        if a.__getattr__(f"NORM_{name}")
+        else None
         for name in ("WEIGHT", "BIAS")
     )
     norm = norms.RowNorm(a.KIND, a.EPS, weight, bias)
