@@ -80,8 +80,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("tiny_gpt"), help="for files that it writes"
     )
     for name, value in vars(Shape()).items():
-        about = "of each block, 0 for a plain one" if name == "experts" else None
-        parser.add_argument(f"--{name}", type=int, default=value, help=about)
+        if name != "experts":
+            parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture in each block, if any")
     options = parser.parse_args(arguments)
     ranks = ("dp", "tp", "resume_dp", "resume_tp", "context_parallel")
     least = {name: 1 for name in (*ranks, "batch", *vars(Shape()))}

@@ -1,4 +1,4 @@
-"""A mixture of experts on 4 simulated ranks, 2 experts each: route, fused dispatch and matmul, way back.
+"""A mixture of experts on 4 simulated ranks, 2 experts each: route, two fused ops, compared with a dense layer.
 
 python docs/examples/mixture_of_experts.py
 """
@@ -22,28 +22,13 @@ def layer() -> torch.Tensor:
 
     # Route: a row per token and expert, sorted by expert.
     weights, chosen = (tokens @ ROUTER).softmax(-1).topk(TOPK)
-    order = chosen.flatten().argsort(stable=True)
-    sent = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+    rows, sent = interlace.experts.permute(tokens, chosen, EXPERTS)
 
     # Each row travels to its expert's rank, and is multiplied when it arrives.
-    hidden, received = interlace.all_to_all_grouped_matmul(
-        tokens[order // TOPK], UP[own], sent, activation="silu"
-    )
+    hidden, splits = interlace.all_to_all_grouped_matmul(rows, UP[own], sent, activation="silu")
 
-    # The second matmul, by expert; then rows in the order of their sources, and home.
-    by_expert = hidden.split(received.sum(1).tolist())
-    result = torch.cat([rows @ weight for rows, weight in zip(by_expert, DOWN[own], strict=True)])
-    parts = result.split(received.flatten().tolist())  # by expert, then source
-    by_source = torch.cat([part for s in range(world_size) for part in parts[s::world_size]])
-    home = torch.empty(len(order), MODEL)
-    interlace.all_to_all_single(
-        home, by_source, sent.view(world_size, -1).sum(1).tolist(), received.sum(0).tolist()
-    )
-
-    # Back in the order of tokens, and combined.
-    rows = torch.empty_like(home)
-    rows[order] = home
-    return (rows.view(TOKENS, TOPK, MODEL) * weights.unsqueeze(-1)).sum(1)
+    # Each product leaves for its token's rank when it is there, where those of a token are summed.
+    return interlace.grouped_matmul_combine(hidden, DOWN[own], splits, chosen, weights)
 
 
 def dense(tokens: torch.Tensor) -> torch.Tensor:
