@@ -1,4 +1,4 @@
-"""A mixture of experts on 4 simulated ranks, 2 experts each: route, two fused ops, compared with a dense layer.
+"""A mixture of experts on 4 simulated ranks, 2 experts each, by two fused ops; compared with a dense one.
 
 python docs/examples/mixture_of_experts.py
 """

@@ -222,6 +222,8 @@ class RowExchange:
         call = agreed_call(communicator, "all_to_all", key)
         outputs = [part.view(-1) for part in torch.split(made, received)]
         inputs = [part.view(-1) for part in torch.split(rows, sent)]
+        # Rows may still be on their way on the compute stream, and between nodes another one sends.
+        communicator.copying.wait_event(communicator.compute.record())
         event = communicator.engine.all_to_all(call, outputs, inputs)
         if event is not None:
             communicator.compute.wait_event(event)

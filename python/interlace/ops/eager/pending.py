@@ -43,9 +43,11 @@ def register(started: Started) -> None:
     if work.is_success():
         work.wait()
         return
-    for output in started.outputs:
-        if output.numel():
-            _register_work(output, work)
+    findable = [output for output in started.outputs if output.numel()]
+    if not findable and watching is None:
+        work.wait()  # nobody could, and this rank might leave before the others are through
+    for output in findable:
+        _register_work(output, work)
 
 
 def finish(started: Started) -> Sequence[torch.Tensor]:

@@ -424,6 +424,14 @@ TARGETS = {
     ),
     # the moves are those of nodes.all_gather
     "nodes.all_to_all": VerifyTarget(_over_nodes(_all_to_all), quick=()),
+    **{
+        f"nodes.{op}": VerifyTarget(_over_nodes(start), quick=())
+        for op, start in (
+            ("dispatch", _dispatch),
+            ("combine", _combine),
+            ("grouped_matmul_combine", _grouped_matmul_combine),
+        )
+    },
     "nodes.all_gather_matmul": VerifyTarget(_over_nodes(_all_gather_matmul, "fused"), quick=()),
     "nodes.matmul_reduce_scatter": VerifyTarget(
         _over_nodes(_matmul_reduce_scatter, "fused"),

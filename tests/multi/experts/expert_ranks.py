@@ -1,0 +1,184 @@
+"""Ranks of test_experts.py. A module of its own, because new processes import it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import interlace
+from interlace import experts, functional
+
+HIDDEN, COLUMNS, TOPK, MOST = 8, 12, 2, 9
+TOKENS = [6, 0, 9]
+
+
+def tokens(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + rank)
+    return torch.randn(TOKENS[rank], HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def chosen(rank: int, world_size: int) -> torch.Tensor:
+    """Different experts of each token, of two for each rank; now and then none."""
+    generator = torch.Generator().manual_seed(50 + rank)
+    chance = torch.rand(TOKENS[rank], 2 * world_size + 1, generator=generator)
+    return chance.argsort(1)[:, :TOPK] - 1
+
+
+def weights(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(90 + rank)
+    return torch.rand(TOKENS[rank], TOPK, generator=generator)
+
+
+def matrices(world_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    shape = 2 * world_size, HIDDEN, COLUMNS
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def expected(rank: int, world_size: int, x: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> Any:
+    """Every token through its experts."""
+    idx = chosen(rank, world_size)
+    rows = torch.einsum("th,tkhn->tkn", x, m[idx.clamp(min=0)])
+    return (rows * (w * (idx >= 0)).unsqueeze(-1)).sum(1)
+
+
+def own(rank: int) -> slice:
+    return slice(2 * rank, 2 * rank + 2)
+
+
+def results() -> list[str]:
+    """What is wrong on this rank, by every algorithm; two calls each, in flight together."""
+    wrong = []
+    for algorithm, dtype in (
+        ("auto", torch.float64),
+        ("fused", torch.float32),
+        ("unfused", torch.bfloat16),
+    ):
+        found = moved(algorithm, dtype)
+        wrong += [f"{algorithm}: {what}" for what in found]
+    for algorithm in ("auto", "fused", "pipelined", "unfused"):
+        if not multiplied(algorithm):
+            wrong.append(f"{algorithm}: product")
+    return wrong
+
+
+def moved(algorithm: str, dtype: torch.dtype) -> list[str]:
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    idx, w, x = chosen(rank, world_size), weights(rank), tokens(rank, dtype)
+    given = {"algorithm": algorithm, "async_op": True}
+    first = experts.dispatch(x, idx, w, 2 * world_size, **given)
+    second = experts.low_latency_dispatch(x, idx, MOST, 2 * world_size, use_fp8=False, **given)
+    wrong = []
+    for name, work in (("dispatch", first), ("low latency", second)):
+        received, handle = work.wait()
+        handle = handle._replace(topk_weights=w)
+        output = experts.combine(received.x * 2, handle, **given).wait()
+        kept = (w * (idx >= 0)).unsqueeze(-1)
+        exact = (2 * x.double().unsqueeze(1) * kept).sum(1)
+        bound = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+        if output.dtype != dtype or not torch.allclose(output.double(), exact, bound, bound):
+            wrong.append(name)
+    return wrong
+
+
+def multiplied(algorithm: str) -> bool:
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    x, idx, w = tokens(rank, torch.float32), chosen(rank, world_size), weights(rank)
+    m, eye = matrices(world_size).float()[own(rank)], torch.eye(HIDDEN).expand(2, HIDDEN, HIDDEN)
+    rows, sent = experts.permute(x, idx, 2 * world_size)
+    hidden, splits = interlace.all_to_all_grouped_matmul(rows, eye, sent)
+    work = interlace.grouped_matmul_combine(
+        hidden, m, splits, idx, w, algorithm=algorithm, async_op=True
+    )  # type: ignore[call-overload]
+    exact = expected(rank, world_size, x.double(), w.double(), matrices(world_size))
+    return torch.allclose(work.wait().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def gradients(how: str) -> list[str]:
+    """What is wrong on this rank, against autograd of all ranks' computation in one process."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    xs = [tokens(r).requires_grad_() for r in range(world_size)]
+    ws = [weights(r).requires_grad_() for r in range(world_size)]
+    ms = matrices(world_size).requires_grad_()
+    outputs = [expected(r, world_size, xs[r], ws[r], ms) for r in range(world_size)]
+    sum((y * y).sum() for y in outputs).backward()  # type: ignore[union-attr]
+    idx = chosen(rank, world_size)
+    x, w = xs[rank].detach().requires_grad_(), ws[rank].detach().requires_grad_()
+    m = ms[own(rank)].detach().requires_grad_()
+    output = FORMS[how](x, idx, w, m)
+    (output * output).sum().backward()
+    assert ms.grad is not None
+    pairs = {
+        "output": (output, outputs[rank]),
+        "x": (x.grad, xs[rank].grad),
+        "weights": (w.grad, ws[rank].grad),
+        "matrices": (m.grad, ms.grad[own(rank)]),
+    }
+    return [
+        name
+        for name, (mine, exact) in pairs.items()
+        if mine is None or exact is None or not torch.allclose(mine, exact, 1e-5, 1e-5)
+    ]
+
+
+def _rows(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """On two ranks, in a graph: rows in places that do not depend on the routing."""
+    received, handle = functional.dispatch(
+        x, idx, w, 4, num_max_dispatch_tokens_per_rank=MOST, low_latency=True
+    )
+    return functional.combine(torch.bmm(received.x, m), handle)
+
+
+def _products(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    world_size, rank = interlace.get_world_size(), interlace.get_rank()
+    rows, sent = experts.permute(x, idx, 2 * world_size)
+    splits = [
+        int((chosen(r, world_size) == e).sum())
+        for e in (2 * rank, 2 * rank + 1)
+        for r in range(world_size)
+    ]
+    eye = torch.eye(HIDDEN, dtype=x.dtype).expand(2, HIDDEN, HIDDEN)
+    home = sent.tolist()
+    hidden = functional.all_to_all_grouped_matmul(rows, eye, home, splits)
+    return functional.grouped_matmul_combine(hidden, m, splits, idx, w, home_splits=home)
+
+
+def _compiled(
+    fn: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
+def _eager(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    world_size = interlace.get_world_size()
+    rows, sent = experts.permute(x, idx, 2 * world_size)
+    eye = torch.eye(HIDDEN, dtype=x.dtype).expand(2, HIDDEN, HIDDEN)
+    hidden, splits = interlace.all_to_all_grouped_matmul(rows, eye, sent)
+    return interlace.grouped_matmul_combine(hidden, m, splits, idx, w)
+
+
+FORMS: dict[str, Callable[..., torch.Tensor]] = {
+    "eager": _eager,
+    "rows": _rows,
+    "products": _products,
+    "rows compiled": lambda *args: _compiled(_rows)(*args),
+}
+
+
+def faked() -> list[tuple[int, ...]]:
+    """Shapes on fake tensors, from a group that is only a name."""
+    spec = interlace.GroupSpec("pretended", 4)
+    with FakeTensorMode():
+        x, idx, w = torch.empty(6, 8), torch.zeros(6, 2, dtype=torch.int64), torch.empty(6, 2)
+        how = {"num_max_dispatch_tokens_per_rank": 10, "group": spec}
+        received, handle = functional.dispatch(x, idx, w, 8, **how)
+        packed, _ = functional.dispatch(x, idx, None, 8, **how, low_latency=True)
+        few, _ = functional.dispatch(x, idx, None, 8, **how, capacity=3)
+        y = functional.combine(torch.empty(80, 5), handle)
+        z = functional.grouped_matmul_combine(
+            torch.empty(8, 8), torch.empty(2, 8, 3), [1] * 8, idx, w,
+            home_splits=[2, 2, 2, 2, 1, 1, 1, 1], group=spec,
+        )  # fmt: skip
+        made = (received.x, packed.x, few.x, handle.inverse, y, z)
+        return [tuple(each.shape) for each in made]

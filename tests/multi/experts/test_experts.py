@@ -1,0 +1,20 @@
+"""Dispatch, combine, grouped matmul + combine across processes: every algorithm, gradients, graphs."""
+
+import pytest
+
+import interlace
+from multi.experts import expert_ranks
+
+
+def test_results() -> None:
+    assert interlace.run(expert_ranks.results, 3, place="shm") == [[]] * 3
+
+
+@pytest.mark.parametrize("how", expert_ranks.FORMS)
+def test_gradients(how: str) -> None:
+    assert interlace.run(expert_ranks.gradients, 2, how, place="shm") == [[]] * 2
+
+
+def test_shapes_are_known_without_a_group() -> None:
+    shapes = [(80, 8), (2, 40, 8), (24, 8), (6, 2), (6, 5), (6, 3)]
+    assert interlace.run(expert_ranks.faked, 1, place="shm") == [shapes]
