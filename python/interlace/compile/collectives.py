@@ -75,6 +75,8 @@ def others(graph: fx.Graph) -> list[fx.Node]:
         name = target._schema.name.split("::")[1]
         if target.namespace not in NAMESPACES or name in NOT_COLLECTIVE or "matmul" in name:
             continue
+        if name.endswith("_norm"):
+            continue
         if _at(node) is None:
             left.append(node)
     return left

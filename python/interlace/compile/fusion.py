@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from interlace.compile import graph_nodes as nodes
+from interlace.compile import norms
 from interlace.compile.collectives import Collective, find, others
 from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
 from interlace.compile.prediction import Machine, machine_for, predict
 from interlace.compile.report import Candidate, Report
-from interlace.compile.rewrite import fuse_gather, fuse_reduction
+from interlace.compile.rewrite import fuse_gather, fuse_reduction, fuse_rows
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 POLICIES = ("auto", "always", "never")
@@ -63,12 +64,16 @@ def fuse(
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for collective in collectives:
-        candidate, products = _consider(collective, gathers, policy, machine)
+        candidate, products, norm = _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused:
             replaced |= {collective.start, *collective.start.users}
-            into = fuse_gather if collective.kind == "all_gather" else fuse_reduction
-            into(collective, products)
+            if collective.kind == "all_gather":
+                fuse_gather(collective, products)
+            elif products:
+                fuse_reduction(collective, products, norm)
+            elif norm is not None:
+                fuse_rows(collective, norm)
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         nodes.in_order(graph)
@@ -90,9 +95,9 @@ def _other(node: fx.Node) -> Candidate:
 
 def _consider(
     collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
-) -> tuple[Candidate, list[GraphProduct]]:
-    """Whether it is fused and why; and its matmuls."""
-    notes: tuple[str, ...] = ()
+) -> tuple[Candidate, list[GraphProduct], norms.GraphNorm | None]:
+    """Whether it is fused and why; its matmuls, and the norm of what it reduces."""
+    norm, notes = _norm_of(collective)
     times: tuple[float, float] | tuple[None, None] = (None, None)
     products: list[GraphProduct] = []
     reason = ""
@@ -100,7 +105,7 @@ def _consider(
         if collective.kind == "all_gather":
             products, notes = _gather_products(collective, gathers)
         else:
-            products = _reduced_products(collective)
+            products = _reduced_products(collective, norm)
         _check(collective, products)
         times = _times(collective, products, machine)
         if policy == "never":
@@ -109,10 +114,12 @@ def _consider(
             raise Unfit("predicted to be slower fused")
     except Unfit as error:
         reason = str(error)
+    if products and (products[0].scales is not None or products[0].batch):
+        norm = None  # no op has both
     made = Candidate(
         collective=collective.kind,
         where=nodes.source_line(collective.start),
-        op=OPS[collective.kind],
+        op=_op(collective, products, norm),
         shape=_shown(collective, products),
         matmuls=len(products),
         fused=not reason,
@@ -121,7 +128,28 @@ def _consider(
         fused_seconds=times[1],
         notes=notes,
     )
-    return made, products
+    return made, products, norm
+
+
+def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:
+    """The norm that reads what is reduced, or why it is left out."""
+    if collective.kind == "all_gather" or collective.reduce_op not in ("sum", "avg"):
+        return None, ()
+    try:
+        found = norms.find(collective)
+        last = nodes.value(collective.result).dim() - 1
+        if found is not None and collective.kind == "reduce_scatter" and collective.dim == last:
+            raise Unfit("its rows are scattered in parts")
+        return found, ()
+    except Unfit as error:
+        return None, (f"left out a norm: {error}",)
+
+
+def _op(collective: Collective, products: list[GraphProduct], norm: norms.GraphNorm | None) -> str:
+    """The name of the op that it becomes."""
+    if norm is None:
+        return OPS[collective.kind]
+    return f"{OPS[collective.kind] if products else collective.kind}_norm"
 
 
 def _shown(collective: Collective, products: list[GraphProduct]) -> str:
@@ -171,7 +199,17 @@ def _with_own_scale(
     return replace(product, scales=replace(scales, left=gather.input))
 
 
-def _reduced_products(collective: Collective) -> list[GraphProduct]:
+def _reduced_products(collective: Collective, norm: norms.GraphNorm | None) -> list[GraphProduct]:
+    """The matmuls of which the sum is reduced; none where there is a norm all the same."""
+    try:
+        return _read_once(collective)
+    except Unfit:
+        if norm is None:
+            raise
+        return []
+
+
+def _read_once(collective: Collective) -> list[GraphProduct]:
     if collective.start.args[0] is collective.input and len(collective.input.users) != 1:
         raise Unfit("the product is read by others too")
     if collective.reduce_op not in ("sum", "avg"):
@@ -195,9 +233,11 @@ def _check(collective: Collective, products: list[GraphProduct]) -> None:
             raise Unfit("scaled")
         if product.batch:
             _check_batch(collective, product)
+    if not products and nodes.value(whole).dtype not in (*FUSED_DTYPES, torch.float64):
+        raise Unfit(f"dtype {nodes.value(whole).dtype}")
     if sum(not nodes.static(length) for length in nodes.shape(whole)) > 1:
         raise Unfit("more than one symbolic dimension")
-    if products[0].scales is not None and not nodes.static(*nodes.shape(whole)):
+    if products and products[0].scales is not None and not nodes.static(*nodes.shape(whole)):
         raise Unfit("scaled, of symbolic shape")
     if kind != "all_gather" and not nodes.static(nodes.shape(whole)[-1]):
         raise Unfit("the columns are symbolic")
@@ -221,7 +261,9 @@ def _check_batch(collective: Collective, product: GraphProduct) -> None:
 def _times(
     collective: Collective, products: list[GraphProduct], machine: Machine | None
 ) -> tuple[float, float] | tuple[None, None]:
-    """Predicted, for the shapes that were traced; None if these are not known."""
+    """Predicted, for the shapes that were traced; None if these are not known, or there is no matmul."""
+    if not products:
+        return None, None
     whole = collective.input
     hints = [nodes.hinted(length) for length in nodes.shape(whole)]
     lengths = [hint for hint in hints if hint is not None]

@@ -19,6 +19,7 @@ from interlace.compile.graph_nodes import (
     wait_tensor,
 )
 from interlace.compile.matmuls import GraphProduct
+from interlace.compile.norms import GraphNorm
 
 _ops: Any = torch.ops.interlace
 ALGORITHM = "auto"
@@ -107,7 +108,41 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
     return clone
 
 
-def fuse_reduction(collective: Collective, products: list[GraphProduct]) -> None:
+def fuse_rows(collective: Collective, norm: GraphNorm) -> None:
+    """A reduction and its norm, of rows that come from no matmul."""
+    dims = () if collective.kind == "all_reduce" else (collective.dim,)
+    with collective.result.graph.inserting_before(collective.result):
+        op = getattr(_ops, f"{collective.kind}_norm").default
+        options = collective.reduce_op, *dims, ALGORITHM
+        arguments = (collective.input, None, *_normed(collective, norm), *options)
+        _norm_outputs(op, arguments, collective, norm)
+
+
+def _normed(collective: Collective, norm: GraphNorm) -> tuple[fx.Node | None, ...]:
+    """The residual, in the shape of what is reduced, weight and bias of the norm."""
+    residual = norm.residual
+    if residual is not None and not same(shape(residual), shape(collective.result)):
+        lengths = _lengths(shape(collective.result))
+        residual = call(aten.reshape.default, (residual, lengths), residual)
+    return residual, norm.weight, norm.bias
+
+
+def _norm_outputs(
+    op: Any, arguments: tuple[Any, ...], collective: Collective, norm: GraphNorm
+) -> None:
+    """Start ``op``; what it gives takes the place of the norm and of the sum."""
+    like = collective.result
+    gather = () if collective.kind == "all_reduce" else (False,)
+    how = (norm.kind, norm.eps, "", *gather, collective.size, collective.name)
+    started = call(op, (*arguments, *how), like)
+    for index, old in enumerate((norm.normed, norm.total)):
+        waited = call(wait_tensor, (call(operator.getitem, (started, index), like),), like)
+        old.replace_all_uses_with(_as_before(waited, old))
+
+
+def fuse_reduction(
+    collective: Collective, products: list[GraphProduct], norm: GraphNorm | None = None
+) -> None:
     result, size, name = collective.result, collective.size, collective.name
     lengths = shape(collective.input)[:-1]
     with result.graph.inserting_before(result):
@@ -135,6 +170,11 @@ def fuse_reduction(collective: Collective, products: list[GraphProduct]) -> None
         else:
             op = _ops.matmul_all_reduce.default
             arguments = (left, right, bias, reduce_op)
+        if norm is not None and scales is None:
+            op = getattr(_ops, f"{op._schema.name.split('::')[1]}_norm").default
+            arguments = (*arguments[:3], *_normed(collective, norm), *arguments[3:])
+            _norm_outputs(op, (*arguments, ALGORITHM, None), collective, norm)
+            return
         started = call(op, (*arguments, *options), result)
         waited = call(wait_tensor, (started,), result)
         made = _as_before(waited, result)

@@ -24,6 +24,7 @@ import interlace
 import interlace.compile
 import torch_names
 from interlace import functional
+from multi.functional.compile_norms import NORMED
 from multi.process_group.backend_ranks import world
 from support import compiled_anew
 
@@ -312,6 +313,7 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
         [("-", 0)],
     ),
     "weight from the gathered": (chained, [(GATHER, 1)]),
+    **NORMED,
 }
 
 
