@@ -110,7 +110,8 @@ def test_kernel(entry: Entry, reports: dict[tuple[str, int], BuildReport]) -> No
     assert (report.stack, report.spills) == (0, 0)
     assert 0 < report.registers <= 255
     assert report.loops[0].depth == 0 < report.loops[0].instructions
-    if "K" in entry.types:
+    attends = "attention" in entry.kernel and entry.kernel != "merge_attention_kernel"
+    if "K" in entry.types or attends:
         assert report.tensor_cores
     else:
         assert report.tensor_cores is None
