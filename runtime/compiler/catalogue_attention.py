@@ -91,5 +91,6 @@ def decoding(arch: int) -> Iterator[Entry]:
         lse = meta(*grouped.shape[:-1], dtype=torch.float32)
         decode_fused(problem, grouped, lse, tiles)
         for launch in group.launches:
-            if launch.name != "merge_attention_kernel":
-                yield entry(launch, f"{name} head {size}", arch, ignore=("weak poll",))
+            merges = launch.name == "merge_attention_kernel"
+            variant = f"{name} head {size} decoded" if merges else f"{name} head {size}"
+            yield entry(launch, variant, arch, ignore=() if merges else ("weak poll",))

@@ -135,7 +135,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     import torch
 
     from interlace.runtime.algorithms import node_moves
-    from interlace.runtime.compiler import catalogue, catalogue_collectives
+    from interlace.runtime.compiler import catalogue, catalogue_attention, catalogue_collectives
     from interlace.runtime.compiler.catalogue_group import AbsentGroup, meta
     from interlace.runtime.tuning.configuration import gpu_default
 
@@ -148,7 +148,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         node_moves.all_gather(group, flat[:256], flat, [256] * 8, configuration)
 
     made = catalogue.entry
-    catalogue.entry = catalogue_collectives.entry = entry
+    catalogue.entry = catalogue_collectives.entry = catalogue_attention.entry = entry
     catalogue_collectives.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
     operands = catalogue.MatmulVariant(overrides=SMALL)  # by descriptors
     configuration = operands.configuration(90)
@@ -172,6 +172,8 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue_collectives.low_latency(90),
         catalogue.signals(90),
         catalogue_collectives.between_nodes(90),
+        catalogue_attention.attention_kernels(90, "bf16", 64),
+        catalogue_attention.decoding(90),
     ):
         list(part)
     for launch in catalogue.launched(between_nodes, group=AbsentGroup(8, put="stores")):

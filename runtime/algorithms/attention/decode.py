@@ -202,7 +202,9 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
     logs = _gathered(problem, sums.contiguous(), "sums")
 
     def finish() -> None:
-        total, reach = merged(list(zip(every, logs, strict=True)))
+        rows = slice(0, query.shape[2])
+        parts = [(rows, *each) for each in zip(every, logs, strict=True)]
+        total, reach = merged(parts, torch.zeros_like(every[0]))
         output.copy_(total)
         lse.copy_(reach)
 

@@ -1,8 +1,8 @@
 """Partial results over the keys of one source by torch: as ``kernel_blocks.py``, for any dtype.
 
 On a CPU the products are those of torch's own flash attention, which takes a causal mask and masks as
-tensors. Where a mask is causal only, pairs of runs are seen wholly, not at all, or as a triangle, so nobody
-makes a mask. Operands of 16 bits are widened first: partial results are fp32.
+tensors. Where a mask is causal only, keys are seen wholly, not at all, or as a triangle, so nobody makes a
+mask. Operands of 16 bits are widened first: partial results are fp32.
 """
 
 import functools
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
-from interlace.runtime.algorithms.attention.shards import NO_LIMIT, Run
+from interlace.runtime.algorithms.attention.shards import NO_LIMIT
 
 Tensor = torch.Tensor
 _aten: Any = torch.ops.aten
-HIDDEN, WHOLE, TRIANGLE, MASKED = "hidden", "whole", "triangle", "masked"
+WHOLE, TRIANGLE, MASKED = "whole", "triangle", "masked"
 
 
 class TorchBlocks:
@@ -33,16 +33,11 @@ class TorchBlocks:
         """``shape`` of the query; ``ranks``: those whose tokens it has, one after another."""
         self._problem, self._sources = problem, list(sources)
         self._spans, self._wide = spans, wide_dtype(problem.query.dtype)
-        self._heads = shape[2]
-        self._runs: list[Run] = []
-        begin = 0
-        for rank in ranks:
-            runs = problem.shards.runs(rank)
-            self._runs += [run._replace(first=begin + run.first) for run in runs]
-            begin += problem.shards.lengths[rank]
+        self._heads, self._ranks = shape[2], list(ranks)
+        self._rows = slice(0, shape[0])
         mask = problem.mask
         self._simple = problem.documents is None and mask.window == (NO_LIMIT, NO_LIMIT)
-        self._partials: dict[int, list[tuple[Run, Tensor, Tensor]]] = {}
+        self._partials: dict[int, list[tuple[slice, Tensor, Tensor]]] = {}
 
     def begin(self, query: Tensor) -> None:
         self._given = query
@@ -55,32 +50,44 @@ class TorchBlocks:
     def _call(self, function: Any, label: str) -> None:
         self._problem.communicator.compute.call(function, label)
 
-    def _relation(self, queries: Run, keys: Run) -> str:
+    def _mask(self, source: int) -> Tensor:
+        """``[queries, keys]``: what a query sees of the keys of ``source``."""
+        positions = torch.tensor(
+            self._problem.shards.positions(source), dtype=torch.int64, device=self._spans.device
+        )
+        return (self._spans[:, :1] <= positions) & (positions < self._spans[:, 1:])
+
+    def _pairs(self, source: int) -> list[tuple[slice, int, str]]:
+        """Rows of queries, and the first so many keys of ``source`` of which they see something.
+
+        No row is in two pairs: keys of a rank are in the order of their positions, so what a run of
+        queries sees of another's is the keys of its first runs.
+        """
+        problem, shards = self._problem, self._problem.shards
+        keys = shards.lengths[source]
         if not self._simple:
-            return MASKED
-        if not self._problem.mask.causal or keys.position + keys.rows <= queries.position + 1:
-            return WHOLE
-        if queries.position + queries.rows <= keys.position:
-            return HIDDEN
-        return TRIANGLE if queries[1:] == keys[1:] else MASKED
+            return [(self._rows, keys, MASKED)]
+        if not problem.mask.causal:
+            return [(self._rows, keys, WHOLE)]
+        found: list[tuple[slice, int, str]] = []
+        begin = 0
+        for rank in self._ranks:
+            runs = shards.runs(rank) if rank != source else []
+            if rank == source and keys:
+                found.append((slice(begin, begin + keys), keys, TRIANGLE))
+            for run in runs:
+                seen = sum(k.rows for k in shards.runs(source) if k.position < run.position)
+                rows = slice(begin + run.first, begin + run.first + run.rows)
+                if found and found[-1][1:] == (seen, WHOLE) and found[-1][0].stop == rows.start:
+                    rows = slice(found.pop()[0].start, rows.stop)
+                if seen:
+                    found.append((rows, seen, WHOLE))
+            begin += shards.lengths[rank]
+        return found
 
-    def _mask(self, queries: Run, keys: Run) -> Tensor:
-        """``[queries, keys]``, what a query sees."""
-        spans = self._spans[queries.first : queries.first + queries.rows]
-        end = keys.position + keys.rows
-        positions = torch.arange(keys.position, end, device=spans.device)
-        return (spans[:, :1] <= positions) & (positions < spans[:, 1:])
-
-    def _pairs(self, source: int) -> list[tuple[Run, Run, str]]:
-        return [
-            (queries, keys, relation)
-            for queries in self._runs
-            for keys in self._problem.shards.runs(source)
-            if (relation := self._relation(queries, keys)) != HIDDEN
-        ]
-
-    def _heads_first(self, packed: Tensor, run: Run) -> tuple[Tensor, Tensor]:
-        both = packed[run.first : run.first + run.rows].permute(1, 2, 3, 0, 4).to(self._wide)
+    def _heads_first(self, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The first ``count`` keys and values, ``[b, h, tokens, size]``, dense: products are of these."""
+        both = packed[:count].permute(1, 2, 3, 0, 4).to(self._wide).contiguous()
         return both[0], both[1]
 
     def _groups(self, key: Tensor) -> Tensor:
@@ -98,31 +105,21 @@ class TorchBlocks:
     def attend(self, source: int, packed: Tensor) -> None:
         def run() -> None:
             found = self._partials[source] = []
-            for queries, keys, relation in self._pairs(source):
-                mask = self._mask(queries, keys) if relation == MASKED else None
+            for rows, count, relation in self._pairs(source):
+                mask = self._mask(source) if relation == MASKED else None
                 if mask is not None and not bool(mask.any()):
                     continue
-                query = self._query[:, :, queries.first : queries.first + queries.rows]
-                key, value = map(self._groups, self._heads_first(packed, keys))
-                causal, scale = relation == TRIANGLE, self._problem.scale
-                found.append((queries, *attended(query, key, value, mask, causal, scale)))
+                key, value = map(self._groups, self._heads_first(packed, count))
+                query, causal = self._query[:, :, rows], relation == TRIANGLE
+                made = attended(query, key, value, mask, causal, self._problem.scale)
+                found.append((rows, *made))
 
         self._call(run, f"attention to keys of rank {source}")
 
     def merge(self, output: Tensor, lse: Tensor) -> None:
         def run() -> None:
-            total = torch.zeros_like(self._query)
-            reach = total.new_full(total.shape[:3], float("-inf"))
-            for queries in self._runs:
-                parts = [
-                    (out, log)
-                    for source in self._sources
-                    for of, out, log in self._partials[source]
-                    if of == queries
-                ]
-                if parts:
-                    rows = slice(queries.first, queries.first + queries.rows)
-                    total[:, :, rows], reach[:, :, rows] = merged(parts)
+            parts = [part for source in self._sources for part in self._partials[source]]
+            total, reach = merged(parts, torch.zeros_like(self._query))
             output.copy_(total.permute(2, 0, 1, 3))
             lse.copy_(reach)
 
@@ -145,23 +142,20 @@ class TorchBlocks:
         def run() -> None:
             contribution.zero_()
             of_query = self._of_query[source] = torch.zeros_like(self._query)
-            for queries, keys, relation in self._pairs(source):
-                mask = self._mask(queries, keys) if relation == MASKED else None
+            for rows, count, relation in self._pairs(source):
+                mask = self._mask(source) if relation == MASKED else None
                 if mask is not None and not bool(mask.any()):
                     continue
-                rows = slice(queries.first, queries.first + queries.rows)
-                key, value = map(self._groups, self._heads_first(packed, keys))
+                key, value = map(self._groups, self._heads_first(packed, count))
                 of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
                 delta = None if self._delta is None else self._delta[:, :, rows]
-                causal, scale = relation == TRIANGLE, self._problem.scale
-                query = self._query[:, :, rows]
+                query, causal = self._query[:, :, rows], relation == TRIANGLE
+                scale = self._problem.scale
                 grads = differentiated(query, key, value, of, delta, mask, causal, scale)
                 of_query[:, :, rows] += grads[0]
-                theirs = contribution[keys.first : keys.first + keys.rows]
                 for which, made in enumerate(grads[1:]):
-                    theirs[:, which] += self._of_key_heads(made, packed.shape[3]).permute(
-                        2, 0, 1, 3
-                    )
+                    of_heads = self._of_key_heads(made, packed.shape[3])
+                    contribution[:count, which] += of_heads.permute(2, 0, 1, 3)
 
         self._call(run, f"gradients of keys of rank {source}")
 
@@ -256,17 +250,16 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
-def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One output and one logarithm of several, in their order."""
-    largest = parts[0][1]
-    for _, lse in parts[1:]:
-        largest = torch.maximum(largest, lse)
+def merged(parts: Sequence[tuple[slice, Tensor, Tensor]], total: Tensor) -> tuple[Tensor, Tensor]:
+    """One output and one logarithm of several for rows of ``total``, which is zeros, in their order."""
+    largest = total.new_full(total.shape[:3], float("-inf"))
+    for rows, _, lse in parts:
+        largest[:, :, rows] = torch.maximum(largest[:, :, rows], lse)
     base = torch.where(largest == float("-inf"), 0, largest)
-    total = torch.zeros_like(parts[0][0])
     weights = torch.zeros_like(largest)
-    for out, lse in parts:
-        weight = torch.exp(lse - base)
-        total += out * weight.unsqueeze(-1)
-        weights += weight
+    for rows, out, lse in parts:
+        weight = torch.exp(lse - base[:, :, rows])
+        total[:, :, rows].addcmul_(out, weight.unsqueeze(-1))
+        weights[:, :, rows] += weight
     lse = base + torch.log(weights)
-    return total / torch.where(weights == 0, 1, weights).unsqueeze(-1), lse
+    return total.div_(torch.where(weights == 0, 1, weights).unsqueeze(-1)), lse

@@ -21,12 +21,16 @@ ALGORITHMS, PLACES = "runtime/algorithms", "runtime/places/cuda"
 COMPAT = "runtime/compat/triton_launcher.py"
 SITES = {
     "algorithms": [
+        f"{ALGORITHMS}/attention/decode.py::_merge",
+        f"{ALGORITHMS}/attention/decode.py::own_part",
+        f"{ALGORITHMS}/attention/gather.py::all_gather_attention_fused.body",
+        f"{ALGORITHMS}/attention/kernel_blocks.py::KernelBlocks._launch",
         f"{ALGORITHMS}/experts/combine.py::Combine.fused.body",
         f"{ALGORITHMS}/experts/dispatch.py::Dispatch.fused.body",
         f"{ALGORITHMS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
         f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
         f"{ALGORITHMS}/grouped_matmul.py::GroupedMatmul.fused.body",
-        f"{ALGORITHMS}/low_latency.py::run",
+        f"{ALGORITHMS}/low_latency.py::run_words",
         f"{ALGORITHMS}/multimem.py::BySwitch._run.body",
         f"{ALGORITHMS}/node_matmul_reduce.py::matmul_reduce_scatter.body",
         f"{ALGORITHMS}/node_moves.py::Partners._launch",
