@@ -36,14 +36,15 @@ def cell(check: str, texts: Sequence[str]) -> str:
     if check == "lint":
         found = [next(rule for rule in RULES if f"{rule}: " in text) for text in texts]
     else:
-        found = [kind for text in texts if (kind := _kind(text))]
+        found = [kind for text in texts for kind in _kinds(text)]
         found = found or [_ending(text) for text in texts]
     return ", ".join(dict.fromkeys(found)) or NOTHING
 
 
-def _kind(text: str) -> str:
-    """The kind of a finding; empty if the text is none."""
-    return next((kind for kind in KINDS if re.match(rf"{kind}( \([\w-]+ race\))?: ", text)), "")
+def _kinds(text: str) -> list[str]:
+    """The kind of a finding, and that in the other order; none if the text is no finding."""
+    kinds = [kind for kind in KINDS if re.match(rf"{kind}( \([\w-]+ race\))?: ", text)]
+    return kinds + re.findall(r"^  turned  ([\w-]+),", text, re.MULTILINE) if kinds else []
 
 
 def _ending(text: str) -> str:

@@ -51,6 +51,17 @@ def test_a_word_that_a_stream_has_written_is_the_signal_of_its_copy(tmp_path: pa
     assert f"the wait, {seen.what} at {seen.lines[0]} with sem" in finding.hint
 
 
+def test_a_load_and_a_store_in_either_order_are_one_finding(tmp_path: pathlib.Path) -> None:
+    """The word before the copy: schedules differ in who comes first, and one change mends both."""
+    (edit,) = (edit for _, _, name, edit in MUTANTS if name == "the word before the copy")
+    with shims.installed("torch"):
+        report = races(PROGRESS.loaded(PROGRESS.mutant("early", edit), tmp_path), 2, seeds=3)
+    (finding,) = (each for each in report.findings if each.first is not None)
+    assert finding.extent and finding.extent.seeds == (0, 1, 2)
+    assert finding.kinds == {"read-write", "write-read"}
+    assert f"\n  turned  {finding.turned}, in schedules" in str(finding)
+
+
 def test_neighbours_are_one_step() -> None:
     def told(*texts: str) -> tuple[str, ...]:
         steps = (Step("rank 0 k", 0, "k", text, nbytes=16) for text in texts)

@@ -164,7 +164,7 @@ def kinds(report: RaceReport) -> set[str]:
             assert (step.rank, step.who, step.lines) == (access.rank, access.who, access.lines)
             verb = access.what.partition(" ")[0]
             assert step.text.startswith((verb, "polls")) and words in step.text, step
-    return {finding.kind for finding in report.findings}
+    return {kind for finding in report.findings for kind in finding.kinds}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -59,11 +59,19 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
     """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`."""
     first: dict[Any, Finding] = {}
     reach: dict[Any, Reach] = {}
+    turned: dict[Any, str] = {}
     for finding in findings:
-        first.setdefault(finding.cause, finding)
+        known = first.setdefault(finding.cause, finding)
+        if known.kind != finding.kind:
+            turned[finding.cause] = finding.kind
         reach.setdefault(finding.cause, Reach()).join(reaches[finding.key])
     return tuple(
-        replace(finding, extent=reach[cause].extent(), also=_others(finding, reach[cause]))
+        replace(
+            finding,
+            extent=reach[cause].extent(),
+            also=_others(finding, reach[cause]),
+            turned=turned.get(cause, ""),
+        )
         for cause, finding in first.items()
     )
 

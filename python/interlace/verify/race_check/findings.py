@@ -70,6 +70,10 @@ class FailedSignal:
         )
 
 
+EITHER, ORDERS = "either order", ("read-write", "write-read")
+"""A load and a store that nothing orders: a schedule has either first, a check of some has both."""
+
+
 @dataclass(frozen=True)
 class Extent:
     """How far a cause reaches. ``programs``: streams and user code too; ``seeds``: where it was found."""
@@ -93,7 +97,8 @@ class Finding:
     of the second access were affected; ``extent`` is that of the cause, and ``also`` where else it shows.
     ``kind`` is one of :data:`KINDS`; ``race`` the kind that it would have without its cause. ``signal`` is
     the one that should have ordered them, and ``hint`` says what is missing. Of an access that is wrong by
-    itself ``first`` is None, and ``index`` says how the program came to that byte.
+    itself ``first`` is None, and ``index`` says how the program came to that byte. ``turned``: the kind
+    that it is where the other access comes first, if some schedule has that.
     """
 
     kind: str
@@ -109,6 +114,11 @@ class Finding:
     signal: FailedSignal | None = None
     extent: Extent | None = None
     also: tuple[str, ...] = ()
+    turned: str = ""
+
+    @property
+    def kinds(self) -> set[str]:
+        return {self.kind, self.turned} - {""}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -125,7 +135,8 @@ class Finding:
         if self.first is None:
             return self.key
         at = (self.signal.written, self.signal.seen) if self.signal else (self.first, self.second)
-        return (self.kind, *sorted(access.lines for access in at))
+        kind = EITHER if self.kind in ORDERS else self.kind
+        return (kind, *sorted(access.lines for access in at))
 
     def __str__(self) -> str:
         race = f" ({self.race} race)" if self.race and self.race != self.kind else ""
@@ -136,7 +147,13 @@ class Finding:
         elements = _counted(self.count, "element")
         lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
         lines += [f"  also    {text}" for text in self.also]
-        facts = ("index", self.index), ("signal", self.signal), ("hint", self.hint)
+        turned = f"{self.turned}, in schedules that have the other one first" if self.turned else ""
+        facts = (
+            ("turned", turned),
+            ("index", self.index),
+            ("signal", self.signal),
+            ("hint", self.hint),
+        )
         lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]
         lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
         return "\n".join(lines)
