@@ -61,10 +61,8 @@ def tail_arguments(
     linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
 ) -> dict[str, Any]:
     """The operands of the norm, and its constants; ``blocks`` as of :func:`slice_blocks`."""
-    tail, output = linear.tail, linear.output
+    tail = linear.tail
     assert tail is not None
-    given = [tail.residual, tail.norm.weight, tail.norm.bias]
-    residual, weight, bias = (output if each is None else each for each in given)
     constants = Tail(
         KIND=tail.norm.kind,
         EPS=float(tail.norm.eps),
@@ -76,8 +74,12 @@ def tail_arguments(
         ROWS=blocks[0],
         COLUMNS=blocks[1],
     )
-    scale = output if tail.scale is None else tail.scale
-    return {"norm": NormOperands(residual, weight, bias, tail.normed, scale), "TAIL": constants}
+    vectors = tail.norm.weight, tail.norm.bias
+    # what there is not is None, which a kernel has compiled in
+    return {
+        "norm": NormOperands(tail.residual, *vectors, tail.normed, tail.scale),
+        "TAIL": constants,
+    }
 
 
 def gathering(
@@ -92,17 +94,16 @@ def gathering(
     tail, output = linear.tail, linear.output
     assert tail is not None
     if whole is None:
-        return {"gathered": Gathered(output, output, output, 0, 0, 0, 0, 0)}
+        return {"gathered": Gathered(*[None] * 8)}
     rows = [count for _, count in segments]
     slots = formulas.slice_slots(communicator.world_size, rows, slice_rows)
     first, elements = layout.add_slots(slots), sum(rows) * output.shape[1]
     normed = layout.add_data(elements * tail.normed.element_size())
     sums = layout.add_data(elements * output.element_size() if whole.sum is not None else 0)
     scale = layout.add_data(sum(rows) * 4 if whole.scale is not None else 0)
-    sum_ptr, scale_ptr = (output if each is None else each for each in (whole.sum, whole.scale))
     slices = slots // communicator.world_size
     bytes_ = first * WORD, slices, normed, sums, scale
-    return {"gathered": Gathered(whole.normed, sum_ptr, scale_ptr, *bytes_)}
+    return {"gathered": Gathered(whole.normed, whole.sum, whole.scale, *bytes_)}
 
 
 def _launch_options(input: torch.Tensor, configuration: Configuration) -> dict[str, Any]:

@@ -56,8 +56,9 @@ class LaunchCache:
                     address = value.data_ptr()
                     key.append((value.dtype, address % ALIGNMENT == 0))
                     values.append(address)
-                else:
-                    key.append(-SMALL <= value < SMALL if name in alike else value)
+                else:  # None is compiled in
+                    any_number = name in alike and value is not None
+                    key.append(-SMALL <= value < SMALL if any_number else value)
                     values.append(value)
         if launch.options:
             key.extend(launch.options.items())
