@@ -114,6 +114,18 @@ def test_every_collective_is_checked_in_every_way(tmp_path: pathlib.Path) -> Non
         assert ("low_latency" in found, "multimem" in found) == (small, op in ops[:2]), op
 
 
+def test_rows_of_experts_are_checked_in_every_way(tmp_path: pathlib.Path) -> None:
+    options = {"place": "sim", "world_size": 3, "baseline": "torch", "algorithm": "all"}
+    for op in ("dispatch", "combine"):
+        code, _, facts = run(op, tmp_path, sizes="4K", dtype="bfloat16", repetitions=1, **options)
+        found = rows(facts)
+        assert list(found) == ["auto", "fused", "unfused", "torch"]
+        assert code == 0 and all(row["right"] for row in found.values()), op
+    options |= {"m": "12", "n": "16", "k": "8"}
+    code, _, facts = run("grouped_matmul_combine", tmp_path, repetitions=1, **options)
+    assert code == 0 and all(row["right"] for row in list(rows(facts).values())[:4])
+
+
 def test_all_leaves_out_what_cannot_be(tmp_path: pathlib.Path) -> None:
     """By size and dtype; what only moves takes every dtype."""
     options = {"place": "sim", "world_size": 3, "baseline": "none", "algorithm": "all"}

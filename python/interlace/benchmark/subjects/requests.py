@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import baselines, fused, plain
+from interlace.benchmark.subjects import baselines, expert_rows, fused, plain
 from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
@@ -19,10 +19,17 @@ from interlace.runtime.core.place import Place
 _PLAIN: tuple[type[Plain], ...] = (
     plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
     plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
+    expert_rows.DispatchRows, expert_rows.CombineRows,
 )  # fmt: skip
 _FUSED = (fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce)
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
-OPS: dict[str, type[Plain | Fused]] = {**{kind.op: kind for kind in _PLAIN}, **FUSED}
+"""Those that ``tune`` knows."""
+_PRODUCTS = expert_rows.GroupedMatmulCombineRows
+OPS: dict[str, type[Plain | Fused]] = {
+    **{kind.op: kind for kind in _PLAIN},
+    **FUSED,
+    _PRODUCTS.op: _PRODUCTS,
+}
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}

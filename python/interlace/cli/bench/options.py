@@ -48,8 +48,8 @@ class BenchOptions(CommandOptions):
     """Time an op of interlace, or a kernel of your own, against baselines, and check every result.
 
     OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
-    scatter, send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce),
-    or path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
+    scatter, send_recv, barrier; dispatch, combine), a fused op (all_gather_matmul, matmul_reduce_scatter,
+    matmul_all_reduce, grouped_matmul_combine), or path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
 
     Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
     """

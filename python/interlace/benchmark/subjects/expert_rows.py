@@ -1,0 +1,234 @@
+"""Dispatch, combine, and grouped matmul + combine, at one size.
+
+Every rank has one expert and as many tokens as the others; a token goes to ``TOPK`` ranks, to all equally
+often. So a rank gets as many rows as it sends, by expert and by source alike, and torch's way is an
+all-to-all of equal parts, with an index before or behind.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import reference
+from interlace.benchmark.subjects.fused import INPUT, Expected, Fused
+from interlace.benchmark.subjects.plain import AllToAll, Plain, Tensors
+from interlace.benchmark.timing import payload
+from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.core.place import Place
+
+TOPK = 2
+HIDDEN = 1024  # elements of a row, or fewer where there are fewer
+ALGORITHMS = ("auto", "fused", "unfused")
+
+
+def evenly(tokens: int, world_size: int, device: torch.device) -> Assignment:
+    """The experts of ``tokens``, which ``world_size`` divides: token t goes to t, t + 1, ..."""
+    token = torch.arange(tokens, device=device).unsqueeze(1)
+    slot = torch.arange(min(TOPK, world_size), device=device)
+    return Assignment((token + slot) % world_size, world_size, world_size)
+
+
+class _ExpertRowsPlain(Plain):
+    """Rows of tokens between ranks. ``nbytes`` are those of the rows that a rank sends."""
+
+    algorithms = ALGORITHMS
+    reduces = False
+
+    def __init__(self, place: Place, dtype: torch.dtype, nbytes: int) -> None:
+        super().__init__(place, dtype, nbytes)
+        self.topk = min(TOPK, self.world_size)
+        self.hidden = min(HIDDEN, self.part)
+        each = max(1, self.part // (self.hidden * self.topk))  # tokens that begin with one expert
+        self.chosen = evenly(each * self.world_size, self.world_size, self.device)
+        self.slots = self.chosen.slots(self.chosen.topk_idx.numel())  # by home row
+        self.whole = len(self.slots) * self.hidden
+        self.nbytes = self.whole * dtype.itemsize
+        self.shape = {"bytes": self.nbytes}
+
+    @classmethod
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+        if not dtype.startswith(("float", "bfloat")):
+            raise ValueError(f"--dtype {dtype}: {cls.op} moves floats")
+
+    def matrix(self, rank: int, call: int, rows: int) -> torch.Tensor:
+        return self.of(rank, call, count=rows * self.hidden).view(rows, self.hidden)
+
+    def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(rows)
+        dist.all_to_all_single(output, rows)
+        return output
+
+    def alone_inputs(self, call: int) -> Tensors:
+        source = self.matrix(self.rank, call, len(self.slots))
+        return torch.empty_like(source), source
+
+    def alone(self, output: Any, source: Any) -> Any:
+        return output.copy_(source)
+
+    def timed_inputs(self, call: int) -> Tensors:
+        return self.inputs(call)
+
+    def _error(self, result: torch.Tensor, right: torch.Tensor) -> float:
+        return 0.0 if torch.equal(result, right.to(result.dtype)) else float("inf")
+
+
+class DispatchRows(_ExpertRowsPlain):
+    op = "dispatch"
+
+    def inputs(self, call: int) -> Tensors:
+        return (self.matrix(self.rank, call, len(self.chosen.topk_idx)),)
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        idx, experts = self.chosen.topk_idx, self.world_size
+        dispatch: Any = interlace.experts.dispatch
+        return lambda x: dispatch(x, idx, None, experts, algorithm=algorithm)[0].x
+
+    def theirs(self, *arguments: Any) -> Any:
+        return self.exchanged(arguments[0][self.slots // self.topk])
+
+    def alone_inputs(self, call: int) -> Tensors:
+        source = self._right(call)
+        return torch.empty_like(source), source
+
+    def _right(self, call: int) -> torch.Tensor:
+        tokens = (self.slots // self.topk).view(self.world_size, -1)[self.rank]
+        parts = [
+            payload.some_rows(tokens, self.hidden, source, call, self.dtype)
+            for source in range(self.world_size)
+        ]
+        return torch.cat(parts)
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        return self._error(result, self._right(call))
+
+
+class CombineRows(_ExpertRowsPlain):
+    op = "combine"
+
+    def inputs(self, call: int) -> Tensors:
+        return (self.matrix(self.rank, call, len(self.slots)),)
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        nothing = torch.zeros(len(self.chosen.topk_idx), 1, device=self.device)
+        idx, experts = self.chosen.topk_idx, self.world_size
+        _, handle = interlace.experts.dispatch(nothing, idx, None, experts)
+        combine: Any = interlace.experts.combine
+        return lambda y: combine(y, handle, algorithm=algorithm)
+
+    def _sums(self, home: torch.Tensor) -> torch.Tensor:
+        return home[self.chosen.inverse].sum(1)
+
+    def theirs(self, *arguments: Any) -> Any:
+        return self._sums(self.exchanged(arguments[0]))
+
+    def alone_inputs(self, call: int) -> Tensors:
+        return None, self._home(call)
+
+    def alone(self, output: Any, source: Any) -> Any:
+        return self._sums(source)
+
+    def _home(self, call: int) -> torch.Tensor:
+        """This rank's rows as they come back: those of its tokens lie together on every rank."""
+        each = len(self.slots) // self.world_size
+        rows = self.rank * each + torch.arange(each, device=self.device)
+        parts = [
+            payload.some_rows(rows, self.hidden, expert, call, self.dtype)
+            for expert in range(self.world_size)
+        ]
+        return torch.cat(parts)
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        # sums of so few payloads are exact in every dtype
+        return self._error(result, self._sums(self._home(call).double()))
+
+
+class GroupedMatmulCombineRows(Fused):
+    """M are the rows that a rank's expert multiplies, as many as it sends."""
+
+    op = "grouped_matmul_combine"
+    communication = AllToAll
+
+    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+        super().__init__(place, dtype, m, n, k)
+        self.topk = min(TOPK, self.world_size)
+        self.chosen = evenly(m // self.topk, self.world_size, self.device)
+        self.result_rows = (0, m // self.topk)
+
+    @classmethod
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+        super().refuse(world_size, m, dtype)
+        parts = world_size * min(TOPK, world_size)
+        if (m or 0) % parts:
+            raise ValueError(
+                f"--m {m}: {cls.op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
+                f"{min(TOPK, world_size)} experts for each token"
+            )
+
+    def _arrived(self, call: int) -> torch.Tensor:
+        """The rows of this rank's expert, those of one source after another."""
+        rows = self.own + torch.arange(self.rows, device=self.device)
+        parts = [
+            payload.some_rows(rows, self.k, source, 2 * call + INPUT, self.dtype)
+            for source in range(self.world_size)
+        ]
+        return torch.cat(parts)
+
+    def inputs(self, call: int) -> Tensors:
+        return (
+            self._arrived(call),
+            self.weight(self.rank, call),
+            self.collective.empty(self.m, self.n),
+        )
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        splits, idx = [self.rows] * self.world_size, self.chosen.topk_idx
+        op: Any = interlace.grouped_matmul_combine
+        return lambda input, weight, buffer: op(
+            input, weight.unsqueeze(0), splits, idx, algorithm=algorithm
+        )
+
+    def _sums(self, home: torch.Tensor) -> torch.Tensor:
+        return home[self.chosen.inverse].sum(1)
+
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        dist.all_to_all_single(buffer, torch.mm(input, weight))
+        return self._sums(buffer)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Besides, this rank's rows as they come home: every rank's products of them."""
+        rows = torch.arange(self.rows, device=self.device)
+        home = [
+            payload.some_rows(e * self.rows + rows, self.k, self.rank, 2 * call + INPUT, self.dtype)
+            @ self.weight(e, call)
+            for e in range(self.world_size)
+        ]
+        return self._arrived(call), self.weight(self.rank, call), torch.cat(home)
+
+    def alone(self, *tensors: Any) -> torch.Tensor:
+        input, weight, home = tensors
+        torch.mm(input, weight)
+        return self._sums(home)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        inverse, idx = self.chosen.inverse[rows], self.chosen.topk_idx[rows]
+        values, bounds = [], []
+        for slot in range(self.topk):
+            value = torch.empty(len(rows), self.n, dtype=torch.float64, device=self.device)
+            bound = torch.empty_like(value)
+            for expert in range(self.world_size):
+                here = idx[:, slot] == expert
+                input = payload.some_rows(
+                    inverse[here, slot], self.k, self.rank, 2 * call + INPUT, self.dtype
+                )
+                value[here], bound[here] = reference.matmul(
+                    input, self.weight(expert, call), self.dtype, roundings=2
+                )
+            values.append(value)
+            bounds.append(bound)
+        per_slot = torch.stack(values, 1), torch.stack(bounds, 1)
+        value, bound = reference.combine(per_slot, None, self.dtype)
+        looser = bound + payload.often_rounded(values, self.dtype)
+        return value, bound, looser
