@@ -123,13 +123,13 @@ class ExpertRows(NamedTuple):
 class Combined(NamedTuple):
     """Where a token's rows come back: the row of every slot (below 0: none), and its weight, fp32.
 
-    ``output``: ``[tokens, N]``, contiguous.
+    ``output``: ``[own_tokens, N]``, contiguous.
     """
 
     inverse_ptr: Any
     slot_weights_ptr: Any
     output_ptr: Any
-    tokens: Any
+    own_tokens: Any
 
 
 class SlotRows(NamedTuple):

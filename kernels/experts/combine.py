@@ -35,12 +35,12 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
     # come is not looked at, as the sum would be no sum; the op has failed then.
     if wait_all(workspace, workspace.slot_offset, each, epoch, _POLLED) == 0:
         tiles_n = tl.cdiv(N, COLUMNS)
-        tiles = tl.cdiv(combined.tokens, ROWS) * tiles_n
+        tiles = tl.cdiv(combined.own_tokens, ROWS) * tiles_n
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             # int64 before the products: rows and their lengths may pass 2**31 elements.
             token = (tile // tiles_n).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             column = (tile % tiles_n) * COLUMNS + tl.arange(0, COLUMNS)
-            mask = token < combined.tokens
+            mask = token < combined.own_tokens
             inside = (column < N)[None, :]
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             # By slot, not by arrival: fp32 sums depend on the order.

@@ -178,3 +178,11 @@ class FusedGroupedNow(FusedGrouped, total=False):
 
 class FusedGroupedLater(FusedGrouped):
     async_op: Yes
+
+
+class DispatchOptions(TypedDict, total=False):
+    capacity: int | None
+    num_max_dispatch_tokens_per_rank: int | None
+    use_fp8: bool
+    group: Group
+    algorithm: RowsAlgorithm

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.words import Group, RowsAlgorithm
+from interlace.arguments.words import DispatchOptions, Group, No, RowsAlgorithm, Yes
 from interlace.experts.quantized import quantize
 from interlace.functional import experts as functional
 from interlace.fused import dispatch as checked
@@ -23,10 +23,34 @@ from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Tensor = torch.Tensor
 
 
+@overload
+def dispatch(
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    *,
+    async_op: No = ...,
+    **how: Unpack[DispatchOptions],
+) -> tuple[Received, DispatchHandle]: ...
+@overload
+def dispatch(
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    *,
+    async_op: Yes,
+    **how: Unpack[DispatchOptions],
+) -> Work: ...
 def dispatch(
     x: Tensor | tuple[Tensor, Tensor],
     topk_idx: Tensor,
@@ -162,6 +186,33 @@ def _run(
     return internal_form(op, finishing)(communicator, tensors, options, async_op)
 
 
+@overload
+def combine(
+    y: Tensor,
+    handle: DispatchHandle,
+    *,
+    weighted: bool = ...,
+    async_op: No = ...,
+    algorithm: RowsAlgorithm = ...,
+) -> Tensor: ...
+@overload
+def combine(
+    y: Tensor,
+    handle: DispatchHandle,
+    *,
+    weighted: bool = ...,
+    async_op: Yes,
+    algorithm: RowsAlgorithm = ...,
+) -> Work: ...
+@overload
+def combine(
+    y: Tensor,
+    handle: DispatchHandle,
+    *,
+    weighted: bool = ...,
+    async_op: bool = ...,
+    algorithm: RowsAlgorithm = ...,
+) -> Tensor | Work: ...
 def combine(
     y: Tensor,
     handle: DispatchHandle,

@@ -215,6 +215,8 @@ class RowExchange:
         rows = rows.contiguous()
         made = rows.new_empty(sum(received), rows.shape[1])
         if communicator.world_size == 1:
+            # No op of the streams comes first, which would hold them until the rows are there.
+            communicator.compute.wait_event(communicator.place.record_current())
             communicator.compute.call(lambda: made.copy_(rows), "own rows")
             return made
         counts = tuple(map(tuple, self.counts.tolist()))
