@@ -164,6 +164,8 @@ def decode_fused(
         }
         programs = exchange_programs(rows, size)
         return run_words(communicator, OP, decode.decode_exchange_kernel, programs, own)
+    # an engine begins with what the caller has issued, which this is then behind
+    communicator.place.hold_current(compute.record(), f"the own part of {OP}")
     every, logs = _gathered(problem, mine, "results"), _gathered(problem, sums, "sums")
     compute.call(lambda: logs.mul_(LOG2E), "sums to base 2")
     partials = Partials(every, logs, mine.shape[2])

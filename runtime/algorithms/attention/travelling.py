@@ -75,8 +75,15 @@ def gathered_by_engine(problem: AttentionProblem) -> dict[int, Tensor]:
     return dict(enumerate(parts))
 
 
+def _after_the_caller(problem: AttentionProblem) -> None:
+    """The compute stream goes on behind what the caller has issued until now."""
+    communicator = problem.communicator
+    communicator.compute.wait_event(communicator.place.record_current())
+
+
 def attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
     blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
+    _after_the_caller(problem)
     for source in problem.sources():
         blocks.attend(source, gathered[source])
     blocks.merge(output, lse)
@@ -163,18 +170,22 @@ def attention_backward_unfused(
     dtype = torch.float64 if problem.key.dtype == torch.float64 else torch.float32
     whole = problem.key.new_zeros(problem.shards.total, *problem.key_row, dtype=dtype)
     parts = torch.split(whole, list(lengths))
+    _after_the_caller(problem)
     for source in problem.sources():
         blocks.differentiate(source, gathered[source], parts[source])
     blocks.query_gradient(grads[0])
     total = parts[0]
     if problem.shards.world_size > 1:
         total = torch.empty_like(parts[problem.rank])
+        # an engine begins with what the caller has issued, which the contributions are then among
+        event = communicator.compute.record()
+        communicator.place.hold_current(event, f"the gradients of {problem.op}")
         terms = (("rows", lengths), ("row", problem.key_row), ("dtype", dtype))
         call = Call(f"{problem.op} of keys", terms)
         flat = [part.view(-1) for part in parts]
-        event = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
-        if event is not None:
-            communicator.compute.wait_event(event)
+        ended = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
+        if ended is not None:
+            communicator.compute.wait_event(ended)
 
     def give() -> None:
         for index, grad in enumerate(grads[1:]):

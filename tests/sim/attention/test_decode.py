@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import interlace
-from interlace import reference
+from interlace import nn, reference
 from interlace.attention_reference import AttentionReference
+from interlace.groups.groups import default_group
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.sim.several_nodes import separate_nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from support import failure, noise, poisoned
@@ -124,3 +127,24 @@ def test_misuse_is_named_on_all_ranks(q, keys, changes, kind, text) -> None:  # 
 
     error = failure(on_rank, 2)
     assert isinstance(error, kind) and text in str(error), error
+
+
+def test_several_nodes() -> None:
+    """What the kernels of the ranks have found goes by a plain gather, and attention is unfused."""
+
+    def on_rank() -> tuple[float, float]:
+        ranks, torch_sdpa = tuple(range(4)), torch.nn.functional.scaled_dot_product_attention
+        place = default_group().place.subgroup(ranks, 1)
+        group = Communicator(separate_nodes(place, [0, 0, 1, 1], "late"), ranks)
+        q, k, v = (noise(0, n, (2, 12, 2, 16), F32) for n in range(3))
+        mine = [each.chunk(4, 1)[group.rank] for each in (k, v)]
+        one = interlace.distributed_decode(q[:, 0], mine, algorithm="fused", group=group)
+        right = torch_sdpa(*(each.transpose(1, 2) for each in (q[:, :1], k, v)))
+        own = [nn.functional.shard_sequence(each, group=group) for each in (q, k, v)]
+        all_of_it = torch_sdpa(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2)
+        made = nn.functional.context_parallel_attention(*own, group=group)
+        part = nn.functional.shard_sequence(all_of_it, group=group)
+        return float((one - right[:, :, 0]).abs().max()), float((made - part).abs().max())
+
+    for errors in interlace.run(on_rank, 4):
+        assert max(errors) < 1e-5

@@ -385,12 +385,20 @@ TARGETS = {
     "combine": _target("combine", _combine, _ROWS),
     "grouped_matmul_combine": _target("grouped_matmul_combine", _grouped_matmul_combine, _MATMULS),
     "attention": VerifyTarget(
-        _algorithms(_attention, *_METHODS, "all_gather pipelined", "ring pipelined"),
+        _algorithms(
+            _attention, *_METHODS, "all_gather pipelined", "ring pipelined", "auto unfused"
+        ),
         ("all_gather_attention_kernel", "attention_kernel", "merge_attention_kernel"),
         ("all_gather fused", "ring fused"),
     ),
     "attention_backward": VerifyTarget(
-        _algorithms(_attention_backward, "all_gather fused", "ring fused", "all_gather pipelined"),
+        _algorithms(
+            _attention_backward,
+            "all_gather fused",
+            "ring fused",
+            "all_gather pipelined",
+            "auto unfused",
+        ),
         ("attention_queries_backward_kernel", "attention_keys_backward_kernel"),
         ("all_gather fused",),
     ),

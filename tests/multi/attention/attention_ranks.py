@@ -1,0 +1,68 @@
+"""Ranks of test_attention_shm.py. A module of its own, because new processes import it."""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import interlace
+from cases.attention_cases import AttentionCase, attend
+from interlace import nn
+
+HOW: dict[str, Any] = {"causal": True, "window": (5, -1), "layout": "sbhd"}
+
+
+def attended(case: AttentionCase, method: str, algorithm: str) -> list[torch.Tensor]:
+    return attend(case, method, algorithm)
+
+
+def _own() -> list[torch.Tensor]:
+    torch.manual_seed(interlace.get_rank())
+    return [torch.randn(10, 1, heads, 8) for heads in (4, 2, 2)]
+
+
+def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = nn.functional.context_parallel_attention(q * 2, k, v, **HOW)
+    return output + 1
+
+
+def compiled() -> list[str]:
+    """What differs between eager and compiled, results and gradients; a graph breaks nowhere."""
+    wrong = []
+    eager, again = ([each.requires_grad_() for each in _own()] for _ in range(2))
+    results = [layer(*eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(*again)]
+    for result in results:
+        result.square().sum().backward()
+    if not torch.equal(*results):
+        wrong.append("output")
+    wrong += [f"gradient of {name}" for name, a, b in zip("qkv", eager, again, strict=True)
+              if a.grad is None or b.grad is None or not torch.equal(a.grad, b.grad)]  # fmt: skip
+    return wrong
+
+
+def traced() -> list[str]:
+    """A graph has the op where the call is; fake tensors go through it."""
+    wrong, own = [], _own()
+    graph = make_fx(layer)(*own)
+    names = [str(node.target) for node in graph.graph.nodes]
+    if sum("interlace.context_parallel_attention.default" in name for name in names) != 1:
+        wrong.append(f"nodes {names}")
+    if not torch.equal(graph(*own), layer(*own)):
+        wrong.append("output of the graph")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(each) for each in own]
+        if layer(*fakes).shape != own[0].shape:
+            wrong.append("shape of a fake")
+    return wrong
+
+
+def decoded() -> bool:
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 16), torch.randn(2, 21, 2, 16), torch.randn(2, 21, 2, 16)
+    mine = [each.chunk(world_size, 1)[rank] for each in (k, v)]
+    by = [interlace.distributed_decode(q, mine, algorithm=how) for how in ("fused", "unfused")]  # type: ignore[call-overload]
+    whole = [each.transpose(1, 2) for each in (q.unsqueeze(1), k, v)]
+    right = torch.nn.functional.scaled_dot_product_attention(*whole, enable_gqa=True).squeeze(2)
+    return all(bool((each - right).abs().max() < 1e-5) for each in by)

@@ -1,0 +1,34 @@
+"""Attention over a sharded sequence in processes: every method, graphs, decoding."""
+
+import pytest
+import torch
+
+import interlace
+from cases.attention_cases import METHODS, AttentionCase, ratios
+from multi.attention import attention_ranks as ranks
+
+CASES = {
+    "fused": AttentionCase((18, 5), size=16, batch=1, heads=(2, 1)),
+    "pipelined": AttentionCase((130, 0, 77), size=64, dtype=torch.bfloat16, layout="sbhd"),
+    "unfused": AttentionCase((9, 20, 4), dtype=torch.float64, window=(6, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "method"),
+    [*(("pipelined", method) for method in METHODS), ("fused", "ring"), ("unfused", "all_gather")],
+)
+def test_agrees_with_the_whole_sequence(algorithm: str, method: str) -> None:
+    case = CASES[algorithm]
+    given = case, method, algorithm
+    found = interlace.run(ranks.attended, len(case.lengths), *given, place="shm")
+    assert max(ratios(case, found).values()) <= 1
+
+
+def test_graphs_have_it() -> None:
+    assert interlace.run(ranks.traced, 2, place="shm") == [[], []]
+    assert interlace.run(ranks.compiled, 2, place="shm") == [[], []]
+
+
+def test_decoding() -> None:
+    assert interlace.run(ranks.decoded, 3, place="shm") == [True] * 3
