@@ -54,6 +54,7 @@ from stand_ins.fake_items import (
     storage_of,
 )
 from stand_ins.fake_queues import hardware_queues
+from stand_ins.models import fake_expert_kernels
 
 # Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
 MOST_IDLE, MOST_IDLE_TURNS = 0.7, 300
@@ -481,10 +482,12 @@ class FakeGpu:
             if form is not None
         }
         lease, tensor = self.lease(handle, forms)
-        model, captured = fake_kernels.MODELS[name], self.capture_of(handle) is not None
+        models = fake_kernels.MODELS | fake_expert_kernels.MODELS
+        model, captured = models[name], self.capture_of(handle) is not None
+        given = {**arguments, "grid": programs}
 
         def steps() -> Iterator[Callable[[], bool]]:
-            yield from model(fake_kernels.Arguments(arguments, tensor))
+            yield from model(fake_kernels.Arguments(given, tensor))
             if not captured:
                 lease.held, lease.over = [], True
 

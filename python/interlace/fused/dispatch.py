@@ -395,7 +395,7 @@ def combine(
     expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
     if tuple(shape) != expected:
         raise ValueError(f"the handle is of a group with segments {tuple(shape)}, not {expected}")
-    if rows.device.type == "cpu" and segments.numel():
+    if communicator.place.interpreted and segments.numel():
         last = int((segments[..., 0] + segments[..., 1]).max())
         if rows.shape[0] < last:
             raise ValueError(f"y has {rows.shape[0]} rows, the dispatch has made {last}")

@@ -120,6 +120,6 @@ class Combine:
         """``counts``: ``[W, experts]``, on the CPU, of all ranks."""
         order = sorted_places(self.segments.cpu()).to(self.rows.device)
         exchange = RowExchange(self.communicator, counts, self.segments.shape[0])
-        back = exchange.back(self.rows[order])
+        back = exchange.back(self.rows, order)
         self.home.sum_rows(self.communicator, back)
         return self.communicator.compute.record()

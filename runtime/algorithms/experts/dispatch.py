@@ -148,22 +148,18 @@ class Dispatch:
         result.segments.copy_(segments)
         exchange = RowExchange(communicator, counts, per_rank)
         order = sorted_places(segments).to(result.rows.device)
-        event = None
-        for given, to in (
-            (self.x[tokens], result.rows),
-            (None if self.scales is None else self.scales[tokens], result.scales),
-            (
-                None if self.weights is None else self.weights.view(-1, 1)[slots],
-                None if result.weights is None else result.weights.view(-1, 1),
-            ),
+        for given, index, to in (
+            (self.x, tokens, result.rows),
+            (self.scales, tokens, result.scales),
+            (_column(self.weights), slots, _column(result.weights)),
         ):
-            if given is None or to is None:
-                continue
-            arrived = exchange.there(given)
-            _scatter(communicator, to, order, arrived)
-            event = communicator.compute.record()
-        assert event is not None
-        return event
+            if given is not None and to is not None:
+                _scatter(communicator, to, order, exchange.there(given, index))
+        return communicator.compute.record()
+
+
+def _column(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.view(-1, 1)
 
 
 def _scatter(communicator: Communicator, to: Tensor, order: Tensor, arrived: Tensor) -> None:
@@ -201,32 +197,37 @@ class RowExchange:
         rows = self.counts.view(world_size, world_size, self.per_rank).sum(2)
         return rows[rank].tolist(), rows[:, rank].tolist()
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Home rows, at their experts by source, then expert."""
-        return self._moved("to experts", rows, *self._sizes())
+    def there(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """Home rows, which are rows ``index`` of ``tensor``: at their experts, by source, then expert."""
+        return self._moved("to experts", tensor, index, *self._sizes())
 
-    def back(self, rows: Tensor) -> Tensor:
-        """The inverse."""
+    def back(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """The inverse; ``index`` has them by source, then expert."""
         sent, received = self._sizes()
-        return self._moved("back", rows, received, sent)
+        return self._moved("back", tensor, index, received, sent)
 
-    def _moved(self, way: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        communicator = self.communicator
-        rows = rows.contiguous()
-        made = rows.new_empty(sum(received), rows.shape[1])
+    def _moved(
+        self, way: str, tensor: Tensor, index: Tensor, sent: list[int], received: list[int]
+    ) -> Tensor:
+        communicator, compute = self.communicator, self.communicator.compute
+        rows = tensor.new_empty(sum(sent), tensor.shape[1])
+        # No op of the streams comes first, which would hold them until what is read here is there.
+        compute.wait_event(communicator.place.record_current())
+        if rows.numel():
+            # as bytes: fp8 cannot be indexed
+            to, of = rows.view(torch.uint8), tensor.contiguous().view(torch.uint8)
+            compute.call(lambda: torch.index_select(of, 0, index, out=to), f"rows {way}")
         if communicator.world_size == 1:
-            # No op of the streams comes first, which would hold them until the rows are there.
-            communicator.compute.wait_event(communicator.place.record_current())
-            communicator.compute.call(lambda: made.copy_(rows), "own rows")
-            return made
+            return rows
+        made = rows.new_empty(sum(received), rows.shape[1])
         counts = tuple(map(tuple, self.counts.tolist()))
         key = f"rows {way}", counts, rows.shape[1], rows.dtype
         call = agreed_call(communicator, "all_to_all", key)
         outputs = [part.view(-1) for part in torch.split(made, received)]
         inputs = [part.view(-1) for part in torch.split(rows, sent)]
-        # Rows may still be on their way on the compute stream, and between nodes another one sends.
-        communicator.copying.wait_event(communicator.compute.record())
+        # The rows are still on their way on the compute stream, and between nodes another one sends.
+        communicator.copying.wait_event(compute.record())
         event = communicator.engine.all_to_all(call, outputs, inputs)
         if event is not None:
-            communicator.compute.wait_event(event)
+            compute.wait_event(event)
         return made

@@ -155,10 +155,6 @@ class GroupedMatmulCombine:
             rows = slice(line[0][0], line[-1][0] + line[-1][1])
             part = self._expert(expert, product)
             operands.enqueue_product(communicator, input[rows], part, rows, f"expert {expert}")
-        by_home = torch.empty_like(product)
-        communicator.compute.call(
-            lambda: torch.index_select(product, 0, order, out=by_home), "by home"
-        )
         exchange = RowExchange(communicator, self.counts, self._experts)
-        self.home.sum_rows(communicator, exchange.back(by_home))
+        self.home.sum_rows(communicator, exchange.back(product, order))
         return communicator.compute.record()
