@@ -416,12 +416,18 @@ def _of_rows(norm: NormVariant, dtype: str, columns: int) -> tuple[Linear, norme
 
 
 def reduce_norm(
-    arch: int, dtype: str, norm: NormVariant, columns: int = 4096, *, average: bool = False
+    arch: int,
+    dtype: str,
+    norm: NormVariant,
+    configuration: Configuration | None = None,
+    *,
+    columns: int = 4096,
+    average: bool = False,
 ) -> Entry:
     """Reduction and norm of rows that are there already."""
     linear, whole = _of_rows(norm, dtype, columns)
     linear.average = average
-    configuration = gpu_default(arch, DTYPES[dtype], MANY_ROWS)
+    configuration = configuration or gpu_default(arch, DTYPES[dtype], MANY_ROWS)
     segments = formulas.segments_of([MANY_ROWS] * RANKS)
     input = meta(RANKS * MANY_ROWS, columns, dtype=DTYPES[dtype])
     call = "reduce_scatter_norm", input, linear, segments, configuration, whole

@@ -14,7 +14,13 @@ import torch
 
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.catalogue import DTYPES, MANY_ROWS, Entry, MatmulVariant
+from interlace.runtime.compiler.catalogue import (
+    DTYPES,
+    MANY_ROWS,
+    Entry,
+    MatmulVariant,
+    NormVariant,
+)
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 
@@ -35,7 +41,8 @@ class KernelOptions:
     """Options that specialise the kernels of a bundle. The world size does not.
 
     ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
-    "n" or "m", ``path`` "auto", "tma" or "pointers". For ``rows`` per rank, ``columns`` and ``inner``
+    "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
+    and, with ``quantize``, are made fp8. For ``rows`` per rank, ``columns`` and ``inner``
     the tiles are chosen; where the last two are multiples of 16, so they must be at every launch.
     ``overrides`` are values of the configuration.
     """
@@ -48,6 +55,8 @@ class KernelOptions:
     rows: int = MANY_ROWS
     columns: int = 4096
     inner: int = 4096
+    norm: str = "rms"
+    quantize: bool = False
     overrides: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -58,6 +67,10 @@ class KernelOptions:
         """The default one of ``arch`` with the overrides."""
         default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
         return replace(default, **self.overrides)  # type: ignore[arg-type]
+
+    @property
+    def variant(self) -> NormVariant:
+        return NormVariant(self.norm, self.quantize)
 
     def operands(self, arch: int) -> MatmulVariant:
         possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
@@ -115,6 +128,26 @@ def _collective(op: str) -> Callable[[int, KernelOptions], Entry]:
     )
 
 
+def _normed(fused: Callable[..., Entry]) -> Callable[[int, KernelOptions], Entry]:
+    def made(arch: int, options: KernelOptions) -> Entry:
+        _can_be_fp8(arch, options)
+        return fused(arch, options.operands(arch), options.variant, average=options.average)
+
+    return made
+
+
+def _normed_rows(arch: int, options: KernelOptions) -> Entry:
+    _can_be_fp8(arch, options)
+    how = {"columns": options.columns, "average": options.average}
+    configuration = options.configuration(arch)
+    return catalogue.reduce_norm(arch, options.dtype, options.variant, configuration, **how)
+
+
+def _can_be_fp8(arch: int, options: KernelOptions) -> None:
+    if options.quantize and arch < 89:
+        raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
+
+
 def _reduced(fused: Callable[..., Entry]) -> Callable[[int, KernelOptions], Entry]:
     return lambda arch, options: fused(arch, options.operands(arch), average=options.average)
 
@@ -170,6 +203,44 @@ OPS = {
             "data_bytes": "contributed_bytes(world_size, [M], N * ITEMSIZE)",
         },
         conditions=RANKS,
+    ),
+    "matmul_reduce_scatter_norm": BundleOp(
+        _normed(catalogue.matmul_reduce_scatter_norm),
+        (*_FUSED, "average", "norm", "quantize"),
+        "persistent_grid(0, tiles, resident)",
+        {
+            "tiles_n": "ceil_div(N, BLOCK_N)",
+            "tiles": "tiles_of(rows, BLOCK_M, tiles_n)",
+            "slots": "reduce_slots(world_size, rows, BLOCK_M, tiles_n)",
+            "data_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
+            "segments": "segment_lines(rank, world_size, segments_of(rows), BLOCK_M, tiles_n)",
+        },
+        {"segments_ptr": "segments"},
+        (*RANKS, *_ROWS),
+    ),
+    "matmul_all_reduce_norm": BundleOp(
+        _normed(catalogue.matmul_all_reduce_norm),
+        (*_FUSED, "average", "norm", "quantize"),
+        "persistent_grid(0, tiles, resident)",
+        {
+            "tiles_n": "ceil_div(N, BLOCK_N)",
+            "tiles": "tiles_of([M], BLOCK_M, tiles_n)",
+            "slots": "reduce_slots(world_size, [M], BLOCK_M, tiles_n)",
+            "data_bytes": "contributed_bytes(world_size, [M], N * ITEMSIZE)",
+        },
+        conditions=RANKS,
+    ),
+    "reduce_norm": BundleOp(
+        _normed_rows,
+        ("columns", "average", "norm", "quantize"),
+        "persistent_grid(0, tiles_of(rows, BLOCK_M, 1), resident)",
+        {
+            "slots": "reduce_slots(world_size, rows, BLOCK_M, 1)",
+            "data_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
+            "segments": "segment_lines(rank, world_size, segments_of(rows), BLOCK_M, 1)",
+        },
+        {"segments_ptr": "segments"},
+        (*RANKS, *_ROWS, "N <= BLOCK_N"),
     ),
     "all_gather": BundleOp(
         _collective("all_gather"),

@@ -20,12 +20,14 @@ from cases.bundles import ARCHES, manifest_of
 from interlace import aot
 from interlace.cli.main import run
 from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
+from interlace.runtime.algorithms import norms as normed
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.build import BuildReport
 from interlace.runtime.compiler.bundle import bundle
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
+from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 # -- the manifest and the cubin ----------------------------------------------------------------
@@ -184,6 +186,7 @@ def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuratio
     """What the launch side of ``op`` launches and leases for ``shape``."""
     communicator: Any = FakeCommunicator(rank, len(shape.rows))
     rows, columns, inner = list(shape.rows), shape.columns, INNER.get(op, 4096)
+    columns = 4096 if op.endswith("_norm") else columns  # slices are cut for the columns
     first = [sum(rows[:owner]) for owner in range(len(rows))]
     segments = list(zip(first, rows, strict=True))
     if op == "all_gather_matmul":
@@ -209,6 +212,29 @@ def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuratio
         linear = Linear(weight, None, meta(max(rows), columns, dtype=single), average=True)
         input = meta(max(rows), inner, dtype=single)
         matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
+    elif op.endswith("_norm"):
+        dtype = torch.float16 if op == "reduce_norm" else torch.bfloat16
+        own = max(rows) if op == "matmul_all_reduce_norm" else rows[rank]
+        kind = "layer" if op == "matmul_reduce_scatter_norm" else "rms"
+        vector, matrix = meta(columns, dtype=dtype), meta(own, columns, dtype=dtype)
+        norm = norms.RowNorm(kind, 1e-6, vector, vector if kind == "layer" else None)
+        fp8 = op == "matmul_all_reduce_norm"
+        made = meta(own, columns, dtype=norms.QUANTIZED) if fp8 else matrix
+        scale = meta(own, 1, dtype=torch.float32) if fp8 else None
+        tail = norms.NormTail(norm, matrix, made, scale)
+        weight = meta(0 if op == "reduce_norm" else inner, columns, dtype=dtype)
+        bias = vector if kind == "layer" else None
+        linear = Linear(weight, bias, matrix, average=op == "reduce_norm", tail=tail)
+        if op == "matmul_all_reduce_norm":
+            input = meta(own, inner, dtype=dtype)
+            normed.matmul_all_reduce_fused(communicator, input, linear, configuration)
+        elif op == "matmul_reduce_scatter_norm":
+            input = meta(sum(rows), inner, dtype=dtype)
+            call = communicator, input, linear, segments, configuration
+            normed.matmul_reduce_scatter_fused(*call)
+        else:
+            input = meta(sum(rows), columns, dtype=dtype)
+            normed.reduce_fused(communicator, op, input, linear, segments, configuration)
     elif op == "all_gather":
         plain.all_gather_kernel(
             communicator, meta(rows[rank]), apart(sum(rows)), rows, configuration

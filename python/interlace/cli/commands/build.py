@@ -70,6 +70,12 @@ class BuildOptions(CommandOptions):
         None, type=positive_int, metavar="N", help="of the weight; default 4096"
     )
     inner: int | None = option(None, type=positive_int, metavar="N", help="K; default 4096")
+    norm: str | None = option(
+        None, choices=("rms", "layer"), help="of rows, where an op has one; default rms"
+    )
+    quantize: bool | None = option(
+        None, action="store_const", const=True, help="to fp8, where an op has a norm"
+    )
     set: tuple[str, ...] | None = option(
         None,
         action="append",
