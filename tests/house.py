@@ -193,7 +193,8 @@ FOLDERS = {
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
-        "interlace/verify/suite runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core"
+        "interlace/verify/suite runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core "
+        "runtime/numerics"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups "

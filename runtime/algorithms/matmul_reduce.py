@@ -124,7 +124,8 @@ def matmul_reduce_scatter_unfused(
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     nbytes = input.shape[0] * columns * dtype.itemsize
     # one rounding either way
-    exact = not linear.unfinished and dtype in (torch.float32, torch.float64)
+    exact = linear.bias is None and not linear.activation
+    exact = exact and dtype in (torch.float32, torch.float64)
     if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
         # the least work on the host
         product = input.new_empty(input.shape[0], columns, dtype=dtype)

@@ -138,9 +138,9 @@ def _normed(fused: Callable[..., Entry]) -> Callable[[int, KernelOptions], Entry
 
 def _normed_rows(arch: int, options: KernelOptions) -> Entry:
     _can_be_fp8(arch, options)
-    how = {"columns": options.columns, "average": options.average}
-    configuration = options.configuration(arch)
-    return catalogue.reduce_norm(arch, options.dtype, options.variant, configuration, **how)
+    configuration, columns = options.configuration(arch), options.columns
+    made = arch, options.dtype, options.variant, configuration
+    return catalogue.reduce_norm(*made, columns=columns, average=options.average)
 
 
 def _can_be_fp8(arch: int, options: KernelOptions) -> None:

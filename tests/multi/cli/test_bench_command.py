@@ -89,7 +89,13 @@ def test_a_fused_op_has_its_parts_and_an_overlap(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype"), [("matmul_reduce_scatter", "bfloat16"), ("matmul_all_reduce", "float32")]
+    ("op", "dtype"),
+    [
+        ("matmul_reduce_scatter", "bfloat16"),
+        ("matmul_all_reduce", "float32"),
+        ("matmul_reduce_scatter_norm", "float16"),
+        ("matmul_all_reduce_norm", "bfloat16"),
+    ],
 )
 def test_reductions_of_products_in_the_simulator(
     op: str, dtype: str, tmp_path: pathlib.Path

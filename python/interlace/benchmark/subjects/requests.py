@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import baselines, expert_rows, fused, plain
+from interlace.benchmark.subjects import baselines, expert_rows, fused, norms, plain
 from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
@@ -21,13 +21,20 @@ _PLAIN: tuple[type[Plain], ...] = (
     plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
     expert_rows.DispatchRows, expert_rows.CombineRows,
 )  # fmt: skip
-_FUSED = (fused.AllGatherMatmul, fused.MatmulReduceScatter, fused.MatmulAllReduce)
+_FUSED: tuple[type[Fused], ...] = (
+    fused.AllGatherMatmul,
+    fused.MatmulReduceScatter,
+    fused.MatmulAllReduce,
+)
+# tuned as those without a norm
+_NORMED: tuple[type[Fused], ...] = (norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm)
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
 """Those that ``tune`` knows."""
 _PRODUCTS = expert_rows.GroupedMatmulCombineRows
 OPS: dict[str, type[Plain | Fused]] = {
     **{kind.op: kind for kind in _PLAIN},
     **FUSED,
+    **{kind.op: kind for kind in _NORMED},
     _PRODUCTS.op: _PRODUCTS,
 }
 

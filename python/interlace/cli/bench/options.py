@@ -49,8 +49,8 @@ class BenchOptions(CommandOptions):
 
     OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
     scatter, send_recv, barrier; dispatch, combine), a fused op (all_gather_matmul, matmul_reduce_scatter,
-    matmul_all_reduce, grouped_matmul_combine), or path/to/file.py::function, which returns an
-    interlace.benchmark.Kernel, or a callable to time.
+    matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; grouped_matmul_combine), or
+    path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
 
     Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
     """
