@@ -44,8 +44,8 @@ class TorchBlocks:
 
     @functools.cached_property
     def _query(self) -> Tensor:
-        """``[b, h, tokens, size]``, widened on the stream: the query may not be there before."""
-        return self._given.permute(1, 2, 0, 3).to(self._wide)
+        """``[b, h, tokens, size]``, widened, dense; on the stream: the query may not be there before."""
+        return self._given.permute(1, 2, 0, 3).to(self._wide).contiguous()
 
     def _call(self, function: Any, label: str) -> None:
         self._problem.communicator.compute.call(function, label)
