@@ -56,7 +56,7 @@ def start(communicator: Communicator, *rest: Any) -> Started:
     with communicator.accepting(calls.FORWARD):
         made = results(query, options.layout)
     tensors = (query, key, value, documents, *made)
-    return _started(made, calls.attention(communicator, tensors, (options,), True))
+    return _started(communicator, made, calls.attention, tensors, options)
 
 
 def start_backward(communicator: Communicator, *rest: Any) -> Started:
@@ -64,11 +64,24 @@ def start_backward(communicator: Communicator, *rest: Any) -> Started:
     options = AttentionOptions(*rest[8:])
     made = fake_backward(*tensors)
     given = (*tensors, documents, made)
-    return _started(made, calls.attention_backward(communicator, given, (options,), True))
+    return _started(communicator, made, calls.attention_backward, given, options)
 
 
-def _started(made: list[Tensor], work: Any) -> Started:
-    """A rank without tokens has nothing that anybody would wait for: it waits here for its part to end."""
+def _started(
+    communicator: Communicator,
+    made: list[Tensor],
+    run: Any,
+    tensors: Any,
+    options: AttentionOptions,
+) -> Started:
+    """Asynchronous, but on a CPU, whose cores have nothing else to do meanwhile.
+
+    A rank without tokens has nothing that anybody would wait for: it waits here for its part to end.
+    """
+    if communicator.place.direct_access:
+        run(communicator, tensors, (options,), False)
+        return Started(made, None)
+    work = run(communicator, tensors, (options,), True)
     if made[0].numel():
         return Started(made, work)
     work.wait()
