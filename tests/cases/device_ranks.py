@@ -133,6 +133,32 @@ def grouped_gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return interlace.all_gather_grouped_matmul(x, weight, splits, algorithm="fused")[0]
 
 
+def two_experts(world_size: int, device: torch.device) -> torch.Tensor:
+    """Of each token: one on the rank of its number, and one on the next."""
+    tokens = torch.arange(ROWS, device=device)
+    return torch.stack([tokens, tokens + 1], 1) % world_size
+
+
+def expert_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """There and back, without a count on the host; the expert of rank r multiplies by r + 1."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    idx = two_experts(world_size, x.device)
+    received, handle = interlace.experts.dispatch(
+        x, idx, None, world_size, num_max_dispatch_tokens_per_rank=ROWS, algorithm="fused"
+    )
+    return interlace.experts.combine(received.x * (rank + 1), handle, algorithm="fused")
+
+
+def expert_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Both matmuls of a layer: by ``w`` times the rank's number from 1 on, then by the unit matrix."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    idx = two_experts(world_size, x.device)
+    rows, sent = interlace.experts.permute(x, idx, world_size)
+    up, down = (w * (rank + 1)).unsqueeze(0), torch.eye(COLUMNS, device=x.device).unsqueeze(0)
+    hidden, splits = interlace.all_to_all_grouped_matmul(rows, up, sent, algorithm="fused")
+    return interlace.grouped_matmul_combine(hidden, down, splits, idx, algorithm="fused")
+
+
 OPS: dict[str, Op] = {
     op.__name__: op
     for op in (
@@ -140,6 +166,7 @@ OPS: dict[str, Op] = {
         fused_scatter, pipelined_scatter, reduced_product, all_reduce, all_reduce_by_copies,
         all_gather, reduce_scatter, all_to_all, broadcast, grouped_exchange, grouped_gather,
         all_reduce_low_latency, all_gather_low_latency, broadcast_low_latency,
+        expert_rows, expert_products,
     )
 }  # fmt: skip
 
@@ -181,6 +208,9 @@ def expected(name: str, rank: int, world_size: int, call: int) -> torch.Tensor:
         parts = [torch.split(each, own) for each, own in zip(inputs, sizes, strict=True)]
         experts = [rank] if name == "grouped_exchange" else range(world_size)
         return torch.cat([each[e] @ w * (e + 1) for e in experts for each in parts])
+    if name.startswith("expert_"):
+        factors = (two_experts(world_size, torch.device("cpu")) + 1).sum(1, keepdim=True)
+        return (inputs[rank] if name == "expert_rows" else inputs[rank] @ w) * factors
     if name == "gather_with_input":
         return torch.cat([gathered @ w, gathered @ w])
     if name.endswith("_gather") and name != "all_gather":

@@ -32,7 +32,7 @@ def ran(
     [
         "--data-parallel ddp",
         "--data-parallel fsdp --resume-tp 1 --resume-dp 2",
-        "--experts 4 --resume-tp 4",
+        "--experts 4 --resume-tp 1 --resume-dp 2",
         "--context-parallel 2 --dp 1",
     ],
 )

@@ -1,5 +1,6 @@
 """The GPU tests' code for a rank, on the fake GPU: it must not be what fails there."""
 
+import types
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from stand_ins.fake_driver import install
 
 
 class Synchronized:
-    """``interlace``, of which every call ends once the current stream is through."""
+    """``interlace``, of which every call ends once the current stream is through; and its modules."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: FakeGpu, module: Any = interlace) -> None:
+        self._gpu, self._module = gpu, module
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(interlace, name)
+        function = getattr(self._module, name)
+        if isinstance(function, types.ModuleType):
+            return Synchronized(self._gpu, function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
