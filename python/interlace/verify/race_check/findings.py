@@ -118,6 +118,7 @@ class Finding:
 
     @property
     def kinds(self) -> set[str]:
+        """Its kind, and the one that it is in the other order."""
         return {self.kind, self.turned} - {""}
 
     @property
