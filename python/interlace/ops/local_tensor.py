@@ -28,7 +28,7 @@ from torch.distributed import _local_tensor as simulation
 from torch.utils._pytree import tree_leaves
 
 from interlace.groups import groups, rank_lists, specs
-from interlace.ops import simulated
+from interlace.ops import simulated, simulated_norms
 from interlace.runtime.compat.torch_groups import resolve
 
 NAMESPACE = "interlace"
@@ -47,7 +47,7 @@ def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[s
     """Give every op its rule. An op without a simulation refuses."""
     _rule("group_size", _group_size)
     for name in names:
-        compute = getattr(simulated, name, None)
+        compute = getattr(simulated, name, None) or simulated_norms.RULES.get(name)
         _rule(name, _refusal(name) if compute is None else _simulation(compute))
     for name in with_out:
         _rule(f"{name}_out", _simulation(getattr(simulated, name), "out"))

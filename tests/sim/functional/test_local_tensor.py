@@ -80,6 +80,7 @@ PLAIN: dict[str, Case] = {
 }
 WEIGHT = values(6, 8, rank=50)
 BIAS = values(8, rank=51)
+SAME = values(8, 6, rank=52)  # on all ranks
 FUSED: dict[str, Case] = {
     "all_gather_matmul": lambda x: F.all_gather_matmul(x, WEIGHT, bias=BIAS),
     "all_gather_matmul of pairs": lambda x: F.all_gather_matmul(
@@ -89,6 +90,12 @@ FUSED: dict[str, Case] = {
     "matmul_reduce_scatter": lambda x: F.matmul_reduce_scatter(x, WEIGHT, bias=BIAS),
     "matmul_reduce_scatter n": lambda x: F.matmul_reduce_scatter(x, WEIGHT, "avg", 1, bias=BIAS),
     "matmul_all_reduce": lambda x: F.matmul_all_reduce(x, WEIGHT, bias=BIAS, group=PAIRS),
+    "matmul_reduce_scatter normed": lambda x: F.matmul_reduce_scatter(
+        x, WEIGHT, "avg", bias=BIAS, norm=interlace.LayerNorm(BIAS, BIAS), gather_normed=True
+    ),
+    "all_reduce_norm of pairs": lambda x: F.all_reduce_norm(
+        x, residual=SAME, norm=interlace.RMSNorm(WEIGHT[:, 0]), group=PAIRS
+    ),
 }
 
 
