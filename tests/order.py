@@ -32,6 +32,7 @@ LONGEST = (
     "build/bundle/test_aot.py",
     "sim/algorithms/test_determinism.py",
     "sim/algorithms/test_fused_ops.py",
+    "sim/norms/test_norms.py",
     "build/lint/test_lint.py",
     "build/test_loops.py",
     "sim/algorithms/test_node_matmul.py",

@@ -72,6 +72,21 @@ def matmul_all_reduce() -> None:
     interlace.matmul_all_reduce(NUMBERS, WEIGHT, algorithm="fused")
 
 
+def matmul_reduce_scatter_norm() -> None:
+    how = {"norm": interlace.RMSNorm(), "gather_normed": True, "algorithm": "fused"}
+    interlace.matmul_reduce_scatter(NUMBERS, WEIGHT, **how)  # type: ignore[call-overload]
+
+
+def matmul_all_reduce_norm() -> None:
+    norm = interlace.RMSNorm()
+    interlace.matmul_all_reduce(NUMBERS, WEIGHT, norm=norm, algorithm="fused")
+
+
+def reduce_norm() -> None:
+    norm = interlace.RMSNorm()
+    interlace.reduce_scatter_norm(NUMBERS, norm=norm, gather_normed=True, algorithm="fused")
+
+
 # Each with the file whose stores have to wait.
 OPS: dict[Callable[[], None], str] = {
     all_gather: "transfer",
@@ -83,6 +98,9 @@ OPS: dict[Callable[[], None], str] = {
     all_gather_matmul: "transfer",
     matmul_reduce_scatter: "fused/matmul_reduce_scatter",
     matmul_all_reduce: "fused/matmul_all_reduce",
+    matmul_reduce_scatter_norm: "fused/matmul_reduce_scatter",
+    matmul_all_reduce_norm: "fused/matmul_all_reduce",
+    reduce_norm: "fused/reduce_norm",
 }
 
 
@@ -115,10 +133,13 @@ class Seen:
             yield
 
 
-def run_again(op: Callable[[], None], *, credit: int, void: bool = False) -> tuple[bool, bool]:
+def run_again(
+    op: Callable[[], None], *, credit: int, void: bool = False, gathered: bool = False
+) -> tuple[bool, bool]:
     """Whether rank 1's memory has changed, and whether rank 0 has told that it gave up.
 
-    ``void``: a wait of rank 0 was given up before the kernel begins.
+    ``void``: a wait of rank 0 was given up before the kernel begins. ``gathered``: of that memory, where
+    normed rows come to lie.
     """
     seen = Seen()
     with override(**TILES), seen.looking():
@@ -131,6 +152,9 @@ def run_again(op: Callable[[], None], *, credit: int, void: bool = False) -> tup
     theirs = buffer.peer_bytes[1][HEADER_WORDS * WORD :]
     theirs.fill_(POISON_BYTE)
     run_alone(launch)
+    if gathered:
+        first = launch.arguments["workspace"].data_offset + launch.arguments["gathered"].normed_byte
+        theirs = buffer.peer_bytes[1][first : first + 32 * 4]
     told = buffer.view(1, 0, (HEADER_WORDS,), torch.int64)[ABORT_WORD]
     return not bool((theirs == POISON_BYTE).all()), bool(told)
 
@@ -144,6 +168,17 @@ def test_without_credit_nothing_is_stored(op: Callable[[], None]) -> None:
 def test_with_credit_it_is_stored(op: Callable[[], None]) -> None:
     """Rank 0 gives up here too, but only on the data of rank 1, which does not run."""
     assert run_again(op, credit=1) == (True, True)
+
+
+@pytest.mark.parametrize("op", [matmul_reduce_scatter_norm, reduce_norm])
+def test_rows_without_a_contribution_are_not_sent(
+    op: Callable[[], None], tmp_path: pathlib.Path
+) -> None:
+    """That rank 1's tiles have come is how rank 0 knows that it has read what was there before."""
+    assert run_again(op, credit=1, gathered=True) == (False, True)
+    edit = Edit("free = given_up == 0", "free = given_up >= 0")
+    with mutated(Mutant(f"sends {op.__name__}", "kernels/fused/row_norms.py", (edit,)), tmp_path):
+        assert run_again(op, credit=1, gathered=True) == (True, True)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
