@@ -170,6 +170,17 @@ def matmul_all_reduce_fused(
     )
 
 
+def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Linear) -> Event:
+    """A torch matmul, whose few rows one low-latency kernel sums and norms on all ranks."""
+    product = torch.empty_like(linear.output)
+    communicator.compute.call(
+        lambda: operands.multiply(product, input, linear.weight, None), "matmul"
+    )
+    return RowReduction(
+        communicator, "matmul_all_reduce", product, linear, None, None
+    ).low_latency()
+
+
 def reduce_fused(
     communicator: Communicator,
     op: str,

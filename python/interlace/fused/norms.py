@@ -210,6 +210,15 @@ class _NormedReduce(reduce.CheckedReduce):
             raise ValueError(NO_FP8.format("fused"))
         return "unfused"  # between nodes no kernel norms rows
 
+    def _by_words(self, output: Tensor) -> bool:
+        """Whether the choice is free, and the words of a low-latency kernel do for the product."""
+        place = self.communicator.place
+        if self.algorithm != "auto" or place.direct_access or place.nodes is not None:
+            return False
+        simple = output.dtype in FUSED_DTYPES and output.numel() > 0 and not self.activation
+        possible = self.options.quantize is None or _kernel_makes_fp8(self.communicator)
+        return simple and possible and not low_latency.why_no_rows(output)
+
     def reduce_scatter_normed(
         self,
         left: Tensor,
@@ -233,12 +242,15 @@ class _NormedReduce(reduce.CheckedReduce):
         return algorithms.gather(self.communicator, whole, segments, event)
 
     def all_reduce_normed(self, left: Tensor, linear: Linear) -> Event:
-        """One-shot, or the own rows first, which then go to all."""
+        """One-shot, or the own rows first, which then go to all; a token's by words that carry flags."""
         communicator, output, tail = self.communicator, linear.output, linear.tail
         assert tail is not None
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(ALL_REDUCE, rows, columns)
         algorithm = self.chosen(rows, columns, choice.algorithm)
+        if algorithm == "unfused" and self._by_words(output):
+            _told("low_latency")
+            return algorithms.product_in_words(communicator, left, linear)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
             _told("fused")
             return algorithms.matmul_all_reduce_fused(

@@ -252,6 +252,18 @@ def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) ->
     assert seen == {"low_latency_norm_kernel": 9}
 
 
+def test_a_token_behind_a_matmul_goes_by_words() -> None:
+    """Where "auto" finds nothing to fuse, as on a GPU: torch's matmul, and one kernel."""
+    few = mock.patch("interlace.fused.reduce.choose_algorithm", lambda *_, **how: "unfused")
+    for dtype, quantize in ((BF16, None), (F32, "fp8")):
+        case = Case(
+            "matmul_all_reduce", "auto", 3, (2,), 520, dtype=dtype, quantize=quantize, bias=True
+        )
+        with few, launches() as seen:
+            check(case, run(case))
+        assert seen == {"low_latency_norm_kernel": 3}
+
+
 def test_auto_takes_words_for_a_token_and_the_kernel_for_more() -> None:
     for rows, kernel in ((1, "low_latency_norm_kernel"), (80, "reduce_norm_kernel")):
         with launches() as seen:
