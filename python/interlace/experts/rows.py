@@ -257,7 +257,7 @@ def combine(
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")
     rows = y.flatten(0, 1) if handle.routing.packed and y.dim() == 3 else y
     routing = handle.routing._replace(algorithm=algorithm)
-    tensors = (rows, handle.segments, handle.inverse, handle.topk_idx, weights)
+    tensors = (rows, handle.segments, handle.topk_idx, weights)
     if requires_gradients(*tensors):
         kept = weights is not None and weights.requires_grad
         arguments = (*tensors, kept, *routing)

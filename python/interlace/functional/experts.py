@@ -64,14 +64,14 @@ def named(
 ) -> tuple[Received, DispatchHandle]:
     """The tensors of a dispatch by name."""
     _, scales, topk_idx, topk_weights = tensors
-    rows, *rest, segments, inverse = made
+    rows, *rest, segments = made
     of_rows = rest.pop(0) if scales is not None else None
     if routing.packed:
         experts = segments.shape[0]
         rows = _by_expert(rows, experts)
         of_rows = None if of_rows is None else _by_expert(of_rows, experts)
     received = Received(rows, of_rows, rest[0] if topk_weights is not None else None, segments)
-    return received, DispatchHandle(segments, inverse, topk_idx, topk_weights, routing, group)
+    return received, DispatchHandle(segments, topk_idx, topk_weights, routing, group)
 
 
 def _by_expert(rows: Tensor, experts: int) -> Tensor:
@@ -106,7 +106,7 @@ def combine(
     check("combine", group, tag, y=y)
     rows = y.flatten(0, 1) if handle.routing.packed and y.dim() == 3 else y
     weights = handle.topk_weights if weighted else None
-    tensors = (rows, handle.segments, handle.inverse, handle.topk_idx, weights)
+    tensors = (rows, handle.segments, handle.topk_idx, weights)
     kept = weights is not None and keeps(False, [weights])
     routing = handle.routing._replace(algorithm=algorithm)
     return run_to_list("combine", group, tag, tensors, *tensors, kept, *routing)[0]  # type: ignore[no-any-return]

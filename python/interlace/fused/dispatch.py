@@ -91,11 +91,17 @@ class DispatchHandle(NamedTuple):
     """
 
     segments: Tensor
-    inverse: Tensor
     topk_idx: Tensor
     topk_weights: Tensor | None
     routing: "Routing"
     group: Any
+
+    @property
+    def inverse(self) -> Tensor:
+        """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
+        routing = self.routing
+        idx = self.topk_idx.to(torch.int64)
+        return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
 
 
 class Routing(NamedTuple):
@@ -241,7 +247,7 @@ def dispatch(
     outputs: list[Tensor] | None,
     routing: Routing,
 ) -> PreparedCall:
-    """Dispatch, checked; its result is rows, scales if any, weights if any, segments, the home rows.
+    """Dispatch, checked; its result is rows, scales if any, weights if any, segments.
 
     ``outputs``: these, if the caller has made them, for ``max_tokens``.
     """
@@ -281,7 +287,6 @@ def dispatch(
                 routing, data, scales, assignment.topk_idx, weights, known.counts, communicator
             )
         result = _named(made, scales is not None, weights is not None)
-        made[-1].copy_(assignment.inverse)
         op = Dispatch(communicator, data, scales, weights, assignment, known.bounds)
         way = algorithm if known.bounds.most_tokens else "unfused"
         if op_ranges := profiled_op.get():
@@ -302,7 +307,7 @@ def dispatch(
 
 
 def _named(made: list[Tensor], scaled: bool, weighted: bool) -> DispatchResult:
-    rows, *rest, segments, _ = made
+    rows, *rest, segments = made
     scales = rest.pop(0) if scaled else None
     return DispatchResult(rows, scales, rest[0] if weighted else None, segments)
 
@@ -337,7 +342,7 @@ def bounded(
     """As of :func:`results`, from shapes alone; zeros, as not all rows will be written."""
     rows = routing.bound(topk_idx.shape[1], world_size)
     made = _results(routing, x, scales, topk_idx, weights, world_size, rows)
-    for each in made[:-2]:
+    for each in made[:-1]:
         (each if each.element_size() > 1 else each.view(torch.uint8)).zero_()
     return made
 
@@ -358,7 +363,6 @@ def _results(
         made.append(weights.new_empty(rows, dtype=torch.float32))
     segments = routing.num_experts // world_size, world_size, 3
     made.append(topk_idx.new_empty(segments, dtype=torch.int64))
-    made.append(topk_idx.new_empty(topk_idx.shape, dtype=torch.int64))
     return made
 
 
@@ -366,7 +370,6 @@ def combine(
     communicator: Communicator,
     rows: Tensor,
     segments: Tensor,
-    inverse: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     outputs: list[Tensor] | None,
@@ -410,7 +413,7 @@ def combine(
             communicator,
             rows,
             segments,
-            Home(inverse, weights, made[0], kept),
+            Home(assignment.inverse, weights, made[0], kept),
             known.bounds,
         )
         way = algorithm if known.bounds.most_tokens else "unfused"

@@ -35,7 +35,7 @@ DISPATCH_ARGUMENTS = (
     f"{_ROUTING}, str algorithm"
 )
 COMBINE_ARGUMENTS = (
-    "Tensor input, Tensor segments, Tensor inverse, Tensor topk_idx, Tensor? topk_weights, "
+    "Tensor input, Tensor segments, Tensor topk_idx, Tensor? topk_weights, "
     f"bool return_rows, {_ROUTING}, str algorithm"
 )
 MATMUL_COMBINE_ARGUMENTS = (
@@ -78,30 +78,36 @@ def setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, scales, idx, weights, *ctx.routing, ctx.algorithm, ctx.size, ctx.name = inputs
     ctx.scaled, ctx.weighted = scales is not None, weights is not None
     ctx.set_materialize_grads(False)
-    *_, segments, inverse = output
-    ctx.save_for_backward(segments, inverse, idx)
+    ctx.save_for_backward(output[-1], idx)
 
 
 def dispatch_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    segments, inverse, idx = ctx.saved_tensors
-    segments, inverse = wait(segments), wait(inverse)
-    of_rows, of_weights = grads[0], grads[-3] if ctx.weighted else None
+    segments, idx = ctx.saved_tensors
+    segments = wait(segments)
+    of_rows, of_weights = grads[0], grads[-2] if ctx.weighted else None
 
     def combined(rows: Tensor, kept: bool) -> list[Tensor]:
-        about = segments, inverse, idx, None, kept
+        about = segments, idx, None, kept
         return list(_ops.combine(rows, *about, *ctx.routing, ctx.algorithm, ctx.size, ctx.name))
 
     of_input = None if of_rows is None else wait(combined(of_rows, False)[0])
     of_given = None
     if of_weights is not None:
         kept = wait(combined(of_weights.view(-1, 1), True)[1])
+        inverse = _inverse(ctx, idx)
         of_given = torch.where(inverse < 0, 0.0, kept.view(-1)[inverse.clamp(min=0)])
     return (of_input, None, None, of_given, *[None] * 7)
 
 
+def _inverse(ctx: Any, idx: Tensor) -> Tensor:
+    """The home row of each slot; it is not kept, as it takes less time than memory."""
+    experts, capacity, *_ = ctx.routing
+    return Assignment(idx.to(torch.int64), experts, 1, capacity).inverse
+
+
 def combined(*args: Any) -> list[Tensor]:
     """What a combine gives, made; its arguments, and the size of the group."""
-    input, _, _, idx, _, return_rows, *_ = args
+    input, _, idx, _, return_rows, *_ = args
     return rows_of.combined(input, idx, return_rows)
 
 
@@ -117,7 +123,7 @@ def start_combine(communicator: Communicator, *args: Any) -> Started:
 
 
 def setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    input, _, inverse, idx, weights, kept, *ctx.routing, ctx.algorithm, ctx.size, ctx.name = inputs
+    input, _, idx, weights, kept, *ctx.routing, ctx.algorithm, ctx.size, ctx.name = inputs
     ctx.rows, ctx.shared = input.shape[0], input.requires_grad
     ctx.weighted = weights is not None
     ctx.weighs = weights is not None and weights.requires_grad
@@ -125,14 +131,14 @@ def setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         raise RuntimeError("combine: gradients of topk_weights need return_rows")
     ctx.set_materialize_grads(False)
     more = [weights] if ctx.weighted else []
-    ctx.save_for_backward(inverse, idx, *more, *([output[1]] if ctx.weighs else []))
+    ctx.save_for_backward(idx, *more, *([output[1]] if ctx.weighs else []))
 
 
 def combine_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    inverse, idx, *more = ctx.saved_tensors
-    inverse, grad, of_input = wait(inverse), grads[0], None
+    idx, *more = ctx.saved_tensors
+    grad, of_input, of_weights = grads[0], None, None
     if grad is None:
-        return (None,) * 13
+        return (None,) * 12
     weights = more[0] if ctx.weighted else None
     if ctx.shared:
         about = (*ctx.routing, ctx.algorithm, ctx.size, ctx.name)
@@ -142,8 +148,9 @@ def combine_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...
             of_input = (of_input * wait(made[1]).unsqueeze(1)).to(grad.dtype)
         if of_input.shape[0] != ctx.rows:  # rows that nothing was dispatched to
             of_input = F.pad(of_input, (0, 0, 0, ctx.rows - of_input.shape[0]))
-    of_weights = _of_weights(weights, wait(more[1]), inverse, grad) if ctx.weighs else None
-    return (of_input, None, None, None, of_weights, *[None] * 8)
+    if ctx.weighs:
+        of_weights = _of_weights(weights, wait(more[1]), _inverse(ctx, idx), grad)
+    return (of_input, None, None, of_weights, *[None] * 8)
 
 
 def _of_weights(weights: Any, home: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:

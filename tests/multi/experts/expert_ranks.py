@@ -163,6 +163,7 @@ FORMS: dict[str, Callable[..., torch.Tensor]] = {
     "rows": _rows,
     "products": _products,
     "rows compiled": lambda *args: _compiled(_rows)(*args),
+    "rows by inductor": lambda *args: torch.compile(_rows, fullgraph=True)(*args),
 }
 
 
