@@ -1,6 +1,7 @@
 """``interlace.verify.schedules``: it finds, shrinks and replays; weak memory; deadlock reports."""
 
 import copy
+import gc
 import multiprocessing.connection
 import os
 import random
@@ -23,7 +24,7 @@ from interlace.runtime.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
-from interlace.verify.schedule_check import parallel
+from interlace.verify.schedule_check import parallel, sampling
 from interlace.verify.schedule_check.digest import digest_of
 from sim.verify import memory_kernels
 from sim.verify import race_kernels as kernels
@@ -134,6 +135,23 @@ def test_check_sees_the_results_by_rank() -> None:
     assert schedules(interlace.get_rank, 3, n=4, check=right, workers=1).clean
     report = schedules(interlace.get_rank, 3, n=4, check=wrong, workers=1)
     assert report.failing == (0, 1, 2, 3) and "got [0, 1, 2]" in str(report)
+
+
+@pytest.mark.parametrize(("objects", "few"), [(sampling.NEW_OBJECTS, True), (700, False)])
+def test_schedules_are_not_spent_on_garbage(
+    objects: int, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them looks for it; with Python's own threshold, the control, each does."""
+    begun: list[str] = []
+    monkeypatch.setattr(sampling, "NEW_OBJECTS", objects)
+    gc.callbacks.append(note := lambda phase, info: begun.append(phase))
+    before = gc.get_threshold()
+    try:
+        schedules(exchange, 2, n=6, workers=1)
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.get_threshold() == before
+    assert (begun.count("start") <= 1) == few
 
 
 def test_workers_find_the_same() -> None:

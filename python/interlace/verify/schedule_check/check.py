@@ -189,18 +189,19 @@ def schedules(  # type: ignore[misc]
     on_rank = launcher.rank_function(fn, args, kwargs)
     trial = Trial(on_rank, world_size, store_buffers, check, timeout, programs(arch))
     begin = time.monotonic()
-    first_outcome = trial.run(chosen[0], tell=True)
-    if deterministic and first_outcome.error is None:
-        trial = replace(trial, expected=first_outcome.digest)
-    on_progress(1)
-    later = parallel.map_seeds(
-        lambda seed: trial.run(seed).verdict,
-        # what one schedule cannot run, hardly any can
-        [] if first_outcome.refusal else chosen[1:],
-        workers=workers,
-        on_progress=lambda done: on_progress(done + 1),
-    )
-    kinds = [(chosen[0], first_outcome.verdict), *later]
+    with rare_collections():
+        first_outcome = trial.run(chosen[0], tell=True)
+        if deterministic and first_outcome.error is None:
+            trial = replace(trial, expected=first_outcome.digest)
+        on_progress(1)
+        later = parallel.map_seeds(
+            lambda seed: trial.run(seed).verdict,
+            # what one schedule cannot run, hardly any can
+            [] if first_outcome.refusal else chosen[1:],
+            workers=workers,
+            on_progress=lambda done: on_progress(done + 1),
+        )
+        kinds = [(chosen[0], first_outcome.verdict), *later]
     refusals = {seed: refusal for seed, (_, refusal) in kinds if refusal is not None}
     failing = sorted(seed for seed, (wrong, _) in kinds if wrong is not None)
     seconds = time.monotonic() - begin
@@ -261,7 +262,7 @@ class Trial:
         )
         error, digest, refusal = None, "", None
         try:
-            with poisoned_memory(), rare_collections():
+            with poisoned_memory():
                 results = run_sim(self.on_rank, self.world_size, scheduler=scheduler)
             digest = digest_of(results)
             if self.check is not None:

@@ -57,9 +57,9 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Python looks for garbage now and then, and not several times in each schedule.
+    """Python looks for garbage now and then, and not twice in each schedule.
 
-    A seventh of a schedule's time went to that.
+    Of a schedule of 12 ms that took 0.6 to 1.1.
     """
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])
