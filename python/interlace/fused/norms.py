@@ -99,8 +99,11 @@ def _told(algorithm: str) -> None:
 
 
 def _kernel_makes_fp8(communicator: Communicator) -> bool:
-    capability = configuration.capability_of(communicator.place)
-    return capability is None or capability >= SMALLEST_FP8
+    place = communicator.place
+    capability = configuration.capability_of(place)
+    if capability is None:  # interpreted, or run as PTX of 9.0, which has descriptors, or of 8.0
+        return not place.compiled or place.descriptors
+    return capability >= SMALLEST_FP8
 
 
 def prepared(

@@ -329,3 +329,24 @@ def test_scales_are_as_a_scaled_matmul_takes_them() -> None:
         assert math.isclose(float(values.float().abs().max()), LARGEST)
         right = values.float() * scale
         assert float((product - right).abs().max()) <= float(right.abs().max()) * 2.0**-8
+
+
+@pytest.mark.parametrize("arch", few([80, 90], 90))
+def test_compiled_kernels_have_the_same_sums(arch: int) -> None:
+    """In place ``ptx``; fp8 is made by a kernel of 9.0, and by torch where there is none."""
+    cases = [
+        Case("all_reduce_norm", "fused", 2, (5,), 64, dtype=BF16),
+        Case("all_reduce_norm", "low_latency", 2, (1,), 64, dtype=BF16, kind="layer"),
+        Case("reduce_scatter_norm", "auto", 2, (5,), 64, dtype=BF16, gather=True, quantize="fp8"),
+    ]
+
+    def on_rank() -> list[Any]:
+        return [case.call() for case in cases]
+
+    interpreted = interlace.run(on_rank, 2)
+    compiled = interlace.run(on_rank, 2, place="ptx", arch=arch)
+    for index, case in enumerate(cases):
+        check(case, [each[index] for each in compiled])
+        if arch == 90 or not case.quantize:
+            for one, other in zip(interpreted, compiled, strict=True):
+                assert torch.equal(one[index][1], other[index][1])
