@@ -45,6 +45,8 @@ _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 _STORES = {
     "all_gather_matmul_kernel": ("copy", "tile"),
     "grouped_matmul_kernel": ("copy", "tile"),
+    "grouped_matmul_combine_kernel": ("tile", "sum"),
+    "combine_kernel": ("copy", "sum"),
     "matmul_reduce_scatter_kernel": ("tile", "sum"),
 }
 

@@ -33,6 +33,7 @@ def ran(
         "--data-parallel ddp",
         "--data-parallel fsdp --resume-tp 1 --resume-dp 2",
         "--experts 4 --resume-tp 1 --resume-dp 2",
+        "--dp 1 --context-parallel 2 --experts 4",
         "--context-parallel 2 --dp 1",
     ],
 )
