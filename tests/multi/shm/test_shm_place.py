@@ -314,8 +314,7 @@ def test_nothing_is_left(pool: ProcessPool) -> None:
 PARENT = """
 if __name__ == "__main__":
     from multi.shm import shm_ranks as ranks
-    from interlace.runtime.start import pool as pool_module
-from interlace.runtime.start.pool import ProcessPool
+    from interlace.runtime.start.pool import ProcessPool
     ProcessPool(1).run(ranks.kill_parent, setup=ranks.setup)
 """
 
