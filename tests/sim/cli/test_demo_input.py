@@ -129,8 +129,11 @@ def test_bad_options(options: Any, message: str) -> None:
         (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
         (["--place", "moon"], "argument --place: invalid choice: 'moon'"),
         (["--seed", str(1 << 64)], "argument --seed: must be a whole number within 0..2**64 - 1"),
-        (["--ranks", "0"], "argument --ranks: must be a positive whole number, got '0'"),
-        (["--ranks", "65"], "argument --ranks: must be within 1..64, got 65"),
+        (
+            ["--ranks", "0"],
+            "argument --ranks/--world-size: must be a positive whole number, got '0'",
+        ),
+        (["--ranks", "65"], "argument --ranks/--world-size: must be within 1..64, got 65"),
     ],
 )
 def test_bad_arguments(

@@ -1,6 +1,5 @@
 """The cost model: torch's figures by default, equal to torch's own functions; given and measured ones."""
 
-import functools
 import json
 import math
 import pathlib
@@ -8,7 +7,6 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import interlace.tensor as tensor
 from interlace.cli.commands.calibrate import (
-    TRIES,
     CalibrateOptions,
-    _without_noise,
     calibrate,
     mesh_of,
 )
@@ -302,20 +298,6 @@ def test_noise_is_no_bandwidth() -> None:
     times[0, "all_to_all", 8 << 20] = [9e4]
     with pytest.raises(NoisyTimesError, match=r"all_to_all .* 90000 us, in other ops 889 us"):
         measured(request, [times], "interlace", "shm")
-
-
-def test_a_calibration_of_noise_is_tried_again_and_then_given_up() -> None:
-    tried: list[int] = []
-
-    def attempt(quiet: int, number: int) -> Any:
-        tried.append(number)
-        if number < quiet:
-            raise NoisyTimesError("all_gather", 0, "noise")
-        return "measured"
-
-    assert _without_noise(functools.partial(attempt, 1)) == "measured" and tried == [0, 1]
-    with pytest.raises(NoisyTimesError):
-        _without_noise(functools.partial(attempt, TRIES))
 
 
 def test_the_slowest_rank_counts() -> None:
