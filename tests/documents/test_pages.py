@@ -18,8 +18,8 @@ LINES = [
 LONG = {
     f"docs/{name}.md"
     for name in (
-        "aot", "bench", "kernels", "layers", "megatron", "model", "peers", "places", "tensor", "torchtitan",
-        "tune", "verify",
+        "aot", "attention", "bench", "experts", "kernels", "layers", "megatron", "model", "norms",
+        "operations", "peers", "places", "ptx", "record", "tensor", "torchtitan", "tune", "verify",
     )
 }  # fmt: skip
 NOT_RUN = [

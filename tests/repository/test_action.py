@@ -44,6 +44,7 @@ def run(script: str, folder: pathlib.Path, **variables: str) -> subprocess.Compl
     )
 
 
+@thorough
 def test_the_action_writes_findings_and_a_page(tmp_path: pathlib.Path) -> None:
     (script,) = re.findall(r"      run: \|\n((?:        .*\n)+)", ACTION)
     assert "${{" not in script, "what is pasted into a script is run by it"

@@ -110,6 +110,7 @@ def test_dynamic_shapes(tmp_path: Path) -> None:
         assert reports == [("inference", [(GATHER, 1, ""), (SCATTER, 1, "")])]
 
 
+@thorough
 def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
     for lines, worst, ops in on_ranks(compile_ranks.through_inductor, 2, tmp_path):
         assert lines == [

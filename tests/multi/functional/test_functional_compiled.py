@@ -128,6 +128,7 @@ def test_inductor_keeps_work_between_start_and_wait() -> None:
         assert between >= 1, call
 
 
+@thorough
 def test_inductor_leaves_memory_in_flight_alone() -> None:
     on_ranks(ranks.memory_in_flight, 2)
 

@@ -28,6 +28,7 @@ def kernel(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / f"{name}.py"
 
 
+@thorough
 def test_its_tests_pass(kernel: pathlib.Path) -> None:
     done = subprocess.run(
         [
