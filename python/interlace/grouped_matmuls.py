@@ -22,6 +22,7 @@ from interlace.arguments.words import (
 from interlace.fused import grouped, grouped_combine
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
+from interlace.matmuls import requires_gradients
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.stream import Outcome
@@ -304,7 +305,7 @@ def grouped_matmul_combine(
     options = grouped_combine.CombineOptions(splits, False, algorithm, out_dtype)
     tensors = (input, weight, bias, topk_idx, topk_weights)
     op, communicator = grouped_combine.MATMUL_COMBINE, resolve(group).on(input)
-    if recorded.requires_gradients(*tensors):
+    if requires_gradients(*tensors):
         if not modes_active():
             with communicator.accepting(op):
                 call = grouped_combine.checked(communicator, *tensors, options)
@@ -346,7 +347,7 @@ def _grouped_matmul(
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)
-    if recorded.requires_gradients(*tensors):
+    if requires_gradients(*tensors):
         if not modes_active():
             with communicator.accepting(op):
                 call = grouped.checked(communicator, input, weight, bias, options)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace import norms, recorded
+from interlace import recorded
 from interlace.arguments import checks
-from interlace.arguments.norms import AnyNorm
+from interlace.arguments.norms import AnyNorm, given
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,
@@ -29,7 +29,7 @@ from interlace.arguments.words import (
     Tensors,
     Yes,
 )
-from interlace.fused import gather, reduce
+from interlace.fused import gather, norms, reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.runtime.core.work import Work
@@ -122,7 +122,7 @@ def all_gather_matmul(
     options = gather.GatherMatmulOptions(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if recorded.requires_gradients(input, weight, bias):
+    if requires_gradients(input, weight, bias):
         if recorded.matrices(input) and recorded.equal_shards(group, input, gather_dim):
             several = not isinstance(weight, Tensor)
             count = len(weight) if several else 1
@@ -352,8 +352,8 @@ def _matmul_reduce(
     """
     op, (input, weight, bias) = options.op, tensors
     with resolve(group).accepting(op):
-        vectors, norm = norms.given(*normed)
-    if recorded.requires_gradients(*tensors, *vectors):
+        vectors, norm = given(*normed)
+    if requires_gradients(*tensors, *vectors):
         dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
         if recorded.matrices(input, weight) and all(
             recorded.equal_parts(group, input, weight, dim) for dim in dims
@@ -364,11 +364,11 @@ def _matmul_reduce(
             more: dict[str, Any] = {}
             then = functools.partial(activate, name=name)
             if norm is not None and not name:
-                residual, given, quantize, gather = normed
-                more = {"residual": residual, "norm": given, "quantize": quantize}
+                residual, chosen, quantize, gather = normed
+                more = {"residual": residual, "norm": chosen, "quantize": quantize}
                 more |= {"gather_normed": gather} if dims else {}
             elif norm is not None:
-                then = functools.partial(norms.after, name, normed, dims, group)
+                then = functools.partial(recorded.normed_sum, name, normed, dims, group)
             return recorded.run(
                 op, async_op, operands, then, options, bias=bias, group=group, **more
             )
@@ -378,3 +378,16 @@ def _matmul_reduce(
         fused = (*tensors, *vectors, None)
         return norms.FORMS[op](communicator, fused, (options, norm), async_op)
     return reduce.FORMS[op](communicator, (*tensors, None), (options,), async_op)
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False

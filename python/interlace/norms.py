@@ -1,4 +1,4 @@
-"""Reductions that end with a norm of the rows, as they are called, and their part of ``matmuls.py``."""
+"""Reductions that end with a norm of the rows, as they are called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from interlace import recorded
 from interlace.arguments import checks
-from interlace.arguments.norms import AnyNorm, NormOptions, NormTensors, taken_apart
+from interlace.arguments.norms import AnyNorm, taken_apart
 from interlace.arguments.norms import LayerNorm as LayerNorm
 from interlace.arguments.norms import RMSNorm as RMSNorm
 from interlace.arguments.words import (
@@ -26,49 +26,13 @@ from interlace.arguments.words import (
 from interlace.fused import norms
 from interlace.fused.norms import FORMS as FORMS
 from interlace.groups.groups import resolve
+from interlace.matmuls import requires_gradients
 from interlace.runtime.core.work import Work
-from interlace.runtime.numerics.activations import activate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Tensor = torch.Tensor
-
-
-def given(
-    residual: Any, norm: Any, quantize: Any, gather_normed: Any
-) -> tuple[NormTensors, NormOptions | None]:
-    """The tensors of a call's norm, and the rest, which is None without one; ValueError for half of one."""
-    if norm is not None:
-        return taken_apart(norm, residual, quantize, gather_normed)
-    if residual is not None or quantize is not None or gather_normed:
-        raise ValueError(
-            "residual, quantize and gather_normed are for a call with norm, which is None"
-        )
-    return (None, None, None), None
-
-
-def after(
-    activation: str, normed: tuple[Any, ...], dims: tuple[int, ...], group: Group, total: Tensor
-) -> Any:
-    """What an op with a norm does to ``total``, by torch: for gradients, where there is an activation."""
-    residual, norm, quantize, gather = normed
-    if quantize is not None:
-        raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-    total = activate(total, activation)
-    total = total if residual is None else total + residual
-    weight = None if norm.weight is None else norm.weight.to(total.dtype)
-    columns = total.shape[-1:]
-    if isinstance(norm, RMSNorm):
-        made = torch.nn.functional.rms_norm(total, columns, weight, norm.eps)
-    else:
-        bias = None if norm.bias is None else norm.bias.to(total.dtype)
-        made = torch.nn.functional.layer_norm(total, columns, weight, bias, norm.eps)
-    if gather:
-        from interlace import functional
-
-        made = functional.wait(functional.all_gather(made, *dims, group=group))
-    return made, total
 
 
 @overload
@@ -236,7 +200,7 @@ def _rows(
     op, (input, bias) = options.op, tensors
     with resolve(group).accepting(op):
         vectors, norm = taken_apart(normed[1], normed[0], *normed[2:])
-    if recorded.requires_gradients(*tensors, *vectors):
+    if requires_gradients(*tensors, *vectors):
         scattered = options.scatter_dim is not None
         if recorded.matrices(input) and (
             not scattered or recorded.equal_parts(group, input, input, options.scatter_dim)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from interlace.arguments.norms import RMSNorm
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.stream import Outcome
+from interlace.runtime.numerics.activations import activate
 
 
 def matrices(*tensors: Any) -> bool:
@@ -22,19 +24,6 @@ def matrices(*tensors: Any) -> bool:
     return not modes_active() and all(
         isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
     )
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False
 
 
 def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
@@ -86,6 +75,29 @@ def started(
         result = getattr(functional, op)(*operands, **how)
     work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()
+
+
+def normed_sum(
+    activation: str, normed: tuple[Any, ...], dims: tuple[int, ...], group: Any, total: torch.Tensor
+) -> Any:
+    """What an op with a norm does to ``total``, by torch: for gradients, where there is an activation."""
+    residual, norm, quantize, gather = normed
+    if quantize is not None:
+        raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+    total = activate(total, activation)
+    total = total if residual is None else total + residual
+    weight = None if norm.weight is None else norm.weight.to(total.dtype)
+    columns = total.shape[-1:]
+    if isinstance(norm, RMSNorm):
+        made = torch.nn.functional.rms_norm(total, columns, weight, norm.eps)
+    else:
+        bias = None if norm.bias is None else norm.bias.to(total.dtype)
+        made = torch.nn.functional.layer_norm(total, columns, weight, bias, norm.eps)
+    if gather:
+        from interlace import functional
+
+        made = functional.wait(functional.all_gather(made, *dims, group=group))
+    return made, total
 
 
 class RecordedWork(TorchWork):

@@ -137,3 +137,16 @@ def terms(norm: RowNorm, residual: Tensor | None, options: NormOptions) -> tuple
         ("dtype of weight of norm", None if norm.weight is None else norm.weight.dtype),
         ("dtype of bias of norm", None if norm.bias is None else norm.bias.dtype),
     )
+
+
+def given(
+    residual: Any, norm: Any, quantize: Any, gather_normed: Any
+) -> tuple[NormTensors, NormOptions | None]:
+    """The tensors of a call's norm, and the rest, which is None without one; ValueError for half of one."""
+    if norm is not None:
+        return taken_apart(norm, residual, quantize, gather_normed)
+    if residual is not None or quantize is not None or gather_normed:
+        raise ValueError(
+            "residual, quantize and gather_normed are for a call with norm, which is None"
+        )
+    return (None, None, None), None

@@ -284,7 +284,7 @@ def _normed(op: str, rank: int, world_size: int, call: int, **how: Any) -> Start
     weight, bias = torch.full((columns,), 4.0), torch.ones(columns)
     norm = interlace.LayerNorm(weight, bias, eps=0.0) if kind else interlace.RMSNorm(weight, 0.0)
     expected = 4.0 * signs + kind
-    if scattered and call < CALLS - 1:
+    if scattered and call != 1:  # after a gather all have read what they were sent, credit or none
         how["gather_normed"] = True
     elif scattered:
         expected = expected[own]
