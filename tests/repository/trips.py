@@ -24,7 +24,7 @@ from stand_ins.fake_driver import install
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = tuple(str(ROOT / folder) for folder in ("kernels", "runtime", "python"))
 STAND_INS = ("Plans.lasting_tensors", "Arena.buffers", "Turns._take")
-WARM, LOOKS = 4, 8  # calls; a plan is made for each of two workspaces
+WARM, LOOKS = 4, 40  # calls; a plan is made for each of two workspaces
 
 Trip = list[str]
 """Files in the order in which they were entered; no two neighbours are equal."""
