@@ -131,15 +131,10 @@ def _started(
     return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
 
 
-def checked(
-    communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: GroupedOptions,
-) -> Checked:
-    """The arguments, if they fit together on this rank."""
-    world_size = communicator.world_size
+def rows_and_experts(
+    communicator: Communicator, input: torch.Tensor, weight: torch.Tensor, options: Any
+) -> tuple[torch.Tensor, torch.Tensor, str, torch.dtype]:
+    """``input`` (rows, k) and ``weight`` (experts, k, n), if they fit, with the algorithm and the dtype."""
     input = checks.tensor("input", input, communicator)
     algorithm, dtype = checks.algorithm_and_dtype(input, options)
     if input.dim() != 2:
@@ -156,6 +151,19 @@ def checked(
             f"weight has k = {weight.shape[1]} (shape {tuple(weight.shape)}), input has k = "
             f"{input.shape[1]} (shape {tuple(input.shape)})"
         )
+    return input, weight, algorithm, dtype
+
+
+def checked(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: GroupedOptions,
+) -> Checked:
+    """The arguments, if they fit together on this rank."""
+    world_size = communicator.world_size
+    input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
     experts = weight.shape[0] * (world_size if options.op == EXCHANGE else 1)
     sent = counts("input_splits", options.input_splits)
     if options.op == EXCHANGE and len(sent) % world_size:

@@ -12,6 +12,7 @@ import torch
 from interlace.arguments import checks
 from interlace.fused.dispatch import Routing, assignment_of, combined, weights_of
 from interlace.fused.grouped import counts as splits_of
+from interlace.fused.grouped import rows_and_experts
 from interlace.runtime.algorithms.experts.combine import Home
 from interlace.runtime.algorithms.experts.grouped_combine import OP, GroupedMatmulCombine
 from interlace.runtime.algorithms.operands import Linear
@@ -86,22 +87,7 @@ def checked(
 ) -> CheckedCombine:
     """The arguments, if they fit together on this rank."""
     world_size = communicator.world_size
-    input = checks.tensor("input", input, communicator)
-    algorithm, dtype = checks.algorithm_and_dtype(input, options)
-    if input.dim() != 2:
-        raise ValueError(f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)}")
-    weight = checks.tensor("weight", weight, communicator)
-    if weight.dim() != 3 or not weight.shape[0]:
-        raise ValueError(
-            "weight must have 3 dimensions (experts, k, n) and at least one expert, got shape "
-            f"{tuple(weight.shape)}"
-        )
-    checks.same_dtype("weight", weight.dtype, "input", input.dtype)
-    if weight.shape[1] != input.shape[1]:
-        raise ValueError(
-            f"weight has k = {weight.shape[1]} (shape {tuple(weight.shape)}), input has k = "
-            f"{input.shape[1]} (shape {tuple(input.shape)})"
-        )
+    input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
     splits = splits_of("splits", options.splits)
     if len(splits) != weight.shape[0] * world_size:
         raise ValueError(
