@@ -11,6 +11,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from interlace.compile.fusion import check_policy, fuse
+from interlace.compile.norms import keep_sums
 from interlace.compile.prediction import Machine
 from interlace.compile.report import Report
 
@@ -57,6 +58,20 @@ class FusionPass(CustomGraphPass):
         if self.on_report is not None:
             return None
         return _sources(), self.policy, repr(self.machine)
+
+
+class _SumsKept(CustomGraphPass):
+    """:func:`norms.keep_sums` of the graph of forward and backward, before that is cut in two."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.policy != "never":
+            keep_sums(graph)
+
+    def uuid(self) -> Any:
+        return _sources(), self.policy
 
 
 @functools.cache
@@ -116,12 +131,16 @@ def _inductor(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    key = "post_grad_custom_post_pass"
     patches = dict(list_mode_options(mode)) if mode not in (None, "default") else {}
     patches.update(settings)
-    theirs = patches.get(key) or []
-    passes = theirs if isinstance(theirs, list) else [theirs]
-    patches[key] = _Passes([*passes, fusion]) if passes else fusion
+    ours = {
+        "post_grad_custom_post_pass": fusion,
+        "joint_custom_post_pass": _SumsKept(fusion.policy),
+    }
+    for key, own in ours.items():
+        theirs = patches.get(key) or []
+        passes = theirs if isinstance(theirs, list) else [theirs]
+        patches[key] = _Passes([*passes, own]) if passes else own
     compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
@@ -142,7 +161,7 @@ class _Passes(CustomGraphPass):
 
 
 def _aot_eager(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], fusion: Callable[[fx.Graph], None]
+    graph_module: fx.GraphModule, inputs: Sequence[Any], fusion: FusionPass
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
@@ -156,11 +175,17 @@ def _aot_eager(
 
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    kept = _SumsKept(fusion.policy)
+
+    def partition(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        kept(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **options)
+
     make = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         decompositions=select_decomp_table,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
     return make(graph_module, inputs)

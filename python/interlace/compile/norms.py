@@ -8,9 +8,12 @@ last dimension, in the ops of which torch's, and those that are written by hand,
     layer   mul(sub(x, mean), rsqrt(add(var, eps))), of var_mean; or native_layer_norm
     then    mul by a weight and add a bias, in fp32 or in h's dtype, after or before it is rounded to h's
 
-Statistics that somebody else reads, as a backward does, keep a norm where it is.
+What else is read of a norm's parts, as the statistics that a forward saves for its backward, stays and
+is computed of the sum that the op gives.
 """
 
+import contextlib
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +21,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.compile.collectives import Collective
+from interlace.compile.collectives import find as collectives
 from interlace.compile.graph_nodes import (
     RESHAPES,
     ancestors,
+    arguments,
     aten,
+    chain_of_reshapes,
     is_call,
     keeps_columns,
     only_user,
@@ -58,38 +65,64 @@ def find(collective: Collective) -> GraphNorm | None:
         if not keeps_columns(user):
             return None
         reduced = user
-    total, residual = _with_residual(reduced)
-    for kind, build in (("rms", _rms), ("layer", _layer)):
-        for ends in build(total):
-            made = _finished(kind, total, residual, *ends)
-            needed = [each for each in (made.residual, made.weight, made.bias) if each is not None]
-            if ancestors(needed) & {collective.result}:
-                raise Unfit("the residual or the norm's weight comes from what is reduced")
-            return made
+    for total, residual in _sums(reduced):
+        made = _norm(total, residual)
+        if made is None:
+            continue
+        if residual is not None and len(reduced.users) > 1:
+            raise Unfit("what is reduced is read by others, too, without the residual")
+        needed = [each for each in (made.residual, made.weight, made.bias) if each is not None]
+        if ancestors(needed) & {collective.result}:
+            raise Unfit("the residual or the norm's weight comes from what is reduced")
+        return made
     return None
 
 
-def _with_residual(reduced: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The node that is normed, and what was added for it."""
-    user = only_user(reduced)
-    if user is not None and is_call(user, aten.add.Tensor) and not user.kwargs:
-        left, right = user.args
-        other = right if left is reduced else left
-        fits = isinstance(other, fx.Node) and other is not reduced and value(other) is not None
-        if fits and same(shape(other), shape(reduced)) and value(other).dtype == value(user).dtype:  # type: ignore[arg-type]
-            return user, other  # type: ignore[return-value]
-    return reduced, None
+def keep_sums(joint: fx.Graph) -> None:
+    """Have sums that are normed saved for the backward, where it needs them, and not what was reduced.
+
+    A partitioner may save either, if it has the residual anyway, and have the backward add again. A saved
+    reduction would have to leave the op beside the sum.
+    """
+    for collective in collectives(joint):
+        with contextlib.suppress(Unfit):
+            norm = find(collective)
+            if norm is not None:
+                norm.total.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
-Ends = tuple[float, fx.Node, set[fx.Node]]
-"""eps, the normed numbers without weight and bias, and the nodes that are of no use without them."""
+def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """Nodes that may be normed, each with what was added for it."""
+    for user in reduced.users:
+        if is_call(user, aten.add.Tensor) and not user.kwargs:
+            left, right = arguments(user)
+            other = right if left is reduced else left
+            fits = isinstance(other, fx.Node) and other is not reduced and value(other) is not None
+            alike = fits and same(shape(other), shape(reduced))
+            if alike and value(other).dtype == value(user).dtype == value(reduced).dtype:
+                yield user, other
+    yield reduced, None
 
 
-def _starts(total: fx.Node) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    yield total, set()
-    for user in total.users:
-        if is_call(user, *CONVERTS) and value(user).dtype == torch.float32:
-            yield user, {user}
+def _norm(total: fx.Node, residual: fx.Node | None) -> GraphNorm | None:
+    kinds = ("rms", _rms), ("layer", _layer)
+    for source, (kind, build) in itertools.product(chain_of_reshapes(total), kinds):
+        for ends in build(source):
+            return _finished(kind, total, residual, *ends)
+    return None
+
+
+Ends = tuple[float, fx.Node]
+"""eps, and the normed numbers without weight and bias."""
+
+
+def _starts(total: fx.Node) -> Iterator[fx.Node]:
+    yield total
+    yield from (
+        user
+        for user in total.users
+        if is_call(user, *CONVERTS) and value(user).dtype == torch.float32
+    )
 
 
 def _last(node: fx.Node, dims: Any) -> bool:
@@ -98,33 +131,31 @@ def _last(node: fx.Node, dims: Any) -> bool:
 
 
 def _rms(total: fx.Node) -> Iterator[Ends]:
-    for x, inner in _starts(total):
+    for x in _starts(total):
         for square in x.users:
             by_power = is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2
             by_product = is_call(square, aten.mul.Tensor) and list(square.args) == [x, x]
-            mean = only_user(square) if by_power or by_product else None
-            if not is_call(mean, aten.mean.dim) or mean is None or mean.kwargs:
-                continue
-            if list(mean.args)[2:] != [True] or not _last(x, mean.args[1]):
-                continue
-            yield from _scaled(x, mean, x, inner | {square, mean})
+            for mean in square.users if by_power or by_product else ():
+                if not is_call(mean, aten.mean.dim) or mean.kwargs:
+                    continue
+                if list(mean.args)[2:] == [True] and _last(x, mean.args[1]):
+                    yield from _scaled(x, mean)
 
 
 def _layer(total: fx.Node) -> Iterator[Ends]:
     for user in total.users:
         if is_call(user, aten.native_layer_norm.default):
             yield from _native(total, user)
-    for x, inner in _starts(total):
+    for x in _starts(total):
         for found in x.users:
             if not is_call(found, aten.var_mean.correction) or not _last(x, found.args[1]):
                 continue
             if found.kwargs.get("correction") != 0 or found.kwargs.get("keepdim") is not True:
                 continue
             items = {int(each.args[1]): each for each in found.users}  # type: ignore[arg-type]
-            centred = only_user(items[1]) if set(items) == {0, 1} else None
-            if is_call(centred, aten.sub.Tensor) and list(centred.args) == [x, items[1]]:  # type: ignore[union-attr]
-                assert centred is not None
-                yield from _scaled(centred, items[0], x, inner | {found, *items.values(), centred})
+            for centred in items[1].users if set(items) == {0, 1} else ():
+                if is_call(centred, aten.sub.Tensor) and list(centred.args) == [x, items[1]]:
+                    yield from _scaled(centred, items[0])
 
 
 def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
@@ -133,29 +164,24 @@ def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
     if list(lengths) != [shape(total)[-1]] or 0 not in outputs:  # type: ignore[arg-type]
         return
     if any(each.users for index, each in outputs.items() if index):
-        raise Unfit("the norm's statistics are read by others too")
-    yield float(eps), outputs[0], set()  # type: ignore[arg-type]
+        raise Unfit("native_layer_norm gives its statistics to others, too")
+    yield float(eps), outputs[0]  # type: ignore[arg-type]
 
 
-def _scaled(x: fx.Node, variance: fx.Node, source: fx.Node, inner: set[fx.Node]) -> Iterator[Ends]:
+def _scaled(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
     """``x`` times the reciprocal square root of ``variance`` and an eps."""
-    added = only_user(variance)
-    if added is None or not is_call(added, *ADDS) or not isinstance(added.args[1], float):
-        return
-    root = only_user(added)
-    if not is_call(root, aten.rsqrt.default) or root is None:
-        return
-    for made in root.users:
-        if is_call(made, aten.mul.Tensor) and set(made.args) == {x, root}:
-            inside = inner | {added, root, made}
-            # what is inside is read by nobody outside, but for the sum itself
-            if any(set(each.users) - inside for each in inside - {made}):
-                raise Unfit("the norm's statistics are read by others too")
-            yield float(added.args[1]), made, inside
+    for added in variance.users:
+        if not is_call(added, *ADDS) or not isinstance(added.args[1], float):
+            continue
+        for root in added.users:
+            if is_call(root, aten.rsqrt.default):
+                for made in root.users:
+                    if is_call(made, aten.mul.Tensor) and set(made.args) == {x, root}:
+                        yield float(added.args[1]), made
 
 
 def _finished(
-    kind: str, total: fx.Node, residual: fx.Node | None, eps: float, made: fx.Node, inside: Any
+    kind: str, total: fx.Node, residual: fx.Node | None, eps: float, made: fx.Node
 ) -> GraphNorm:
     """With the weight, the bias and the rounding behind it, in any order that changes no more than bits."""
     if is_call(made, operator.getitem):
@@ -163,20 +189,27 @@ def _finished(
         return GraphNorm(kind, eps, total, made, residual, *_vectors(total, native.args[2:4]))
     found: dict[Any, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
     dtype = value(total).dtype
-    while (user := only_user(made)) is not None:
-        if is_call(user, *CONVERTS) and value(user).dtype == dtype and value(made).dtype != dtype:
-            made = user
-            continue
-        operand = _vector_beside(user, made)
-        free = user.target == aten.mul.Tensor or kind == "layer"
-        if operand is None or found.get(user.target, made) is not None or not free:
-            break
-        if user.target == aten.mul.Tensor and found[aten.add.Tensor] is not None:
-            break
-        found[user.target], made = operand, user
+    while (
+        len(steps := [user for user in made.users if _goes_on(kind, made, user, dtype, found)]) == 1
+    ):
+        (user,) = steps
+        if not is_call(user, *CONVERTS):
+            found[user.target] = _vector_beside(user, made)
+        made = user
     if value(made).dtype != dtype:
         raise Unfit("the norm stays in fp32")
     return GraphNorm(kind, eps, total, made, residual, *_vectors(total, list(found.values())))
+
+
+def _goes_on(
+    kind: str, made: fx.Node, user: fx.Node, dtype: torch.dtype, found: dict[Any, fx.Node | None]
+) -> bool:
+    """Whether ``user`` rounds what was ``made``, or gives it a weight or a bias that it has not had yet."""
+    if is_call(user, *CONVERTS):
+        return bool(value(user).dtype == dtype != value(made).dtype)
+    if _vector_beside(user, made) is None or found[aten.add.Tensor] is not None:
+        return False
+    return found[user.target] is None and (user.target == aten.mul.Tensor or kind == "layer")
 
 
 def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:

@@ -1,4 +1,7 @@
-"""Functions of test_compile.py that norm what they have reduced: as vLLM writes it, torch, and by hand."""
+"""Functions of test_compile.py that norm what they have reduced: as vLLM writes it, torch, and by hand.
+
+Those of TRAINED take gradients: their forwards save statistics of the norm.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +12,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
 import torch_names
+from interlace import functional
+from multi.process_group.backend_ranks import world
 
 Tensor = torch.Tensor
 EPS = 0.1
@@ -68,6 +73,12 @@ def statistics_kept(x: Tensor) -> tuple[Tensor, Tensor]:
     return h * root, root
 
 
+def reduced_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the op there is the sum with the residual, and not that without it."""
+    reduced = product(x)
+    return F.rms_norm(reduced + numbers(4, 6, seed=1), (6,), None, EPS), reduced
+
+
 def other_dimension(x: Tensor) -> Tensor:
     h = product(x)
     return h * torch.rsqrt(h.pow(2).mean(0, keepdim=True) + EPS)
@@ -82,6 +93,63 @@ NORMED: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
         [("matmul_reduce_scatter_norm", 1), ("all_gather_matmul", 1)],
     ),
     "normed without matmul": (without_matmul, [("all_reduce_norm", 0)]),
-    "normed, statistics kept": (statistics_kept, [("matmul_all_reduce", 1)]),
+    "normed, statistics kept": (statistics_kept, [("matmul_all_reduce_norm", 1)]),
+    "normed, reduced kept": (reduced_kept, [("matmul_all_reduce", 1)]),
     "normed along another dimension": (other_dimension, [("matmul_all_reduce", 1)]),
 }
+
+
+# -- forwards of which a backward follows --------------------------------------------------------------
+
+
+def vllm_layers(x: Tensor, residual: Tensor, down: Tensor, up: Tensor, gain: Tensor) -> Any:
+    """Two layers; the second one's residual is the first one's."""
+    for _ in range(2):
+        residual = residual + functional.all_reduce(x @ down, group="0")
+        wide = residual.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+        x = torch.relu((wide.to(x.dtype) * gain) @ up)
+    return x, residual
+
+
+def torch_layers(x: Tensor, residual: Tensor, down: Tensor, up: Tensor, gain: Tensor) -> Any:
+    residual = functional.reduce_scatter(x @ down, "sum", 0, group="0") + residual
+    normed = F.layer_norm(residual, (6,), gain, gain.sin(), EPS)
+    x = torch.relu(functional.all_gather(normed, 0, group="0") @ up)
+    h = functional.all_reduce(x @ down, "avg", group="0")
+    return F.rms_norm(h, (6,), gain, EPS) @ up
+
+
+TRAINED: dict[str, tuple[Callable[..., Any], int, list[str]]] = {
+    "as vLLM": (vllm_layers, 1, ["matmul_all_reduce_norm"] * 2),
+    "torch's": (
+        torch_layers,
+        2,
+        ["matmul_reduce_scatter_norm", "all_gather_matmul", "matmul_all_reduce_norm"],
+    ),
+}
+
+
+def trained(path: str, codegen: str) -> dict[str, tuple[list[str], float]]:
+    """What the collectives of the forwards became, and the error of results and gradients."""
+    found = {}
+    with world(path):
+        for name, (function, parts, _) in TRAINED.items():
+            rank = dist.get_rank()
+            residual = numbers(4, 6).chunk(parts)[rank % parts]  # of an all-reduce the same on all
+            given = numbers(4, 8, seed=rank), residual, numbers(8, 6), numbers(6, 8), numbers(6)
+            reports: list[Any] = []
+            torch._dynamo.reset()
+            options = {"codegen": codegen, "on_report": reports.append, "policy": "always"}
+            compiled = torch.compile(function, fullgraph=True, backend="interlace", options=options)
+            results = []
+            for each in (function, compiled):
+                leaves = [tensor.clone().requires_grad_() for tensor in given]
+                made = each(*leaves)
+                outputs = made if isinstance(made, tuple) else (made,)
+                torch.autograd.backward(outputs, [output.sin() for output in outputs])
+                results.append([*outputs, *(leaf.grad for leaf in leaves)])
+            worst = max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True))
+            forward = next(report for report in reports if report.graph == "forward")
+            found[name] = [candidate.op for candidate in forward.fused], worst
+    return found

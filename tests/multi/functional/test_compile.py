@@ -12,7 +12,7 @@ import torch
 import interlace
 import interlace.compile
 from interlace import functional
-from multi.functional import compile_ranks
+from multi.functional import compile_norms, compile_ranks
 from multi.functional.compile_ranks import GATHER, PATTERNS, SCATTER
 from tiers import few, thorough
 
@@ -35,8 +35,10 @@ def test_transformer_fuses_4_of_4_per_block(
     for result in on_ranks(compile_ranks.transformer, world_size, tmp_path, blocks, codegen):
         assert result["worst"] < TOLERANCE
         forward, backward = result["reports"]
-        pairs = [(GATHER, 3, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 1, "")]
-        assert forward == ("forward", pairs * blocks)
+        norm = f"{SCATTER}_norm"
+        pairs = [(GATHER, 3, ""), (norm, 1, ""), (GATHER, 1, ""), (norm, 1, "")] * blocks
+        pairs[-1] = (SCATTER, 1, "")  # no norm comes behind the last one
+        assert forward == ("forward", pairs)
         pairs = [(GATHER, 1, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 3, "")]
         assert backward == ("backward", pairs * blocks)
 
@@ -49,6 +51,15 @@ def check_patterns(tmp_path: Path, world_size: int, names: list[str], codegen: s
             assert worst < TOLERANCE, name
             assert alike, name
     return every[0]
+
+
+@pytest.mark.parametrize("codegen", few(["aot_eager", "inductor"], "aot_eager"))
+def test_norms_whose_statistics_a_backward_reads(tmp_path: Path, codegen: str) -> None:
+    for found in on_ranks(compile_norms.trained, 2, tmp_path, codegen):
+        for name, (_, _, ops) in compile_norms.TRAINED.items():
+            became, worst = found[name]
+            assert became == ops, name
+            assert worst < TOLERANCE, name
 
 
 LIKE_OTHERS = (
@@ -73,6 +84,7 @@ def test_patterns(tmp_path: Path) -> None:
         ("gather alone", "no matmul reads"),
         ("gathered weight", "the gathered tensor is the weight"),
         ("weight from the gathered", "its weight comes from the gathered"),
+        ("normed, reduced kept", "left out a norm: what is reduced is read by others"),
     ):
         assert reason in results[name][3][0]
 
