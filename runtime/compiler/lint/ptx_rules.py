@@ -189,21 +189,25 @@ def weak_poll(program: PtxModule) -> list[Fault]:
 
     What a later kernel loads is behind the end of this one, which orders it.
     """
-    polls = [i for i in program.where(_may_poll) if _decides(program, i)]
-    code = program.instructions
+    found, code = polls(program), program.instructions
 
     def orders(i: int) -> bool:
         return ("sys" in code[i].parts and _is_fence(code[i])) or is_acquire(code[i])
 
     def unordered(poll: int) -> bool:
-        reached = program.flow.reach([poll], orders) - set(polls)
+        reached = program.flow.reach([poll], orders) - set(found)
         return any(_is_data_load(code[i]) for i in reached)
 
     return [
         Fault("weak poll", f"{code[i].operation} acquires nothing", describe(code[i].chain))
-        for i in polls
+        for i in found
         if unordered(i)
     ]
+
+
+def polls(program: PtxModule) -> list[int]:
+    """Loads without acquire that decide whether their loop ends."""
+    return [i for i in program.where(_may_poll) if _decides(program, i)]
 
 
 def _may_poll(one: PtxInstruction) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.lines import Frame, FrameChain, describe
 from interlace.runtime.compiler.lint.ptx import PtxModule
-from interlace.runtime.compiler.lint.ptx_rules import is_acquire
+from interlace.runtime.compiler.lint.ptx_rules import is_acquire, polls
 
 _ALIAS = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
 _POSITION = re.compile(r'"([^"]*)":(\d+):(\d+)')
@@ -23,6 +23,7 @@ _DOT = re.compile(r"(tt\.dot(_scaled)?|ttng\.warp_group_dot)\b.*")
 _TENSOR = re.compile(r"(?:tensor|memdesc)<((?:\d+x)+)([a-zA-Z]\w*)")
 _ACQUIRE = re.compile(r"tt\.atomic_(?:rmw|cas)\b.*\b(?:acquire|acq_rel)\b")
 _VALUE = re.compile(r"%[\w$.-]+")
+_STRONGER = re.compile(r"isVolatile|atomic|inline_asm|extern")
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,21 @@ class TritonIR:
         ]
         for start, line in enumerate(self._lines):
             if "scf.while" in line:
-                found += self._plain_polls(start, _loaded_in_loops(program))
+                found += self._plain_polls(start, _polled(program))
         return found
 
     def _plain_polls(self, start: int, kept: set[tuple[str, int]]) -> Iterator[Fault]:
         """Plain loads of one address on which it depends whether the loop at ``start`` goes on.
 
-        Unless they are still in a loop, at one of the lines ``kept``: such a poll is merely weak.
+        Unless they still end a loop, at one of the lines ``kept``: such a poll is merely weak.
         """
         body = self._body(start)
         carried = re.findall(r"(%[\w$.-]+) = %", body[0].partition("scf.while")[2])
-        inside = {*carried, *(name for line in body for name in _results(line))}
-        inside.update(_VALUE.findall("".join(line for line in body if "^bb" in line)))
+        varying = _varying(body)
         for line in body:
-            from_outside = inside.isdisjoint(_VALUE.findall(line.partition(" = ")[2]))
+            of_one_address = varying.isdisjoint(_VALUE.findall(line.partition(" = ")[2]))
             at = _AT.search(line)
-            if at and from_outside and self._loads(line) and self._decides(body, line, carried):
+            if at and of_one_address and self._loads(line) and self._decides(body, line, carried):
                 chain = self.chain(at.group(1))
                 if chain and (chain[0].path, chain[0].line) not in kept:
                     message = "a plain load that only ends its loop is read once, or not at all"
@@ -110,14 +110,23 @@ class TritonIR:
 
     def _loads(self, line: str) -> bool:
         """Whether ``line`` is a plain load, or calls a function that does nothing stronger."""
+        text = self._with_callee(line)
+        return " = tt.load " in text and not _STRONGER.search(text)
+
+    def _accesses(self, line: str) -> bool:
+        """Whether ``line`` reads memory: what it gives is not made of what it is given, an address."""
+        text = self._with_callee(line)
+        return " = tt.load " in text or _STRONGER.search(text) is not None
+
+    def _with_callee(self, line: str) -> str:
+        """``line``, or the body of the function that it calls."""
         if call := re.search(r"= tt\.call @([^(]+)\(", line):
             called = f"@{call.group(1)}("
             starts = (
                 i for i, text in enumerate(self._lines) if "tt.func" in text and called in text
             )
-            body = "".join(self._body(next(starts, len(self._lines))))
-            return " = tt.load " in body and not re.search(r"isVolatile|atomic|inline_asm", body)
-        return " = tt.load " in line and "isVolatile" not in line
+            return "".join(self._body(next(starts, len(self._lines))))
+        return line
 
     def _body(self, start: int) -> list[str]:
         """The lines of the loop or function that begins at ``start``."""
@@ -130,8 +139,7 @@ class TritonIR:
                 return self._lines[start : end + 1]
         return self._lines[start:]
 
-    @staticmethod
-    def _decides(body: list[str], load: str, carried: list[str]) -> bool:
+    def _decides(self, body: list[str], load: str, carried: list[str]) -> bool:
         """Whether the loop ends by what ``load`` gives, now or a round later; a counter's bound is none."""
         known, counters = _results(load), set(carried)
         while True:
@@ -145,7 +153,7 @@ class TritonIR:
                     known |= told
                     counters -= told
                 elif not known.isdisjoint(read) and not (
-                    " arith.cmp" in line and not counters.isdisjoint(read)
+                    (" arith.cmp" in line and not counters.isdisjoint(read)) or self._accesses(line)
                 ):
                     known |= _results(line)
                     counters -= _results(line)
@@ -155,11 +163,20 @@ class TritonIR:
                 return False
 
 
-def _loaded_in_loops(program: PtxModule) -> set[tuple[str, int]]:
-    """The lines of all loads in loops, and of the calls that led there."""
-    loads = program.where(lambda one: one.operation.startswith("ld.") and one.is_global)
-    looping = [program.instructions[i] for i in loads if program.flow.loop(i)]
-    return {(frame.path, frame.line) for one in looping for frame in one.chain}
+def _polled(program: PtxModule) -> set[tuple[str, int]]:
+    """The lines of all loads that end a loop, and of the calls that led there."""
+    frames = (frame for i in polls(program) for frame in program.instructions[i].chain)
+    return {(frame.path, frame.line) for frame in frames}
+
+
+def _varying(body: list[str]) -> set[str]:
+    """What may differ from round to round of a loop; what a plain load gives counts as what it was."""
+    varying = set(_VALUE.findall("".join(line for line in body if "^bb" in line)))
+    for line in body:
+        changes = re.search(r"\bscf\.|tt\.call|atomic|inline_asm", line)
+        if changes or not varying.isdisjoint(_VALUE.findall(line.partition(" = ")[2])):
+            varying |= _results(line)
+    return varying | set(re.findall(r"(%[\w$.-]+) = %", body[0].partition("scf.while")[2]))
 
 
 def _results(line: str) -> set[str]:

@@ -301,6 +301,13 @@ def bounded(by: str) -> str:
     )
 
 
+ADDRESSED = (
+    "  scf.for %i = %0 to %1 step %2 : i32 {{\n    scf.while : () -> () {{\n"
+    "      %3 = tt.addptr %table, %i : x loc(#loc1)\n      %4 = tt.load %3 : x loc(#loc1)\n"
+    "      %5 = tt.int_to_ptr %4 : x loc(#loc1)\n      %6 = {} %5 : x loc(#loc1)\n"
+    "      %7 = arith.cmpi ne, %6, %c : i32 loc(#loc1)\n      scf.condition(%7) loc(#loc1)\n"
+    "    }} do {{\n      scf.yield loc(#loc1)\n    }} loc(#loc1)\n  }} loc(#loc1)\n"
+)
 CALL = "    {} = tt.call @k.peek__Pi32(%flag) : (!tt.ptr<i32>) -> i32 loc(#loc1)\n"
 CALLED = (
     "  tt.func private @k.peek__Pi32(%p: x) -> i32 {{\n    %0 = {} loc(#loc2)\n  }} loc(#loc2)\n"
@@ -323,6 +330,17 @@ CALLED = (
         (plain_poll("    {} = tt.load %b : !tt.ptr<i32> loc(#loc1)\n"), "", 0),
         (plain_poll("    {} = arith.addi %b, %c : i32 loc(#loc1)\n"), "", 0),
         ("  %5 = tt.load %flag : !tt.ptr<i32> loc(#loc1)\n", "", 0),
+        (ADDRESSED.format("tt.load"), "", 1),
+        (
+            ADDRESSED.format("tt.load"),
+            at(3, LOOP.format(LOAD)),
+            1,
+        ),  # in a loop that it does not end
+        (
+            ADDRESSED.format("tt.atomic_rmw add, relaxed, sys,"),
+            "",
+            0,
+        ),  # of a table, not of the flag
         (plain_poll(CALL) + CALLED.format("tt.load %p : x"), "", 1),
         (plain_poll(CALL) + CALLED.format("tt.load %p {isVolatile = true} : x"), "", 0),
     ],

@@ -11,6 +11,7 @@ from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MULTIMEM, MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
 from tiers import few, thorough
 
+PEERS_FOLDER = pathlib.Path(__file__).parents[1]
 LITTLE = ["--seeds", "1", "--schedules", "1", "--arch", "90"]
 
 
@@ -66,7 +67,7 @@ def test_a_signal_within_one_gpu_is_none_of_scope_gpu_and_one_of_scope_cta(
 def test_the_command_finds_nothing_in_what_is_right(
     peer: Peer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = f"{pathlib.Path(__file__).parent / peer.file}::{peer.function}"
+    target = f"{PEERS_FOLDER / peer.file}::{peer.function}"
     named = [word for shim in peer.shims for word in ("--shims", shim)]
     code = main.run(["verify", target, *named, "--ranks", str(peer.world_size), *LITTLE])
     assert code == 0, capsys.readouterr().out
@@ -75,7 +76,7 @@ def test_the_command_finds_nothing_in_what_is_right(
 @thorough
 def test_a_file_that_imports_what_is_not_installed_is_linted() -> None:
     with shims.installed("torch"):
-        fn = load_function(f"{pathlib.Path(__file__).with_name('gpu_code.py')}::waits_for_values")
+        fn = load_function(f"{PEERS_FOLDER / 'gpu_code.py'}::waits_for_values")
         results = lint_launches("", fn, CheckPlan((2,), 1, 1, (90,)))
     assert [(r.variant, r.findings) for r in results] == [("twice_kernel sm_90", ())]
 
