@@ -107,7 +107,7 @@ FOLDERS = {
         "interlace/arguments interlace/attention interlace/fused interlace/groups interlace/ops/eager "
         "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core runtime/numerics"
     ),
-    "interlace/compile": "interlace/ops runtime/compat runtime/tuning",
+    "interlace/compile": "interlace/groups interlace/ops runtime/tuning",
     "interlace/functional": (
         "interlace/arguments interlace/fused interlace/groups interlace/ops runtime/compat"
     ),

@@ -6,8 +6,9 @@ torch's functional ops gather and scatter dim 0; what its layers want of other d
     scatter  [split or slices along dim -> cat ->] reduce_scatter_tensor -> wait
     reduce   all_reduce -> wait
 
-``torch.ops.interlace``'s own have the dim themselves. Legacy calls, ``dist.all_gather_into_tensor(out, x)``
-and so on, are these once torch has traced them.
+``torch.ops.interlace``'s own have the dim themselves. vLLM's have it, too, and no wait; their group is the
+one that ``GroupSpec.bind`` or torch has given the name. Legacy calls, ``dist.all_gather_into_tensor(out,
+x)`` and so on, are these once torch has traced them.
 """
 
 import operator
@@ -20,7 +21,6 @@ from torch import fx
 from interlace.compile.graph_nodes import (
     arguments,
     aten,
-    c10d,
     is_call,
     only_user,
     same,
@@ -28,9 +28,8 @@ from interlace.compile.graph_nodes import (
     value,
     wait_tensor,
 )
-from interlace.runtime.compat import torch_groups
-
-_ops: Any = torch.ops.interlace
+from interlace.compile.named_calls import named_call
+from interlace.groups import specs
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,19 @@ def find(graph: fx.Graph) -> list[Collective]:
 
 
 STARTS = {  # of an op: the kind of collective, and the names of its arguments
-    c10d.all_gather_into_tensor.default: ("all_gather", "input size name"),
-    c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input reduce_op size name"),
-    c10d.all_reduce.default: ("all_reduce", "input reduce_op name"),
-    c10d.all_reduce_.default: ("all_reduce", "input reduce_op name"),
-    _ops.all_gather.default: ("all_gather", "input dim size name"),
-    _ops.reduce_scatter.default: ("reduce_scatter", "input reduce_op dim size name"),
-    _ops.all_reduce.default: ("all_reduce", "input reduce_op size name"),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", "input size name"),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input reduce_op size name"),
+    "_c10d_functional::all_reduce": ("all_reduce", "input reduce_op name"),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input reduce_op name"),
+    "interlace::all_gather": ("all_gather", "input dim size name"),
+    "interlace::reduce_scatter": ("reduce_scatter", "input reduce_op dim size name"),
+    "interlace::all_reduce": ("all_reduce", "input reduce_op size name"),
+    "vllm::all_gather": ("all_gather", "input dim size name"),
+    "vllm::reduce_scatter": ("reduce_scatter", "input dim size name"),
+    "vllm::all_reduce": ("all_reduce", "input name"),
 }
 NAMESPACES = ("_c10d_functional", "interlace")
+VLLM = tuple(name for name in STARTS if name.startswith("vllm"))  # which has ops of other kinds
 NOT_COLLECTIVE = ("wait_tensor", "rank", "group_size")
 
 
@@ -72,8 +75,11 @@ def others(graph: fx.Graph) -> list[fx.Node]:
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
             continue
-        name = target._schema.name.split("::")[1]
-        if target.namespace not in NAMESPACES or name in NOT_COLLECTIVE or "matmul" in name:
+        full = target._schema.name
+        name = full.split("::")[1]
+        if target.namespace not in NAMESPACES and full not in VLLM:
+            continue
+        if name in NOT_COLLECTIVE or "matmul" in name:
             continue
         if name.endswith("_norm"):
             continue
@@ -84,14 +90,15 @@ def others(graph: fx.Graph) -> list[fx.Node]:
 
 def _at(node: fx.Node) -> Collective | None:
     """The collective that ``node`` starts, with its wait, and what torch does for other dims than 0."""
-    if node.op != "call_function" or node.target not in STARTS:
+    called = named_call(node)
+    if called is None or called.name not in STARTS:
         return None
-    kind, names = STARTS[node.target]
-    given = dict(zip(names.split(), arguments(node), strict=True))
+    kind, names = STARTS[called.name]
+    given = dict(zip(names.split(), called.given.values(), strict=True))
     input, name = given["input"], given["name"]
     size = given["size"] if "size" in given else _size_of(name)
-    waited = only_user(node)
-    if not is_call(waited, wait_tensor) or waited is None:
+    waited = node if called.name in VLLM else only_user(node)
+    if waited is None or not (waited is node or is_call(waited, wait_tensor)):
         return None
     if value(input) is None or not isinstance(size, int) or not isinstance(name, str):
         return None
@@ -100,14 +107,14 @@ def _at(node: fx.Node) -> Collective | None:
         result, dim = _joined(waited, size) or (result, dim)
     if "dim" not in given and kind == "reduce_scatter":
         input, dim = _cut(input, size) or (input, dim)
-    reduce_op = str(given.get("reduce_op", "")).lower()
+    reduce_op = str(given.get("reduce_op", "sum")).lower()
     return Collective(kind, node, input, result, dim, reduce_op, size, name)
 
 
 def _size_of(name: Any) -> int | None:
-    """torch's all_reduce does not carry the size of its group; None if there is no such group yet."""
+    """An all_reduce does not carry the size of its group; None if there is no such group yet."""
     try:
-        return int(torch_groups.resolve(name).size())
+        return specs.describe(name)[1]
     except (RuntimeError, LookupError, ValueError, TypeError):
         return None
 

@@ -140,7 +140,7 @@ def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str,
         last = nodes.value(collective.result).dim() - 1
         if found is not None and collective.kind == "reduce_scatter" and collective.dim == last:
             raise Unfit("its rows are scattered in parts")
-        return found, ()
+        return found, () if found is None else found.notes
     except Unfit as error:
         return None, (f"left out a norm: {error}",)
 

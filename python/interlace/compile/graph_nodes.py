@@ -21,6 +21,7 @@ _LIBRARIES = tuple(  # the folders of torch and of interlace
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (str(torch.__file__), os.path.dirname(__file__))
 )
+CONVERTS: Any = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 

@@ -8,6 +8,8 @@ last dimension, in the ops of which torch's, and those that are written by hand,
     layer   mul(sub(x, mean), rsqrt(add(var, eps))), of var_mean; or native_layer_norm
     then    mul by a weight and add a bias, in fp32 or in h's dtype, after or before it is rounded to h's
 
+or by an op of vLLM's, some of which add the residual, too, and some quantise (``ADDS_TOO`` and below).
+
 What else is read of a norm's parts, as the statistics that a forward saves for its backward, stays and
 is computed of the sum that the op gives.
 """
@@ -16,16 +18,18 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from interlace.compile import quantised
 from interlace.compile.collectives import Collective
 from interlace.compile.collectives import find as collectives
 from interlace.compile.graph_nodes import (
+    CONVERTS,
     RESHAPES,
     ancestors,
     arguments,
@@ -39,23 +43,27 @@ from interlace.compile.graph_nodes import (
     value,
 )
 from interlace.compile.matmuls import Unfit
+from interlace.compile.named_calls import named_call
 
-_convert: Any = torch.ops.prims.convert_element_type.default
-CONVERTS = (_convert, aten._to_copy.default)
 ADDS = (aten.add.Tensor, aten.add.Scalar, aten.add_.Scalar, aten.add_.Tensor)
 
 
 @dataclass(frozen=True)
 class GraphNorm:
-    """``normed`` = norm of ``total``, which is the reduced + ``residual``; ``kind``: "rms" or "layer"."""
+    """``normed`` = norm of ``total``, which is the reduced + ``residual``; ``kind``: "rms" or "layer".
+
+    With ``scale`` what is normed is fp8. None for what nobody reads. ``notes``: what was left out.
+    """
 
     kind: str
     eps: float
-    total: fx.Node
-    normed: fx.Node
+    total: fx.Node | None
+    normed: fx.Node | None
     residual: fx.Node | None
     weight: fx.Node | None
-    bias: fx.Node | None
+    bias: fx.Node | None = None
+    scale: fx.Node | None = None
+    notes: tuple[str, ...] = ()
 
 
 def find(collective: Collective) -> GraphNorm | None:
@@ -65,11 +73,8 @@ def find(collective: Collective) -> GraphNorm | None:
         if not keeps_columns(user):
             return None
         reduced = user
-    for total, residual in _sums(reduced):
-        made = _norm(total, residual)
-        if made is None:
-            continue
-        if residual is not None and len(reduced.users) > 1:
+    for made in _norms(reduced):
+        if made.residual is not None and len(reduced.users) > 1:
             raise Unfit("what is reduced is read by others, too, without the residual")
         needed = [each for each in (made.residual, made.weight, made.bias) if each is not None]
         if ancestors(needed) & {collective.result}:
@@ -87,8 +92,18 @@ def keep_sums(joint: fx.Graph) -> None:
     for collective in collectives(joint):
         with contextlib.suppress(Unfit):
             norm = find(collective)
-            if norm is not None:
+            if norm is not None and norm.total is not None:
                 norm.total.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _norms(reduced: fx.Node) -> Iterator[GraphNorm]:
+    for total, residual in _sums(reduced):
+        kinds = ("rms", _rms), ("layer", _layer)
+        for source, (kind, build) in itertools.product(chain_of_reshapes(total), kinds):
+            for ends in build(source):
+                yield _finished(kind, total, residual, *ends)
+        for source in chain_of_reshapes(total):
+            yield from _called(source, total, residual)
 
 
 def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
@@ -102,14 +117,6 @@ def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
             if alike and value(other).dtype == value(user).dtype == value(reduced).dtype:
                 yield user, other
     yield reduced, None
-
-
-def _norm(total: fx.Node, residual: fx.Node | None) -> GraphNorm | None:
-    kinds = ("rms", _rms), ("layer", _layer)
-    for source, (kind, build) in itertools.product(chain_of_reshapes(total), kinds):
-        for ends in build(source):
-            return _finished(kind, total, residual, *ends)
-    return None
 
 
 Ends = tuple[float, fx.Node]
@@ -184,21 +191,35 @@ def _finished(
     kind: str, total: fx.Node, residual: fx.Node | None, eps: float, made: fx.Node
 ) -> GraphNorm:
     """With the weight, the bias and the rounding behind it, in any order that changes no more than bits."""
-    if is_call(made, operator.getitem):
-        native: Any = made.args[0]
-        return GraphNorm(kind, eps, total, made, residual, *_vectors(total, native.args[2:4]))
     found: dict[Any, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
     dtype = value(total).dtype
-    while (
-        len(steps := [user for user in made.users if _goes_on(kind, made, user, dtype, found)]) == 1
-    ):
-        (user,) = steps
-        if not is_call(user, *CONVERTS):
-            found[user.target] = _vector_beside(user, made)
-        made = user
-    if value(made).dtype != dtype:
+    if is_call(made, operator.getitem):
+        native: Any = made.args[0]
+        vectors = native.args[2:4]
+    else:
+        while len(steps := [u for u in made.users if _goes_on(kind, made, u, dtype, found)]) == 1:
+            (user,) = steps
+            if not is_call(user, *CONVERTS):
+                found[user.target] = _vector_beside(user, made)
+            made = user
+        vectors = list(found.values())
+    weight, bias = _vectors(total, vectors)
+    return _quantised(GraphNorm(kind, eps, total, made, residual, weight, bias))
+
+
+def _quantised(norm: GraphNorm) -> GraphNorm:
+    """With the quantisation behind it, if there is one that an op does."""
+    if norm.normed is None:
+        return norm
+    try:
+        found = quantised.find(norm.normed)
+    except Unfit as error:
+        return replace(norm, notes=(f"left out a quantisation: {error}",))
+    if found is not None:
+        return replace(norm, normed=found[0], scale=found[1], notes=("its rows leave as fp8",))
+    if norm.total is not None and value(norm.normed).dtype != value(norm.total).dtype:
         raise Unfit("the norm stays in fp32")
-    return GraphNorm(kind, eps, total, made, residual, *_vectors(total, list(found.values())))
+    return norm
 
 
 def _goes_on(
@@ -234,3 +255,42 @@ def _vectors(total: fx.Node, given: Sequence[Any]) -> list[fx.Node | None]:
             raise Unfit(f"a weight of the norm is {value(node).dtype}")
         found.append(node)
     return found
+
+
+# -- vLLM's ops ----------------------------------------------------------------------------------------
+
+
+ALONE = {"_C::rms_norm": "result", "vllm_ir::rms_norm": 0}
+ADDS_TOO = {"_C::fused_add_rms_norm": ("input", "residual"), "vllm_ir::fused_add_rms_norm": (0, 1)}
+QUANTISES = "_C::rms_norm_dynamic_per_token_quant"
+OTHERWISE = ("_C::rms_norm_static_fp8_quant", "_C::fused_add_rms_norm_static_fp8_quant")
+
+
+def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterator[GraphNorm]:
+    """RMSNorms of ``source``, which is ``total`` or a reshape of it, by ops that are known by name."""
+    for user in source.users:
+        call = named_call(user)
+        if call is None or source not in (call.given.get("input"), call.given.get("x")):
+            continue
+        given, made = call.given, call.made
+        if call.name in OTHERWISE:
+            raise Unfit("it quantises by a scale that is an input")
+        if given.get("variance_size") is not None or given.get("scale_ub") is not None:
+            continue
+        about = "rms", float(given.get("epsilon", 0.0))
+        weight, _ = _vectors(total, (given.get("weight"), None))
+        added = given.get("residual", given.get("x_residual"))
+        if residual is not None and added is not None:
+            continue  # the sum is not what is normed
+        if call.name in ALONE:
+            yield _quantised(GraphNorm(*about, total, made.get(ALONE[call.name]), residual, weight))
+        elif call.name in ADDS_TOO:
+            normed, after = (made.get(each) for each in ADDS_TOO[call.name])
+            yield _quantised(GraphNorm(*about, after, normed, added, weight))
+        elif call.name == QUANTISES:
+            after = total if added is None else made.get("residual")
+            notes = ("its rows leave as fp8",)
+            yield GraphNorm(
+                *about, after, made.get("result"), residual if added is None else added, weight,
+                scale=made.get("scale"), notes=notes,
+            )  # fmt: skip

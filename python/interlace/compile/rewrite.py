@@ -133,11 +133,13 @@ def _norm_outputs(
     """Start ``op``; what it gives takes the place of the norm and of the sum."""
     like = collective.result
     gather = () if collective.kind == "all_reduce" else (False,)
-    how = (norm.kind, norm.eps, "", *gather, collective.size, collective.name)
+    quantize = "" if norm.scale is None else "fp8"
+    how = (norm.kind, norm.eps, quantize, *gather, collective.size, collective.name)
     started = call(op, (*arguments, *how), like)
-    for index, old in enumerate((norm.normed, norm.total)):
-        waited = call(wait_tensor, (call(operator.getitem, (started, index), like),), like)
-        old.replace_all_uses_with(_as_before(waited, old))
+    for index, old in enumerate((norm.normed, norm.total, norm.scale)):
+        if old is not None:
+            waited = call(wait_tensor, (call(operator.getitem, (started, index), like),), like)
+            old.replace_all_uses_with(_as_before(waited, old))
 
 
 def fuse_reduction(

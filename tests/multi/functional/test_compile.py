@@ -12,7 +12,7 @@ import torch
 import interlace
 import interlace.compile
 from interlace import functional
-from multi.functional import compile_norms, compile_ranks
+from multi.functional import compile_norms, compile_ranks, compile_vllm
 from multi.functional.compile_ranks import GATHER, PATTERNS, SCATTER
 from tiers import few, thorough
 
@@ -60,6 +60,18 @@ def test_norms_whose_statistics_a_backward_reads(tmp_path: Path, codegen: str) -
             became, worst = found[name]
             assert became == ops, name
             assert worst < TOLERANCE, name
+
+
+@pytest.mark.parametrize("version_2", few([False, True], True))
+def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
+    """``version_2``: of how torch makes ops functional that change their arguments."""
+    for found in on_ranks(compile_vllm.calls, 2, tmp_path, version_2):
+        for name, (_, expected) in compile_vllm.CALLS.items():
+            became, worst, left = found[name]
+            assert became == expected, name
+            assert worst <= 1, name
+            # of its ops there are those that no op of ours does
+            assert left == {"static": 1, "read by others": 1}.get(name, 0), name
 
 
 LIKE_OTHERS = (

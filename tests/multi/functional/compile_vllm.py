@@ -1,0 +1,140 @@
+"""Ranks of test_compile.py: all-reduce, norm and fp8 by vLLM's ops, and as its ``forward_native``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from multi.functional.compile_norms import EPS, numbers
+from multi.process_group.backend_ranks import world
+from stand_ins.models import vllm_ops
+
+Tensor = torch.Tensor
+FP8 = torch.float8_e4m3fn
+
+
+def product(x: Tensor) -> Tensor:
+    return torch.ops.vllm.all_reduce(x @ numbers(8, 6), "tp:0")
+
+
+def room(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=FP8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+def by_ops(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    h, residual = product(x), residual.clone()
+    torch.ops._C.fused_add_rms_norm(h, residual, gain, EPS)
+    fp8, scale = room(h)
+    torch.ops._C.dynamic_per_token_scaled_fp8_quant(fp8, h, scale, None)
+    return (fp8, scale), residual
+
+
+def by_one_op(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """Of the second norm the residual is not read after."""
+    h, residual = product(x), residual.clone()
+    fp8, scale = room(h)
+    torch.ops._C.rms_norm_dynamic_per_token_quant(fp8, h, gain, scale, EPS, None, residual)
+    again = product(x.cos())
+    torch.ops._C.fused_add_rms_norm(again, residual, gain, EPS)
+    return (fp8, scale), again
+
+
+def by_ir(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    h, residual = torch.ops.vllm_ir.fused_add_rms_norm(product(x), residual, gain, EPS)
+    return h, residual, torch.ops.vllm_ir.rms_norm(product(x.cos()), gain, EPS)
+
+
+def as_native(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """``RMSNorm.forward_native`` and ``QuantFP8.forward_native``, with a scale for every token."""
+    residual = product(x) + residual
+    wide = residual.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    y = wide.to(residual.dtype) * gain
+    largest, _ = y.abs().max(dim=-1)
+    scale = largest.unsqueeze(-1).to(torch.float32) / 448.0
+    scale = scale.clamp(min=vllm_ops.SMALLEST_SCALE)
+    fp8 = (y.to(torch.float32) * scale.reciprocal()).clamp(-448.0, 448.0).to(FP8)
+    return (fp8, scale), residual
+
+
+def static(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """The scale is an input."""
+    h, scale = product(x), residual.abs().max()
+    result, _ = room(h)
+    normed = torch.empty_like(h)
+    torch.ops._C.rms_norm(normed, h, gain, EPS)
+    torch.ops._C.static_scaled_fp8_quant(result, normed, scale)
+    return (result, scale), (h / scale).clamp(-448, 448).to(FP8).float()
+
+
+def other_scales(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """One for all rows; a sixteenth of the range of fp8."""
+    made = []
+    for each in (x, x.cos()):
+        y = torch.nn.functional.rms_norm(product(each), (6,), gain, EPS)
+        scale = y.abs().amax(-1, keepdim=True) / 28.0 if made else y.abs().amax() / 448.0
+        made.append(((y / scale).clamp(-448.0, 448.0).to(FP8), scale))
+    return tuple(made)
+
+
+def read_by_others(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """A router reads the normed rows, too."""
+    (fp8, scale), residual = as_native(x, residual, gain)
+    y, _ = torch.ops.vllm_ir.fused_add_rms_norm(product(x), residual, gain, EPS)
+    other, at = room(y)
+    torch.ops._C.dynamic_per_token_scaled_fp8_quant(other, y, at, None)
+    return (fp8, scale), (other, at), y @ numbers(6, 2)
+
+
+TAKEN, NORM = "its rows leave as fp8", "matmul_all_reduce_norm"
+LEFT = "left out a quantisation: its scale is not that of the largest number of a row"
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] = {
+    "ops": (by_ops, [(NORM, (TAKEN,))]),
+    "one op": (by_one_op, [(NORM, (TAKEN,)), (NORM, ())]),
+    "IR": (by_ir, [(NORM, ()), (NORM, ())]),
+    "native": (as_native, [(NORM, (TAKEN,))]),
+    "static": (static, [(NORM, (LEFT,))]),
+    "other scales": (other_scales, [(NORM, (LEFT,)), (NORM, (LEFT,))]),
+    "read by others": (
+        read_by_others,
+        [
+            (NORM, (TAKEN,)),
+            (NORM, ("left out a quantisation: the normed rows are read by others, too",)),
+        ],
+    ),
+}
+
+
+def calls(path: str, version_2: bool) -> dict[str, Any]:
+    """What became of each, and the largest error as a part of what rounding may give."""
+    vllm_ops.define()
+    found = {}
+    with world(path):
+        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
+        x = numbers(4, 8, seed=dist.get_rank())
+        residual, gain = numbers(4, 6, seed=1), numbers(6, seed=2)
+        for name, (function, _) in CALLS.items():
+            reports: list[Any] = []
+            torch._dynamo.reset()
+            options = {"codegen": "aot_eager", "on_report": reports.append, "policy": "always"}
+            compiled = torch.compile(function, fullgraph=True, backend="interlace", options=options)
+            with torch._inductor.config.patch(enable_auto_functionalized_v2=version_2):
+                results = function(x, residual, gain), compiled(x, residual, gain)
+            worst = max(_error(*pair) for pair in zip(*results, strict=True))
+            (report,) = reports
+            left = report.after.count("_C.") + report.after.count("vllm")
+            found[name] = [(c.op, c.notes) for c in report.candidates], worst, left
+    return found
+
+
+def _error(expected: Any, actual: Any) -> float:
+    """The largest, as a part of a step of fp8, or of 1e-5."""
+    if isinstance(expected, Tensor):
+        return float((expected - actual).abs().max() / 1e-5)
+    (expected, expected_scale), (actual, scale) = expected, actual
+    assert actual.dtype == FP8
+    assert torch.allclose(scale, expected_scale, rtol=1e-5)
+    wanted, got = expected.float() * expected_scale, actual.float() * scale
+    return float(((wanted - got).abs() / (wanted.abs() / 8 + scale * 2**-9)).max())

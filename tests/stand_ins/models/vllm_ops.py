@@ -1,0 +1,106 @@
+"""vLLM's ops of the norms after an all-reduce, where vLLM is not: its schemas, computed by torch.
+
+As in vLLM's ``csrc`` and ``vllm.ir``: those of ``_C`` change their arguments, those of ``vllm_ir`` do not.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+SMALLEST_SCALE = 1 / (448 * 512)
+Tensor = torch.Tensor
+SCHEMAS = {
+    "vllm::all_reduce": "(Tensor tensor, str group_name) -> Tensor",
+    "vllm_ir::rms_norm": (
+        "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor"
+    ),
+    "vllm_ir::fused_add_rms_norm": (
+        "(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, int? variance_size=None) -> "
+        "(Tensor, Tensor)"
+    ),
+    "_C::rms_norm": "(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "_C::fused_add_rms_norm": (
+        "(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()"
+    ),
+    "_C::dynamic_per_token_scaled_fp8_quant": (
+        "(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()"
+    ),
+    "_C::static_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor scale) -> ()",
+    "_C::rms_norm_dynamic_per_token_quant": (
+        "(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub, "
+        "Tensor!? residual) -> ()"
+    ),
+}
+
+
+def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
+    assert group_name == "tp:0"
+    made = tensor.clone()
+    dist.all_reduce(made)
+    return made
+
+
+def normed(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: Any = None) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def added(x: Tensor, x_residual: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    total = x + x_residual
+    return normed(total, *how), total
+
+
+def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    result.copy_(normed(input, weight, epsilon))
+
+
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Any, epsilon: float) -> None:
+    residual.add_(input)
+    input.copy_(normed(residual, weight, epsilon))
+
+
+def by_row(result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None) -> None:
+    assert scale_ub is None
+    scale.copy_((input.abs().amax(-1, keepdim=True).float() / 448).clamp(min=SMALLEST_SCALE))
+    static(result, input, scale)
+
+
+def static(result: Tensor, input: Tensor, scale: Tensor) -> None:
+    result.copy_((input.float() / scale).clamp(-448, 448))
+
+
+def normed_by_row(
+    result: Tensor,
+    input: Tensor,
+    weight: Any,
+    scale: Tensor,
+    epsilon: float,
+    ub: Any,
+    residual: Any,
+) -> None:
+    total = input if residual is None else residual.add_(input)
+    by_row(result, normed(total, weight, epsilon), scale, ub)
+
+
+KERNELS = dict(
+    zip(
+        SCHEMAS,
+        (all_reduce, normed, added, rms_norm, fused_add_rms_norm, by_row, static, normed_by_row),
+        strict=True,
+    )
+)
+_libraries: list[Any] = []
+
+
+def define() -> None:
+    """Once in a process."""
+    if _libraries:
+        return
+    for name, schema in SCHEMAS.items():
+        namespace, op = name.split("::")
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(op + schema)
+        library.impl(op, KERNELS[name], "CompositeExplicitAutograd")
+        _libraries.append(library)
+    torch.library.register_fake("vllm::all_reduce", lambda tensor, _: torch.empty_like(tensor))
