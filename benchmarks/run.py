@@ -31,7 +31,6 @@ from rich.table import Table
 import interlace
 
 MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
-MODULES["attention"] = "cpu.attention"
 OPS = tuple(MODULES)
 OWN_RANKS = (
     "torch_backend",

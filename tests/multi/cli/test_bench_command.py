@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cases.bench_runs import rows, run
 from interlace.benchmark.subjects import plain
 from interlace.cli import main
 from interlace.cli.bench.command import bench
@@ -25,7 +26,6 @@ from support import under_torchrun
 from tiers import thorough
 
 KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")
-FAST: dict[str, Any] = {"repetitions": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +33,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as a rank of whatever runs the tests."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def run(target: str, folder: pathlib.Path, **options: Any) -> tuple[int, str, dict[str, Any]]:
-    """(exit status, what was printed, the JSON)."""
-    out, path = io.StringIO(), folder / "out.json"
-    given = BenchOptions(target, json=str(path), **{**FAST, **options})
-    code = bench(Console(file=out, width=200), given)
-    return code, out.getvalue(), json.loads(path.read_text())
-
-
-def rows(facts: dict[str, Any], size: int = 0) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in facts["results"][size]["rows"]}
 
 
 def test_a_collective_against_gloo_and_alone(tmp_path: pathlib.Path) -> None:
@@ -311,7 +299,7 @@ def test_without_rich_and_matplotlib() -> None:
 
 def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
     out = io.StringIO()
-    options = BenchOptions("all_gather", sizes="64", place="sim", baseline="torch", **FAST)
+    options = BenchOptions("all_gather", sizes="64", place="sim", baseline="torch", repetitions=2)
     bench(Console(file=out, width=30), options)
     assert "candidate" in out.getvalue() and "\u2026" not in out.getvalue()
 
@@ -333,7 +321,7 @@ def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
             ["all_gather_matmul", "--m", "5"],
             "--m 5: all_gather_matmul shards rows, and world size 2",
         ),
-        (["matmul_all_reduce", "--dtype", "int32"], "--dtype int32: matmul_all_reduce multiplies"),
+        (["matmul_all_reduce", "--dtype", "int32"], "--dtype int32: matmul_all_reduce computes"),
         (["barrier", "--sizes", "4"], "barrier moves nothing, so it has no size"),
         (["send_recv", "--world-size", "1"], "send_recv needs at least 2 ranks"),
         (["all_reduce", "--world-size", "65"], "--world-size must be within 1..64, got 65"),

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.fused import INPUT, Expected, Fused
+from interlace.benchmark.subjects.by_rows import INPUT, Expected
+from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import AllToAll, Plain, Tensors
 from interlace.benchmark.timing import payload
 from interlace.runtime.algorithms.experts.assignment import Assignment

@@ -1,25 +1,29 @@
-"""Fused ops with a norm in their tail, against torch's sequence: matmul, collective, addition, norm.
+"""Ops with a norm in their tail, against torch's sequence: a sum over ranks, addition, norm.
 
-As in ``fused.py``, whose sums these are. Every rank has the residual of its rows and RMSNorm's weight,
-which stay the same in all calls. The sum is compared with float64; the normed rows with the float64 norm of
-that sum.
+The sum is that of products, as in ``fused.py``, or of rows that are there already. Every rank has the
+residual of its rows and RMSNorm's weight, which stay the same in all calls. The sum is compared with
+float64; the normed rows with the float64 norm of that sum.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.fused import (
-    Expected,
-    Fused,
-    MatmulAllReduce,
-    MatmulReduceScatter,
+from interlace.benchmark.subjects.by_rows import ByRows, Expected
+from interlace.benchmark.subjects.fused import MatmulAllReduce, MatmulReduceScatter
+from interlace.benchmark.subjects.plain import (
+    AllGather,
+    AllReduce,
+    Plain,
+    ReduceScatter,
+    Tensors,
+    torchs,
 )
-from interlace.benchmark.subjects.plain import Tensors
+from interlace.benchmark.timing import payload
 from interlace.runtime.core.place import Place
 from interlace.runtime.numerics.norms import RowNorm
 
@@ -27,21 +31,21 @@ EPS = 1e-6
 RESIDUAL, NORM = -2, -1  # calls that are never made
 
 
-class _WithNorm(Fused):
-    """Of a class of ``fused.py`` the same with a norm; results are (normed rows, sum)."""
+class _WithNorm(ByRows):
+    """Of a class of sums the same with a norm; results are (normed rows, sum)."""
 
-    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
-        super().__init__(place, dtype, m, n, k)
-        first, count = self.result_rows
+    def __init__(self, place: Place, dtype: torch.dtype, *sizes: int) -> None:
+        super().__init__(place, dtype, *sizes)
         # rank 0's: the residual of a row is the same on all ranks
-        self._residual = self.matrix(0, m, n, 0, RESIDUAL)[first : first + count].contiguous()
-        self._weight = self.matrix(0, 1, n, 0, NORM).view(-1)
+        self._residuals = self.matrix(0, self.m, self.n, 0, RESIDUAL)
+        first, count = self.result_rows
+        self._residual = self._residuals[first : first + count].contiguous()
+        self._weight = self.matrix(0, 1, self.n, 0, NORM).view(-1)
 
-    def ours(self, algorithm: str) -> Callable[..., Any]:
-        op = getattr(interlace, self.op.removesuffix("_norm"))
+    def _how(self, algorithm: str) -> dict[str, Any]:
+        """Arguments of interlace's ops."""
         norm = interlace.RMSNorm(self._weight, EPS)
-        how = {"algorithm": algorithm, "residual": self._residual, "norm": norm}
-        return lambda input, weight, buffer: op(input, weight, **how)
+        return {"algorithm": algorithm, "residual": self._residual, "norm": norm}
 
     def _finished(self, total: torch.Tensor) -> Any:
         total = total + self._residual
@@ -54,10 +58,10 @@ class _WithNorm(Fused):
         return self._finished(super().alone(*tensors))  # type: ignore[safe-super]
 
     def symmetric(self, group_name: str) -> Callable[..., Any]:
-        raise ValueError(f"--baseline symm_mem: torch has no fused {self.op}")
+        return ByRows.symmetric(self, group_name)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        value, bound, looser = super().expected(rows, call)
+        value, bound, looser = super().expected(rows, call)  # type: ignore[safe-super]
         residual = self._residual[rows]
         total, bound = reference.with_residual((value, bound), residual, self.dtype)
         _, looser = reference.with_residual((value, looser), residual, self.dtype)
@@ -66,22 +70,133 @@ class _WithNorm(Fused):
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         normed, total = result
         worst = super().check(total, call, rounds_often)
-        norm = RowNorm("rms", EPS, self._weight)
-        value, bound = reference.norm(total, norm, self.dtype)
-        if rounds_often:  # torch may round before it multiplies with the weight
+        return max(worst, self._error_of_norm(normed, total, rounds_often))
+
+    def _error_of_norm(self, normed: torch.Tensor, total: torch.Tensor, often: bool) -> float:
+        """Of ``normed``, if it is of these sums exactly."""
+        value, bound = reference.norm(total, RowNorm("rms", EPS, self._weight), self.dtype)
+        if often:  # torch may round before it multiplies with the weight
             bound = bound + value.abs() * reference.unit_roundoff(self.dtype)
-        return max(worst, reference.worst_ratio(normed, value, bound))
+        return reference.worst_ratio(normed, value, bound)
 
 
-class MatmulReduceScatterNorm(_WithNorm, MatmulReduceScatter):
+class _ProductWithNorm(_WithNorm):
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        op, how = getattr(interlace, self.op.removesuffix("_norm")), self._how(algorithm)
+        return lambda input, weight, buffer: op(input, weight, **how)
+
+
+class MatmulReduceScatterNorm(_ProductWithNorm, MatmulReduceScatter):
     op = "matmul_reduce_scatter_norm"
 
-    def inputs(self, call: int) -> Tensors:
-        return MatmulReduceScatter.inputs(self, call)
 
-
-class MatmulAllReduceNorm(_WithNorm, MatmulAllReduce):
+class MatmulAllReduceNorm(_ProductWithNorm, MatmulAllReduce):
     op = "matmul_all_reduce_norm"
 
+
+class _Sums(ByRows):
+    """Rows that are there already, summed over ranks; the tensors are those of the collective."""
+
+    sizes = ("m", "n")
+    without = "has rows and columns; it takes --m and --n"
+    communication: type[Plain]
+
+    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int) -> None:
+        super().__init__(place, dtype, m, n)
+        self.nbytes = m * n * dtype.itemsize
+        self.collective = self.communication(place, dtype, self.nbytes)
+        self.bus_factor = self.collective.bus_factor
+
     def inputs(self, call: int) -> Tensors:
-        return MatmulAllReduce.inputs(self, call)
+        return self.collective.inputs(call)
+
+    def timed_inputs(self, call: int) -> Tensors:
+        return self.collective.timed_inputs(call)
+
+    def theirs(self, *tensors: Any) -> Any:
+        return self.collective.theirs(*tensors).view(-1, self.n)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        return self.collective.alone_inputs(call)
+
+    def alone(self, *tensors: Any) -> Any:
+        return self.collective.alone(*tensors).view(-1, self.n)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        parts = [
+            payload.some_rows(rows + self.result_rows[0], self.n, rank, call, self.dtype)
+            for rank in range(self.world_size)
+        ]
+        value, bound = reference.reduce(parts)
+        return value, bound, bound + payload.often_rounded(parts, self.dtype)
+
+
+class _SumsWithNorm(_WithNorm, _Sums):
+    more: ClassVar[dict[str, Any]] = {}
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        op: Any = interlace.reduce_scatter_norm if self.scatters else interlace.all_reduce_norm
+        how = self._how(algorithm) | self.more
+        return lambda *tensors: op(tensors[-1].view(self.m, self.n), **how)
+
+
+class AllReduceNorm(_SumsWithNorm):
+    op = "all_reduce_norm"
+    algorithms = (*ByRows.algorithms, "low_latency")
+    communication = AllReduce
+
+
+class ReduceScatterNorm(_SumsWithNorm):
+    op = "reduce_scatter_norm"
+    communication = ReduceScatter
+    scatters = True
+
+
+class GatherNormed(ReduceScatterNorm):
+    """All ranks get all normed rows: behind torch's norm there is an all-gather."""
+
+    op = "gather_normed"
+    more: ClassVar = {"gather_normed": True}
+
+    def theirs(self, *tensors: Any) -> Any:
+        normed, total = super().theirs(*tensors)
+        whole = normed.new_empty(self.m, self.n)
+        torchs(AllGather)(whole, normed)
+        return whole, total
+
+    def _totals(self, call: int) -> torch.Tensor:
+        """The sums of all rows, rounded once: those of a few payloads are exact in fp32."""
+        parts = [self.collective.of(rank, call).double() for rank in range(self.world_size)]
+        total = torch.stack(parts).sum(0).view(self.m, self.n) + self._residuals
+        return total.to(self.dtype)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Besides, all normed rows, which the others would send."""
+        normed = F.rms_norm(self._totals(call), (self.n,), self._weight, EPS)
+        return (*super().alone_inputs(call), normed)
+
+    def alone(self, *tensors: Any) -> Any:
+        *sums, others = tensors
+        normed, total = super().alone(*sums)
+        whole = torch.empty_like(others).copy_(others)
+        whole[self.own : self.own + self.rows] = normed
+        return whole, total
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        normed, total = result
+        if normed.shape[0] != self.m:
+            return float("inf")
+        own = normed[self.own : self.own + self.rows]
+        worst = super().check((own, total), call, rounds_often)
+        totals = self._totals(call)
+        if rounds_often:  # others' sums may be off by roundings, and their norms by as much
+            value, bound = reference.norm(totals, RowNorm("rms", EPS, self._weight), self.dtype)
+            parts = [self.collective.of(rank, call) for rank in range(self.world_size)]
+            off = payload.often_rounded(parts, self.dtype).view_as(totals)
+            off = off + totals.double().abs() * reference.unit_roundoff(self.dtype)
+            rms = totals.double().square().mean(-1, keepdim=True).sqrt()
+            weight = self._weight.double().abs() / rms
+            more = weight * off + value.abs() * (off / rms).amax(-1, keepdim=True)
+            more = more + value.abs() * reference.unit_roundoff(self.dtype)
+            return max(worst, reference.worst_ratio(normed, value, bound + more))
+        return max(worst, self._error_of_norm(normed, totals, rounds_often))

@@ -9,7 +9,7 @@ own memory, without a rank waiting for another.
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class Plain(ABC):
     reduces = True  # where an algorithm depends on it
     sizes: tuple[str, ...] = ("nbytes",)
     without = "has no matmul; it takes --sizes"  # of other sizes
+    defaults: ClassVar[dict[str, str]] = {"nbytes": "64K:16M:x16"}  # of sizes
     least_ranks = 1
     flops = 0.0
 
@@ -89,8 +90,7 @@ class Plain(ABC):
         """Through torch.distributed's default group."""
         if not self.torch_names:
             return self.call(dist, *arguments)
-        function = next(getattr(dist, name) for name in self.torch_names if hasattr(dist, name))
-        function(*arguments)
+        torchs(type(self))(*arguments)
         return arguments[0]
 
     @abstractmethod
@@ -102,6 +102,14 @@ class Plain(ABC):
 
     @abstractmethod
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float: ...
+
+
+def torchs(kind: type[Plain]) -> Callable[..., Any]:
+    """The function of torch.distributed, where its name is another."""
+    found: Callable[..., Any] = next(
+        getattr(dist, name) for name in kind.torch_names if hasattr(dist, name)
+    )
+    return found
 
 
 class _Copying(Plain):

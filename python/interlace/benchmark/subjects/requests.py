@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import baselines, expert_rows, fused, norms, plain
+from interlace.benchmark.subjects import attention, baselines, expert_rows, fused, norms, plain
+from interlace.benchmark.subjects.by_rows import ByRows
 from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
@@ -26,17 +27,16 @@ _FUSED: tuple[type[Fused], ...] = (
     fused.MatmulReduceScatter,
     fused.MatmulAllReduce,
 )
-# tuned as those without a norm
-_NORMED: tuple[type[Fused], ...] = (norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm)
+_BY_ROWS: tuple[type[ByRows], ...] = (
+    norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,  # tuned as those without a norm
+    norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
+    expert_rows.GroupedMatmulCombineRows,
+    attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
+)  # fmt: skip
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
 """Those that ``tune`` knows."""
-_PRODUCTS = expert_rows.GroupedMatmulCombineRows
-OPS: dict[str, type[Plain | Fused]] = {
-    **{kind.op: kind for kind in _PLAIN},
-    **FUSED,
-    **{kind.op: kind for kind in _NORMED},
-    _PRODUCTS.op: _PRODUCTS,
-}
+_ALL: tuple[type[Plain | ByRows], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
+OPS: dict[str, type[Plain | ByRows]] = {kind.op: kind for kind in _ALL}
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -52,7 +52,8 @@ class BenchRequest:
 
     ``target``: an op or "file.py::function". ``algorithms``: names, ("all",), or () for a kernel of one's
     own. ``chosen``: baselines, or None for the default ones. ``store``: a file through which ranks of
-    torch.distributed meet, None under ``torchrun``. ``virtual``: ranks share one GPU.
+    torch.distributed meet, None under ``torchrun``. ``settings``: what an op has besides sizes.
+    ``virtual``: ranks share one GPU.
     """
 
     target: str
@@ -64,6 +65,7 @@ class BenchRequest:
     m: int | None = None
     n: int | None = None
     k: int | None = None
+    settings: tuple[tuple[str, int | str], ...] = ()
     virtual: bool = False
     store: str | None = None
 
@@ -100,12 +102,13 @@ def source(request: BenchRequest, place: Place) -> Source:
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
     kind: Any = OPS[request.target]
-    op = kind(place, DTYPES[request.dtype], *(getattr(request, size) for size in kind.sizes))
+    sizes = [getattr(request, size) for size in kind.sizes]
+    op = kind(place, DTYPES[request.dtype], *sizes, **dict(request.settings))
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):
         reasons = {name: _why_not(name, op, place) for name in kind.algorithms}
         # of a fused op "auto" is one of the others; of a collective it may be an engine of its own
-        if isinstance(op, Fused):
+        if isinstance(op, ByRows):
             reasons.pop("auto")
         names = [name for name, reason in reasons.items() if not reason]
         left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
@@ -113,24 +116,25 @@ def source(request: BenchRequest, place: Place) -> Source:
     return Source(baselines.torch_backend(chosen), left_out, make)
 
 
-def _why_not(name: str, op: Plain | Fused, place: Place) -> str:
+def _why_not(name: str, op: Plain | ByRows, place: Place) -> str:
     """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
-    if name in TRITON and place.interpreted and not place.simulated:
+    if name.split()[-1] in TRITON and place.interpreted and not place.simulated:
         return "interpreted on a CPU"
-    moves = name == "low_latency" and isinstance(op, Plain) and not op.reduces
+    small = name == "low_latency"
+    moves = small and isinstance(op, Plain) and not op.reduces
     dtype = str(op.dtype).removeprefix("torch.")
     if dtype not in NARROW and name not in WIDE and not moves:
         return f"not for {dtype}"
-    if name == "low_latency" and isinstance(op, Plain) and op.message_bytes > MOST_BYTES:
+    if small and (op.message_bytes if isinstance(op, Plain) else op.nbytes) > MOST_BYTES:
         return f"for at most {MOST_BYTES >> 10} KiB a rank"
     if name == "multimem" and not place.interpreted and not default_group().arena.multicast():
         return "no multicast address"
     return ""
 
 
-def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject:
+def _op(op: Plain | ByRows, names: list[str], chosen: tuple[str, ...]) -> Subject:
     """interlace's algorithms, then the baselines, then the parts of a fused op."""
-    timed = op.timed_inputs if isinstance(op, Plain) else None
+    timed = op.timed_inputs
     check: Any = op.check if op.nbytes else None
     loose: Any = functools.partial(op.check, rounds_often=True) if op.nbytes else None
     found = [
@@ -143,7 +147,7 @@ def _op(op: Plain | Fused, names: list[str], chosen: tuple[str, ...]) -> Subject
             found.append(BenchCandidate(name, BASELINE, op.alone, op.alone_inputs, loose))
         elif name != "symm_mem":
             found.append(BenchCandidate(name, BASELINE, op.theirs, op.inputs, loose, timed))
-        elif isinstance(op, Fused):
+        elif isinstance(op, ByRows):
             run = op.symmetric(baselines.group_name())
             found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
         else:

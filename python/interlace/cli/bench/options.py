@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from interlace.benchmark.subjects import baselines
+from interlace.benchmark.subjects.by_rows import ByRows
+from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.sizes import parse_sizes
-from interlace.cli.output.machine import refuse_matmul, refuse_size
+from interlace.cli.output.machine import refuse_size
 from interlace.cli.output.options import MOST, CommandOptions, option
 from interlace.launcher import JOB_PLACES
 from interlace.launcher import PLACES as OWN_PLACES
@@ -20,7 +22,6 @@ from interlace.runtime.core.place import MOST_SECONDS
 
 PLACES = (*OWN_PLACES, *JOB_PLACES)  # these only with torchrun
 GPU_PLACES = ("cuda", "nvshmem")
-DEFAULT_SIZES = "64K:16M:x16"
 DEFAULT_SHAPE = "1024"
 MOST_RANKS = 64
 
@@ -49,8 +50,10 @@ class BenchOptions(CommandOptions):
 
     OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
     scatter, send_recv, barrier; dispatch, combine), a fused op (all_gather_matmul, matmul_reduce_scatter,
-    matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; grouped_matmul_combine), or
-    path/to/file.py::function, which returns an interlace.benchmark.Kernel, or a callable to time.
+    matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
+    reduce_scatter_norm, and gather_normed, which is the last with an all-gather; grouped_matmul_combine;
+    context_parallel_attention, the same as ..._backward; distributed_decode), or path/to/file.py::function,
+    which returns an interlace.benchmark.Kernel, or a callable to time.
 
     Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
     """
@@ -64,13 +67,28 @@ class BenchOptions(CommandOptions):
         None,
         metavar="1K:1G:x4",
         help="bytes, of collectives: a list of sizes and of ranges first:last:xFACTOR or "
-        f"first:last:+STEP; K, M, G are 2**10, 2**20, 2**30 (default {DEFAULT_SIZES})",
+        f"first:last:+STEP; K, M, G are 2**10, 2**20, 2**30 (default {Plain.defaults['nbytes']})",
     )
     m: str | None = option(
         None, metavar="ROWS", help="of fused ops: all rows; a list or range like --sizes"
     )
-    n: str | None = option(None, metavar="COLUMNS", help="of fused ops: columns of a rank's weight")
-    k: str | None = option(None, metavar="INNER", help="of fused ops: what a rank contracts")
+    n: str | None = option(
+        None,
+        metavar="COLUMNS",
+        help="of fused ops: columns of a rank's weight; of attention: heads",
+    )
+    k: str | None = option(
+        None,
+        metavar="INNER",
+        help="of fused ops: what a rank contracts; of attention: a head's size",
+    )
+    batch: int | None = option(None, type=int, help="of attention: sequences (default 1)")
+    key_heads: int | None = option(
+        None, type=int, help="of attention: heads of keys, which divide N (default N)"
+    )
+    mask: str | None = option(
+        None, choices=("causal", "full"), help="of attention over a sequence (default causal)"
+    )
     dtype: str | None = option(
         None, choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
     )
@@ -87,8 +105,9 @@ class BenchOptions(CommandOptions):
     algorithm: str | None = option(
         None,
         metavar="NAME,...|all",
-        help="auto; of fused ops fused, pipelined, unfused; of all_reduce, all_gather and reduce_scatter "
-        "kernel, copy. all leaves out Triton kernels where they would be interpreted (default auto)",
+        help="auto; of fused ops fused, pipelined, unfused; of attention behind a method, as 'ring fused'; "
+        "of all_reduce, all_gather and reduce_scatter kernel, copy. all leaves out Triton kernels where "
+        "they would be interpreted (default auto)",
     )
     baseline: str | None = option(
         None,
@@ -153,12 +172,16 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
     )
     _check_place(options, request)
     world_size = world_size_of(options)
-    requests = [replace(request, **size) for size in _shapes(options)]
+    settings = _settings(options)
+    requests = [replace(request, settings=settings, **size) for size in _shapes(options)]
     for each in requests:
         if each.own:
             kernel.arguments_for(loaded(target), target, each.arguments)
         else:
-            OPS[target].refuse(world_size, each.m, each.dtype)
+            kind = OPS[target]
+            kind.refuse(world_size, each.m, each.dtype)
+            if issubclass(kind, ByRows):
+                kind.refuse_settings(each.n or 0, **dict(settings))
             if not under_torchrun():
                 _refuse_size(each, world_size, place_of(options))
     return requests
@@ -166,12 +189,13 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
 
 def _refuse_size(request: BenchRequest, world_size: int, place: str) -> None:
     """Raise ValueError if there is no memory for the tensors of all ranks."""
+    kind = OPS[request.target]
     if request.nbytes is not None:
         refuse_size(f"--sizes {request.nbytes}", request.nbytes, world_size, place)
-    elif request.m and request.n and request.k:
-        refuse_matmul(
-            (request.m, request.n, request.k), DTYPES[request.dtype].itemsize, world_size, place
-        )
+    elif issubclass(kind, ByRows):
+        sizes = [getattr(request, size) for size in kind.sizes]
+        nbytes = kind.elements(*sizes, **dict(request.settings)) * DTYPES[request.dtype].itemsize
+        refuse_size(" x ".join(map(str, sizes)), nbytes, world_size, place)
 
 
 def _check_place(options: BenchOptions, request: BenchRequest) -> None:
@@ -217,6 +241,24 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
     return names
 
 
+def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
+    """What is given besides sizes, as the op's class takes it."""
+    kind = OPS.get(options.target)
+    known = kind.settings if kind is not None and issubclass(kind, ByRows) else ()
+    found: list[tuple[str, int | str]] = []
+    for name in ("batch", "key_heads", "mask"):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        option = f"--{name.replace('_', '-')} {value}"
+        if name not in known:
+            raise ValueError(f"{option}: {options.target} has none")
+        if value != "full" and value != "causal" and not 1 <= value <= MOST:
+            raise ValueError(f"{option} must be positive; the most is {MOST}")
+        found.append((name, value))
+    return tuple(found)
+
+
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
     """The sizes, as fields of a request."""
     given = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
@@ -225,7 +267,7 @@ def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
     for name, text in given.items():
         option = "--sizes" if name == "nbytes" else f"--{name}"
         if kind is not None and name in kind.sizes and text is None:
-            text = DEFAULT_SIZES if name == "nbytes" else DEFAULT_SHAPE
+            text = kind.defaults.get(name, DEFAULT_SHAPE)
         elif kind is not None and name not in kind.sizes and text is not None:
             raise ValueError(f"{option}: {options.target} {kind.without}")
         if text is not None:

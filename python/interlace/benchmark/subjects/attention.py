@@ -1,0 +1,376 @@
+"""Attention over a sequence that is spread over ranks, against torch's; and decoding with a spread cache.
+
+M are all ranks' tokens, N the heads of queries, K their size. Tokens are shared out as zigzag has it, so
+there are 2 W chunks of them.
+
+Through torch.distributed it is torch's own ring, that of its ``context_parallel``, where that runs without
+a GPU: under a causal mask, with as many heads of keys as of queries. It takes an op that returns output and
+logarithms, so here it gets the one that torch has for CPUs, which interlace's "pipelined" calls, too.
+Elsewhere keys and values are gathered, and then it is torch's attention.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import interlace
+from interlace import reference
+from interlace.attention_reference import AttentionReference
+from interlace.benchmark.subjects.by_rows import ByRows, Expected
+from interlace.benchmark.subjects.plain import AllGather, ReduceScatter, Tensors, torchs
+from interlace.benchmark.timing import payload
+from interlace.benchmark.timing.figures import bus_factor
+from interlace.runtime.core.place import Place
+
+METHODS = ("all_gather", "ring", "ulysses")
+QUERY, KEY, VALUE, GRAD = range(4)
+LARGEST = 2.0  # of a payload
+_aten: Any = torch.ops.aten
+
+
+def _ring_forward(query: Any, key: Any, value: Any, *, is_causal: bool) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+
+
+def _ring_backward(*, grad_out: Any, query: Any, key: Any, value: Any, **rest: Any) -> Any:
+    made = rest["out"], rest["logsumexp"], 0.0, rest["is_causal"]
+    op = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op(grad_out, query, key, value, *made)
+
+
+class _HeadTensors(ByRows):
+    """Tensors are ``[batch, tokens, heads, size]``; those of all ranks are parts of one whole."""
+
+    without = "has tokens (--m), heads (--n) and their size (--k)"
+    defaults: ClassVar = {"n": "8", "k": "64"}
+    settings: tuple[str, ...] = ("batch", "key_heads")
+
+    def __init__(
+        self,
+        place: Place,
+        dtype: torch.dtype,
+        *sizes: int,
+        batch: int | None = None,
+        key_heads: int | None = None,
+        mask: str | None = None,
+    ) -> None:
+        super().__init__(place, dtype, *sizes)
+        self.head_dim, self.batch = self.shape["k"], batch or 1
+        self.key_heads, self.causal = key_heads or self.n, mask != "full"
+        more = {"batch": batch, "key heads": key_heads}
+        self.shape |= {name: value for name, value in more.items() if value is not None}
+
+    @classmethod
+    def refuse_settings(cls, n: int, **settings: Any) -> None:
+        key_heads = settings.get("key_heads", n)
+        if n % key_heads:
+            raise ValueError(
+                f"--key-heads {key_heads}: does not divide --n {n}, the heads of queries"
+            )
+
+    @classmethod
+    def elements(cls, *sizes: int, batch: int = 1, **settings: Any) -> int:
+        return 4 * batch * math.prod(sizes)
+
+    def tokens(self, what: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
+        """The tokens at these places of the whole."""
+        first = torch.arange(self.batch, device=self.device) * self.m
+        rows = (first[:, None] + places).view(-1)
+        flat = payload.some_rows(rows, heads * self.head_dim, what, call, self.dtype)
+        return flat.view(self.batch, len(places), heads, self.head_dim)
+
+    def keys(self, places: torch.Tensor, call: int) -> list[torch.Tensor]:
+        return [self.tokens(what, places, self.key_heads, call) for what in (KEY, VALUE)]
+
+    def known(self, heads: list[torch.Tensor], mask: torch.Tensor) -> AttentionReference:
+        query, key, value = heads
+        return AttentionReference(query, key, value, mask, 1 / math.sqrt(self.head_dim))
+
+    def rounded(self, value: torch.Tensor, bound: torch.Tensor) -> Expected:
+        """torch rounds each rank's result before it is merged."""
+        merged = bound + 2 * LARGEST * reference.unit_roundoff(self.dtype)
+        return value, bound, merged
+
+
+class AttentionRows(_HeadTensors):
+    """Algorithms are those of the op, after a method where that makes a difference."""
+
+    op = "context_parallel_attention"
+    algorithms = ("auto", *(f"{m} {a}" for a in ("fused", "pipelined") for m in METHODS), "unfused")
+    settings = (*_HeadTensors.settings, "mask")
+    scatters = True
+    passes = 2.0  # products of queries and keys, and of weights and values
+
+    def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
+        super().__init__(place, dtype, *sizes, **settings)
+        every = torch.arange(self.m, device=self.device)
+        chunk = self.m // (2 * self.world_size)
+        chunks = [[r, 2 * self.world_size - 1 - r] for r in range(self.world_size)]
+        by_rank = [torch.cat([every[c * chunk : (c + 1) * chunk] for c in each]) for each in chunks]
+        self.places, self.gathered = by_rank[self.rank], torch.cat(by_rank)
+        seen = 0.5 if self.causal else 1.0
+        self.nbytes = 2 * self.batch * self.m * self.key_heads * self.head_dim * dtype.itemsize
+        self.bus_factor = bus_factor("all_gather", self.world_size)
+        pairs = seen * self.m * self.rows * self.batch * self.n
+        self.flops = self.passes * 2 * pairs * self.head_dim
+        self._mask = self.places[:, None] >= self.gathered if self.causal else None
+
+    @classmethod
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+        super().refuse(world_size, m, dtype)
+        if (m or 0) % (2 * world_size):
+            raise ValueError(
+                f"--m {m}: {cls.op} shares tokens out in {2 * world_size} equal chunks, two to a rank"
+            )
+
+    def inputs(self, call: int) -> Tensors:
+        return (self.tokens(QUERY, self.places, self.n, call), *self.keys(self.places, call))
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """All keys and values, in the order in which they are gathered."""
+        every = self.keys(self.gathered, call)
+        return (self.inputs(call)[0], *every, [torch.empty_like(each) for each in every])
+
+    def _given(self, algorithm: str) -> dict[str, Any]:
+        *method, way = algorithm.split()
+        return {"method": method[0] if method else "auto", "algorithm": way, "causal": self.causal}
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        how = self._given(algorithm)
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                made = interlace.nn.functional.context_parallel_attention(*tensors, **how)
+                return interlace.functional.wait(made)
+
+        return run
+
+    def ring(self) -> Any:
+        """torch's module of its ring, None where that cannot be called."""
+        if self.device.type != "cpu" or not self.causal or self.key_heads != self.n:
+            return None
+        try:
+            from torch.distributed.tensor.experimental._context_parallel import _attention
+        except ImportError:
+            return None
+        return _attention if hasattr(_attention, "_templated_ring_attention") else None
+
+    def theirs(self, *tensors: Any) -> Any:
+        ring: Any = self.ring()
+        with torch.no_grad():
+            if ring is None:
+                query, *heads = tensors
+                return self._attended(query, *self._all_keys(*heads))
+            heads = [each.transpose(1, 2).contiguous() for each in tensors]
+            how = dist.group.WORLD, 2, _ring_forward
+            return ring._templated_ring_attention(*how, *heads, is_causal=True)[0].transpose(1, 2)
+
+    def _all_keys(self, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        both = torch.stack([key, value])
+        every = both.new_empty(self.world_size, *both.shape)
+        torchs(AllGather)(every.flatten(0, 1), both)  # gloo takes no stack
+        return list(every.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
+
+    def _attended(self, *tensors: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Of queries at these places, by default the own, and of all keys as they are gathered."""
+        query, key, value = (each.transpose(1, 2) for each in tensors)
+        mask = self._mask if places is None or not self.causal else places[:, None] >= self.gathered
+        shares = self.key_heads != self.n
+        made = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=shares)
+        return made.transpose(1, 2)
+
+    def alone(self, *tensors: Any) -> Any:
+        query, key, value, (keys, values) = tensors
+        return self._attended(query, keys.copy_(key), values.copy_(value))
+
+    def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
+        """Of queries at these places of the whole, and of all keys in their order."""
+        heads = [each.transpose(1, 2) for each in tensors]
+        mask = places[:, None] >= torch.arange(self.m, device=self.device)
+        mask = mask if self.causal else torch.ones_like(mask)
+        return self.known(heads, mask)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        every, places = torch.arange(self.m, device=self.device), self.places[rows]
+        query = self.tokens(QUERY, places, self.n, call)
+        value, bound = self._reference(places, query, *self.keys(every, call)).output()
+        return self.rounded(value.permute(2, 0, 1, 3), bound.permute(2, 0, 1, 3))
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        return super().check(result.transpose(0, 1), call, rounds_often)
+
+
+class AttentionBackwardRows(AttentionRows):
+    """Forward and backward, as a step of a training has them; results are gradients, all are compared."""
+
+    op = "context_parallel_attention_backward"
+    passes = 7.0  # two forward, five backward
+
+    def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
+        super().__init__(place, dtype, *sizes, **settings)
+        self._known: dict[int, Any] = {}
+
+    def inputs(self, call: int) -> Tensors:
+        return (*super().inputs(call), self.tokens(GRAD, self.places, self.n, call))
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        how = self._given(algorithm)
+
+        def run(*tensors: torch.Tensor) -> Any:
+            *tensors, grad = tensors  # type: ignore[assignment]
+            leaves = [each.detach().requires_grad_() for each in tensors]
+            made = interlace.nn.functional.context_parallel_attention(*leaves, **how)
+            return torch.autograd.grad(made, leaves, grad)
+
+        return run
+
+    def theirs(self, *tensors: Any) -> Any:
+        *tensors, grad = tensors  # type: ignore[assignment]
+        ring: Any = self.ring()
+        if ring is None:
+            return self._gathered(grad, *tensors)
+        with torch.no_grad():
+            of_output, *heads = (each.transpose(1, 2).contiguous() for each in (grad, *tensors))
+            how = dist.group.WORLD, 2
+            out, lse, *_ = ring._templated_ring_attention(
+                *how, _ring_forward, *heads, is_causal=True
+            )
+            made = ring._templated_ring_attention_backward(
+                *how, _ring_backward, of_output, "grad_out", *heads, out, lse, is_causal=True
+            )
+            return [each.transpose(1, 2) for each in made[:3]]
+
+    def _gathered(self, grad: torch.Tensor, query: torch.Tensor, *keys: torch.Tensor) -> Any:
+        """By torch's attention to gathered keys; contributions to their gradients are reduced."""
+        of_query, *of_keys = self._gradients(grad, query, *self._all_keys(*keys))
+        parts = torch.unflatten(torch.stack(of_keys), 2, (self.world_size, -1))
+        by_rank = parts.permute(2, 0, 1, 3, 4, 5).contiguous()
+        own = torch.empty_like(by_rank[0])
+        torchs(ReduceScatter)(own, by_rank.flatten(0, 1))
+        return of_query, *own.unbind(0)
+
+    def _gradients(self, grad: torch.Tensor, *tensors: torch.Tensor, **where: Any) -> Any:
+        leaves = [each.detach().requires_grad_() for each in tensors]
+        return torch.autograd.grad(self._attended(*leaves, **where), leaves, grad)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.unflatten(tensor, 1, (self.world_size, -1))[:, self.rank]
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Besides the own gradient, and what other ranks' queries contribute to those of the own keys."""
+        query, key, value, empty = super().alone_inputs(call)
+        grad = self.tokens(GRAD, self.places, self.n, call)
+        others = self.gathered.view(self.world_size, -1)
+        others = torch.cat(
+            [each for r, each in enumerate(others) if r != self.rank] or [others[0, :0]]
+        )
+        theirs = [self.tokens(what, others, self.n, call) for what in (GRAD, QUERY)]
+        wide = [each.float() for each in (*theirs, key, value)]
+        _, *of_keys = self._gradients(*wide, places=others)
+        rest = [self._own(each).to(self.dtype) for each in of_keys]
+        return query, key, value, empty, grad, rest
+
+    def alone(self, *tensors: Any) -> Any:
+        query, key, value, (keys, values), grad, rest = tensors
+        made = self._gradients(grad, query, keys.copy_(key), values.copy_(value))
+        of_query, *of_keys = made
+        return of_query, *(self._own(each) + more for each, more in zip(of_keys, rest, strict=True))
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        """Of one head of keys, another in each call, with the heads of queries that see it."""
+        head, groups = call % self.key_heads, self.n // self.key_heads
+        queries = slice(head * groups, (head + 1) * groups)
+        if call not in self._known:
+            every = torch.arange(self.m, device=self.device)
+            query, grad = (
+                self.tokens(w, every, self.n, call)[:, :, queries] for w in (QUERY, GRAD)
+            )
+            keys = [each[:, :, head : head + 1] for each in self.keys(every, call)]
+            found = self._reference(every, query, *keys).gradients(grad.transpose(1, 2))
+            self._known[call] = [[part[:, :, self.places] for part in each] for each in found]
+        worst = 0.0
+        for made, (value, bound), heads in zip(
+            result, self._known[call], (queries, *[slice(head, head + 1)] * 2), strict=True
+        ):
+            if rounds_often:
+                # scores are rounded already, for half of the bound: so is each partial sum
+                bound = bound * (1 + (self.world_size + 1) / 2)
+            mine = made[:, :, heads].transpose(1, 2)
+            worst = max(worst, reference.worst_ratio(mine, value, bound))
+        return worst
+
+
+class DecodeRows(_HeadTensors):
+    """Torch's way: attention to the own keys, whose results and logarithms are gathered and merged."""
+
+    op = "distributed_decode"
+    algorithms = ("auto", "fused", "unfused")
+
+    def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
+        super().__init__(place, dtype, *sizes, **settings)
+        read = self.batch * self.rows * self.head_dim
+        self.nbytes = 2 * read * self.key_heads * dtype.itemsize
+        self.bus_factor, self.flops = None, 4 * read * self.n
+        self.result_rows = (0, self.batch)
+
+    def _query(self, call: int) -> torch.Tensor:
+        return self.tokens(QUERY, torch.zeros(1, device=self.device).long(), self.n, call)[:, 0]
+
+    def _keys_of(self, rank: int, call: int) -> list[torch.Tensor]:
+        first = rank * self.rows
+        return self.keys(torch.arange(first, first + self.rows, device=self.device), call)
+
+    def inputs(self, call: int) -> Tensors:
+        return self._query(call), *self._keys_of(self.rank, call)
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        op: Any = interlace.distributed_decode
+        return lambda q, k, v: op(q, (k, v), algorithm=algorithm)
+
+    def _partial(self, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[batch, key heads, queries, size + 1]``: the result, behind it the logarithm."""
+        groups = query.view(self.batch, self.key_heads, -1, self.head_dim)
+        heads = [groups, *(each.transpose(1, 2) for each in keys)]
+        if self.device.type == "cpu":
+            made, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads)
+        else:
+            op = _aten._scaled_dot_product_efficient_attention
+            made, sums, *_ = op(*heads, None, True)
+        lse = sums[..., : groups.shape[2]].unsqueeze(-1)
+        return torch.cat([made.float(), lse.float()], -1)
+
+    def _merged(self, every: torch.Tensor) -> torch.Tensor:
+        weights = every[..., -1:].softmax(0)
+        merged = (every[..., :-1] * weights).sum(0)
+        return merged.flatten(1, 2).to(self.dtype)
+
+    def theirs(self, *tensors: Any) -> Any:
+        mine = self._partial(*tensors)
+        every = mine.new_empty(self.world_size, *mine.shape)
+        torchs(AllGather)(every.flatten(0, 1), mine)
+        return self._merged(every)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        """Besides what all ranks would send."""
+        query, ranks = self._query(call), range(self.world_size)
+        sent = [self._partial(query, *self._keys_of(rank, call)) for rank in ranks]
+        return *self.inputs(call), torch.stack(sent)
+
+    def alone(self, *tensors: Any) -> Any:
+        *own, sent = tensors
+        every = torch.empty_like(sent).copy_(sent)
+        every[self.rank] = self._partial(*own)
+        return self._merged(every)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        every = torch.arange(self.m, device=self.device)
+        query, keys = self._query(call).unsqueeze(2), self.keys(every, call)
+        mask = torch.ones(1, self.m, dtype=torch.bool, device=self.device)
+        heads = [query, *(each.transpose(1, 2) for each in keys)]
+        known = self.known(heads, mask).output()
+        value, bound = (each[rows, :, 0] for each in known)
+        return self.rounded(value, bound)
