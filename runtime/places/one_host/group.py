@@ -97,6 +97,7 @@ class HostGroup:
         self.blame = Blame(self)
         self.options: Any = None  # torch's, of an op that the caller waits for
         self._joining = False
+        self._own: SharedSegment | None = None
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
@@ -137,7 +138,8 @@ class HostGroup:
 
     def _join(self) -> None:
         """Trade control segments and pidfds, check them, and forget the store's keys."""
-        own = self.new_segment(CONTROL_BYTES)
+        # Whoever inspects this process from outside finds its descriptor.
+        self._own = own = self.new_segment(CONTROL_BYTES)
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self.interruption)
         doing = f"joining group {self.prefix!r}"
@@ -151,7 +153,6 @@ class HostGroup:
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
-            self._own = own  # whoever inspects this process from outside finds its descriptor
             record.known_as(self, self.names)
         finally:
             os.close(pidfd)
@@ -445,7 +446,9 @@ class HostGroup:
         control, self.control = self.control, None
         if control is not None:
             control.leave()
+        if self._own is not None:
             self._own.close()
+        if control is not None:
             self._await_first(control, linger)
         self._rendezvous.close()
         _close_values(self.pidfds)

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, TCPStore
 from guard import busy
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.hosts.host_map import Card
+from interlace.runtime.places.one_host import group as group_module
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting, reason
@@ -291,15 +292,19 @@ def test_only_the_end_of_a_process_that_can_be_seen_is_believed() -> None:
 
 
 def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, mapped = HashStore(), HostGroup._map
+    store, mapped = HashStore(), group_module.map_segment
 
-    def fails_on_one(group: HostGroup, *rest: Any) -> Any:
-        if group.rank == 1:
+    def fails_on_one(descriptor: int, identity: Any) -> Any:
+        if identity.rank == 0:
             raise InterlaceError("there is no room for it")
-        return mapped(group, *rest)
+        return mapped(descriptor, identity)
 
-    monkeypatch.setattr(HostGroup, "_map", fails_on_one)
-    started = time.monotonic()
+    def memory() -> list[str]:
+        links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+        return sorted(path for path in links if "interlace" in os.path.realpath(path))
+
+    monkeypatch.setattr(group_module, "map_segment", fails_on_one)
+    before, started = memory(), time.monotonic()
     found = both(
         lambda rank: HostGroup(
             StoreMeeting(store), rank, 2, timeout=LONG, prefix="interlace/fails/0"
@@ -308,6 +313,7 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
     said = [str(each.exception()) for each in found]
     expected = "there is no room for it"
     assert said == [f"rank 1 could not join: InterlaceError: {expected}", expected]
+    assert memory() == before, "while the exceptions, and so what they hold, are still there"
     assert time.monotonic() - started < LONG / 4
 
 
