@@ -20,6 +20,7 @@ from interlace.arguments.words import (
     Yes,
 )
 from interlace.fused import grouped, grouped_combine
+from interlace.fused.routing import DispatchHandle
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
@@ -217,8 +218,8 @@ def all_to_all_grouped_matmul(
 def grouped_matmul_combine(
     input: Tensor,
     weight: Tensor,
-    splits: Splits,
-    topk_idx: Tensor,
+    splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = ...,
     topk_weights: Tensor | None = ...,
     *,
     bias: Tensor | None = ...,
@@ -229,8 +230,8 @@ def grouped_matmul_combine(
 def grouped_matmul_combine(
     input: Tensor,
     weight: Tensor,
-    splits: Splits,
-    topk_idx: Tensor,
+    splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = ...,
     topk_weights: Tensor | None = ...,
     *,
     bias: Tensor | None = ...,
@@ -241,8 +242,8 @@ def grouped_matmul_combine(
 def grouped_matmul_combine(
     input: Tensor,
     weight: Tensor,
-    splits: Splits,
-    topk_idx: Tensor,
+    splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = ...,
     topk_weights: Tensor | None = ...,
     *,
     bias: Tensor | None = ...,
@@ -252,8 +253,8 @@ def grouped_matmul_combine(
 def grouped_matmul_combine(
     input: Tensor,
     weight: Tensor,
-    splits: Splits,
-    topk_idx: Tensor,
+    splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -272,12 +273,16 @@ def grouped_matmul_combine(
     input : ``(r, k)``, rows by expert, then by source rank, as that op returns them. Any strides.
     weight : ``(E / W, k, n)``, this rank's experts, with any strides.
     splits : rows by expert and source rank, E / W * W of them: what that op returns. They add up to ``r``.
+        Or the handle of a dispatch, whose ``received.x``, row by row, has become ``input``. If the dispatch
+        had a bound of tokens, no host of a GPU waits for anything, as counts stay on the device.
     topk_idx : integers ``(t, K)``: the experts of this rank's tokens, -1 for none. The rows that it has
         sent were sorted by expert, then by token and slot, as :func:`interlace.experts.permute` does it.
-    topk_weights : ``(t, K)``, by which rows are multiplied, in fp32 and where their tokens are; None: a
-        sum.
+        None with a handle, which has them.
+    topk_weights : ``(t, K)``, by which rows are multiplied, in fp32 and where their tokens are; None: those
+        of the handle, or a sum.
     bias : ``(E / W, n)``, added to every row before it is weighted.
     algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
+    group : that of the handle, if there is one.
 
     Returns ``(t, n)``, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it: the sum over slots
     0, 1, 2 ... in fp32 of rows that were rounded to the output's dtype. It does not depend on timing, nor
@@ -302,23 +307,34 @@ def grouped_matmul_combine(
     >>> interlace.run(layer, 2)
     [[[12.0], [18.0]], [[12.0], [18.0]]]
     """
-    options = grouped_combine.CombineOptions(splits, False, algorithm, out_dtype)
-    tensors = (input, weight, bias, topk_idx, topk_weights)
-    op, communicator = grouped_combine.MATMUL_COMBINE, resolve(group).on(input)
-    if requires_gradients(*tensors):
+    op, handle, segments, routing = grouped_combine.MATMUL_COMBINE, None, None, None
+    if isinstance(splits, DispatchHandle):
+        handle, group = splits, splits.group if group is None else group
+        segments, routing, splits = handle.segments, handle.routing, handle.segments[..., 1]
+        topk_idx = handle.topk_idx if topk_idx is None else topk_idx
+        topk_weights = handle.topk_weights if topk_weights is None else topk_weights
+        if routing.packed and isinstance(input, Tensor) and input.dim() == 3:
+            input = input.flatten(0, 1)
+    communicator = resolve(group).on(input)
+    if requires_gradients(input, weight, bias, topk_weights):
         if not modes_active():
             with communicator.accepting(op):
-                call = grouped_combine.checked(communicator, *tensors, options)
+                if handle is not None:
+                    input, topk_idx = _as_sorted(input, topk_idx, handle)
+                options = grouped_combine.CombineOptions(splits, algorithm, out_dtype)
+                given: Any = (input, weight, bias, topk_idx, topk_weights, options)
+                call = grouped_combine.checked(communicator, *given)
+                received = grouped_combine.checked_splits(communicator, call, splits)
             first = f"{op} of tensors that require gradients"  # on all ranks, then
-            counts, _ = communicator.run(
+            counts = communicator.run(
                 first,
-                lambda: Outcome(grouped_combine.agree(communicator, call, first), None),
+                lambda: Outcome(grouped_combine.agree(communicator, call, received, first), None),
                 async_op=False,
             )
             return recorded.run(  # type: ignore[no-any-return]
                 op,
                 async_op,
-                (input, weight, call.splits, topk_idx, topk_weights),
+                (input, weight, received, topk_idx, topk_weights),
                 lambda made: made,
                 options,
                 bias=bias,
@@ -326,20 +342,19 @@ def grouped_matmul_combine(
                 home_splits=counts[communicator.rank].tolist(),
             )
         checks.warn_without_gradients(op, stacklevel=3)
-    run = internal_form(op, _single)
-    return run(communicator, (*tensors, None), (options,), async_op)  # type: ignore[return-value]
+    options = grouped_combine.CombineOptions(splits, algorithm, out_dtype, routing)
+    tensors = (input, weight, bias, topk_idx, topk_weights, segments, None)
+    return grouped_combine.grouped_matmul_combine(communicator, tensors, (options,), async_op)  # type: ignore[no-any-return]
 
 
-def _single(communicator: Any, *arguments: Any) -> Any:
-    """The op, whose result is the sums alone."""
-    start, outputs, call = grouped_combine.grouped_matmul_combine(communicator, *arguments)
-
-    def first() -> Outcome:
-        outcome = start()
-        assert isinstance(outcome, Outcome)
-        return Outcome(outcome.result[0], outcome.event)
-
-    return first, outputs, call
+def _as_sorted(input: Any, topk_idx: Any, handle: DispatchHandle) -> tuple[Any, Any]:
+    """The rows that have come to a dispatch, one after another, and the experts of slots that it sent."""
+    counts = handle.segments[..., 1].sum(1).tolist()
+    firsts = handle.segments[:, 0, 0].tolist()
+    rows = [
+        input[first : first + count] for first, count in zip(firsts, counts, strict=True) if count
+    ]
+    return torch.cat(rows) if rows else input[:0], torch.where(handle.inverse < 0, -1, topk_idx)
 
 
 def _grouped_matmul(

@@ -311,10 +311,11 @@ def experts_rows(arch: int, dtype: str, *, weighted: bool) -> list[Entry]:
     result = DispatchResult(x, scales, None if weights is None else weights[:, 0], segments)
 
     def run(group: Any) -> None:
-        Dispatch(group, x, scales, weights, assignment, bounds).fused(result, configuration)
+        sent = assignment.sent(weights)
+        Dispatch(group, x, scales, result).fused(sent, bounds, configuration)
         if not scaled:
             home = Home(assignment.inverse, weights, x)
-            Combine(group, x, segments, home, bounds).fused(configuration)
+            Combine(group, x, home).fused(segments, bounds, configuration)
 
     variant = f"{dtype} weighted" if weighted else dtype
     return [entry(launch, variant, arch) for launch in launched(run)]
@@ -324,14 +325,14 @@ def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
     operands = replace(operands, grouped=True)
     configuration, assignment = operands.configuration(arch), _chosen()
     input, linear = operands.tensors(operands.rows, EXPERTS)
-    counts = torch.full((RANKS, RANKS * EXPERTS), operands.rows // EXPERTS)
     weights = meta(MANY_ROWS, TOPK, dtype=torch.float32)
     home = Home(
         assignment.inverse, weights, meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
     )
 
     def run(group: Any) -> None:
-        GroupedMatmulCombine(group, input, linear, counts, home).fused(configuration, 128)
+        op = GroupedMatmulCombine(group, input, linear, home)
+        op.fused(meta(EXPERTS, RANKS, 3), operands.rows, 128, configuration)
 
     (launch,) = launched(run)
     return _fused_entry(arch, operands, launch)

@@ -76,6 +76,7 @@ class Communicator:
         self.table = self.tables.table
         self.calls: dict[Any, Call] = {}  # that come again and again
         self.derived: dict[Any, Any] = {}  # what algorithms have made of shapes and configurations
+        self.least: dict[Any, int] = {}  # numbers that ranks have compared once for all
         self.plans: Any = place.new_plans(self)
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._generation = 0

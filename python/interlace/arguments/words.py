@@ -18,7 +18,6 @@ from interlace.runtime.tuning.cache import Algorithm
 RunPlace = Literal["sim", "shm", "cuda", "ptx"]
 FusedAlgorithm = Literal["auto", Algorithm]
 ScaledAlgorithm = Literal["auto", "fused", "unfused"]
-RowsAlgorithm = Literal["auto", "fused", "unfused"]
 CollectiveAlgorithm = Literal["auto", "kernel", "copy", "multimem", "low_latency"]
 NormAlgorithm = Literal["auto", "fused", "pipelined", "unfused", "low_latency"]
 BroadcastAlgorithm = Literal["auto", "copy", "low_latency"]
@@ -185,4 +184,4 @@ class DispatchOptions(TypedDict, total=False):
     num_max_dispatch_tokens_per_rank: int | None
     use_fp8: bool
     group: Group
-    algorithm: RowsAlgorithm
+    algorithm: FusedAlgorithm

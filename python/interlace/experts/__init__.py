@@ -15,7 +15,7 @@ docs/experts.md.
 from interlace.experts.low_latency import low_latency_combine, low_latency_dispatch
 from interlace.experts.quantized import dequantize, quantize
 from interlace.experts.rows import combine, dispatch, permute
-from interlace.fused.dispatch import DispatchHandle, Received
+from interlace.fused.routing import DispatchHandle, Received
 
 __all__ = [
     "DispatchHandle",

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.words import Group, RowsAlgorithm
+from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.experts.rows import combine, dispatched
-from interlace.fused.dispatch import DispatchHandle
+from interlace.fused.routing import DispatchHandle
 
 Tensor = torch.Tensor
 
@@ -20,7 +20,7 @@ def low_latency_dispatch(
     use_fp8: bool = True,
     group: Group = None,
     async_op: bool = False,
-    algorithm: RowsAlgorithm = "auto",
+    algorithm: FusedAlgorithm = "auto",
 ) -> Any:
     """Dispatch few tokens into places that every expert has for all that can come.
 
@@ -59,7 +59,7 @@ def low_latency_combine(
     handle: DispatchHandle,
     *,
     async_op: bool = False,
-    algorithm: RowsAlgorithm = "auto",
+    algorithm: FusedAlgorithm = "auto",
 ) -> Any:
     """Rows back to their tokens, times ``topk_weights`` ``(t, k)``, and summed: ``(t, n)``.
 

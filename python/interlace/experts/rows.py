@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.words import DispatchOptions, Group, No, RowsAlgorithm, Yes
+from interlace.arguments.words import DispatchOptions, FusedAlgorithm, Group, No, Yes
 from interlace.experts.quantized import quantize
 from interlace.functional import experts as functional
-from interlace.fused import dispatch as checked
-from interlace.fused.dispatch import COMBINE, DISPATCH, DispatchHandle, Received, routing_of
+from interlace.fused.combine import COMBINE
+from interlace.fused.combine import combine as combine_form
+from interlace.fused.dispatch import DISPATCH
+from interlace.fused.dispatch import dispatch as dispatch_form
+from interlace.fused.routing import DispatchHandle, Received, routing_of
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
 from interlace.matmuls import requires_gradients
@@ -21,9 +24,7 @@ from interlace.ops.gradients import wait
 from interlace.ops.undispatched import call
 from interlace.recorded import RecordedWork
 from interlace.runtime.algorithms.experts.assignment import Assignment
-from interlace.runtime.core.call import PreparedCall
-from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def dispatch(
     use_fp8: bool = False,
     group: Group = None,
     async_op: bool = False,
-    algorithm: RowsAlgorithm = "auto",
+    algorithm: FusedAlgorithm = "auto",
 ) -> Any:
     """Send every token to the ranks that have its experts, where rows are sorted by expert.
 
@@ -83,7 +84,8 @@ def dispatch(
         can get, rows that nothing came for are zero, and on a GPU the host waits for nothing: counts are in
         ``received``, on the device. None: it is as long as it is, for which the host of a GPU waits.
     use_fp8 : quantize ``x`` first. Not differentiable then.
-    algorithm : "fused", Triton kernels; "unfused", an all-to-all and torch; "auto".
+    algorithm : "fused", Triton kernels; "pipelined", torch, rank after rank; "unfused", an all-to-all and
+        torch; "auto".
 
     Returns
     -------
@@ -140,9 +142,10 @@ def dispatched(
     arguments = (*tensors, *routing)
     if requires_gradients(*tensors):
         return _recorded(DISPATCH, communicator, arguments, finish, async_op)
-    return _run(
-        DISPATCH, checked.dispatch, communicator, (*tensors, None), (routing,), finish, async_op
-    )
+    made = dispatch_form(communicator, (*tensors, None), (routing,), async_op)
+    if async_op:
+        return RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
+    return finish(made)
 
 
 def _recorded(
@@ -163,30 +166,6 @@ def _recorded(
     return work if async_op else work.wait()
 
 
-def _run(
-    op: str,
-    check: Callable[..., PreparedCall],
-    communicator: Communicator,
-    tensors: tuple[Any, ...],
-    options: tuple[Any, ...],
-    finish: Callable[[list[Tensor]], Any],
-    async_op: bool,
-) -> Any:
-    """The op, whose result ``finish`` makes of its tensors."""
-
-    def finishing(*values: Any) -> PreparedCall:
-        start, outputs, agreed = check(*values)
-
-        def finished() -> Outcome:
-            outcome = start()
-            assert isinstance(outcome, Outcome)
-            return Outcome(finish(outcome.result), outcome.event)
-
-        return finished, outputs, agreed
-
-    return internal_form(op, finishing)(communicator, tensors, options, async_op)
-
-
 @overload
 def combine(
     y: Tensor,
@@ -194,7 +173,7 @@ def combine(
     *,
     weighted: bool = ...,
     async_op: No = ...,
-    algorithm: RowsAlgorithm = ...,
+    algorithm: FusedAlgorithm = ...,
 ) -> Tensor: ...
 @overload
 def combine(
@@ -203,7 +182,7 @@ def combine(
     *,
     weighted: bool = ...,
     async_op: Yes,
-    algorithm: RowsAlgorithm = ...,
+    algorithm: FusedAlgorithm = ...,
 ) -> Work: ...
 @overload
 def combine(
@@ -212,7 +191,7 @@ def combine(
     *,
     weighted: bool = ...,
     async_op: bool = ...,
-    algorithm: RowsAlgorithm = ...,
+    algorithm: FusedAlgorithm = ...,
 ) -> Tensor | Work: ...
 def combine(
     y: Tensor,
@@ -220,7 +199,7 @@ def combine(
     *,
     weighted: bool = True,
     async_op: bool = False,
-    algorithm: RowsAlgorithm = "auto",
+    algorithm: FusedAlgorithm = "auto",
 ) -> Any:
     """Send every row back to its token's rank, and sum over the token's experts: ``(t, n)``.
 
@@ -263,10 +242,7 @@ def combine(
         kept = weights is not None and weights.requires_grad
         arguments = (*tensors, kept, *routing)
         return _recorded(COMBINE, communicator, arguments, itemgetter(0), async_op)
-    options = (False, routing)
-    return _run(
-        COMBINE, checked.combine, communicator, (*tensors, None), options, itemgetter(0), async_op
-    )
+    return combine_form(communicator, (*tensors, None), (routing,), async_op)
 
 
 def permute(x: Tensor, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

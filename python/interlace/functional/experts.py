@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, RowsAlgorithm
+from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.functional.calls import check, ints, keeps, refuse, run_to_list
-from interlace.fused.dispatch import DispatchHandle, Received, Routing, routing_of
+from interlace.fused.routing import DispatchHandle, Received, Routing, routing_of
 
 Tensor = torch.Tensor
 
@@ -25,7 +25,7 @@ def dispatch(
     low_latency: bool = False,
     group: FunctionalGroup = None,
     tag: str = "",
-    algorithm: RowsAlgorithm = "auto",
+    algorithm: FusedAlgorithm = "auto",
 ) -> tuple[Received, DispatchHandle]:
     """Tokens to the ranks of their experts, as :func:`interlace.experts.dispatch`.
 
@@ -84,7 +84,7 @@ def combine(
     *,
     weighted: bool = True,
     tag: str = "",
-    algorithm: RowsAlgorithm = "auto",
+    algorithm: FusedAlgorithm = "auto",
 ) -> Tensor:
     """Rows back to their tokens, and summed by slot, as :func:`interlace.experts.combine`.
 

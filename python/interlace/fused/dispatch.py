@@ -1,244 +1,44 @@
-"""Dispatch and combine: rows of tokens to their experts, and back.
+"""Dispatch: rows of tokens to their experts; ``fused/routing.py`` says in which order.
 
-Order of rows
--------------
-A token has k slots, each with an expert or none. A *row* is a token in one of its slots. At its expert's
-rank rows are by expert, then by source rank, then as the source's tokens are: the order of the grouped
-matmuls (``fused/grouped.py``). ``segments[e][s]`` says of the rows of expert e from rank s where they
-begin, how many they are, and which of the source's rows the first of them is, if these are sorted by
-expert.
-
-A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every rank
-before any data moves), and handed to an algorithm of ``runtime/algorithms/experts``.
+A call is validated, agreed on with the other ranks (a mismatch raises on every rank before any data moves),
+and handed to an algorithm of ``runtime/algorithms/experts``. With a bound of tokens the fused one needs no
+count on the host: who goes where is found by torch on the device, and what follows may come from a plan.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks
-from interlace.runtime.algorithms.experts.assignment import Assignment
-from interlace.runtime.algorithms.experts.combine import Combine, Home
+from interlace.fused.routing import (
+    Routing,
+    agreed,
+    assignment_of,
+    composed_form,
+    resolved,
+    senders_of,
+    weights_of,
+)
+from interlace.runtime.algorithms.experts.assignment import Assignment, SentTokens
 from interlace.runtime.algorithms.experts.dispatch import (
     Bounds,
     Dispatch,
     DispatchResult,
-    sender_programs,
+    HostRoutes,
 )
-from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.call import PreparedCall, Terms
+from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.hooks import profiled_op
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration
-from interlace.runtime.tuning.auto import FUSED_DTYPES
 
-DISPATCH, COMBINE = "dispatch", "combine"
+DISPATCH = "dispatch"
 Tensor = torch.Tensor
 MOVED_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Received(NamedTuple):
-    """What a dispatch has brought: rows by expert, then by source rank, then as the source's tokens are.
-
-    Attributes
-    ----------
-    x : ``(rows, hidden)``; of a low-latency dispatch ``(experts, most rows, hidden)``.
-    scales : a row each for the rows of ``x``, if it came with scales; else None.
-    topk_weights : float32 ``(rows,)``, if there were weights; else None.
-    segments : int64 ``(experts of this rank, ranks, 3)``, on the device: where the rows of an expert from a
-        rank begin, how many they are, and which of that rank's rows, sorted by expert, is the first.
-
-    >>> def on_rank():
-    ...     received, _ = interlace.experts.dispatch(torch.ones(1, 4), torch.tensor([[0, 1]]), None, 2)
-    ...     return received.x.shape[0], received.splits.tolist(), received.offsets.tolist()
-    >>> interlace.run(on_rank, 2)
-    [(2, [[1, 1]], [2]), (2, [[1, 1]], [2])]
-    """
-
-    x: Tensor
-    scales: Tensor | None
-    topk_weights: Tensor | None
-    segments: Tensor
-
-    @property
-    def splits(self) -> Tensor:
-        """Rows by expert and source rank, as the grouped matmuls have them."""
-        return self.segments[..., 1]
-
-    @property
-    def num_tokens_per_expert(self) -> Tensor:
-        """Rows of each of this rank's experts."""
-        return self.splits.sum(1)
-
-    @property
-    def offsets(self) -> Tensor:
-        """int32, where each expert's rows end: ``offs`` of ``torch._grouped_mm``; not of low latency."""
-        return self.num_tokens_per_expert.cumsum(0).to(torch.int32)
-
-
-class DispatchHandle(NamedTuple):
-    """What a combine has to know of its dispatch. ``group`` is the one that dispatched.
-
-    ``inverse``, int64 ``(tokens, k)``: which row a slot is of those that this rank has sent, sorted by
-    expert; -1 of a slot without an expert, or beyond the capacity.
-
-    >>> def on_rank():
-    ...     experts = torch.tensor([[1], [0], [-1]])
-    ...     _, handle = interlace.experts.dispatch(torch.ones(3, 4), experts, None, 2)
-    ...     return handle.inverse.flatten().tolist()
-    >>> interlace.run(on_rank, 2)
-    [[1, 0, -1], [1, 0, -1]]
-    """
-
-    segments: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor | None
-    routing: "Routing"
-    group: Any
-
-    @property
-    def inverse(self) -> Tensor:
-        """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
-        routing = self.routing
-        idx = self.topk_idx.to(torch.int64)
-        return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
-
-
-class Routing(NamedTuple):
-    """What tensors of a dispatch are for, and its combine has to know.
-
-    ``capacity``: rows that a rank may send to one expert, 0 for any. ``max_tokens``: a bound of every
-    rank's tokens, by which results are as long as they can ever get; 0: as long as they are. ``packed``:
-    every expert's rows begin where those of one before could end.
-    """
-
-    num_experts: int
-    capacity: int = 0
-    max_tokens: int = 0
-    packed: bool = False
-    algorithm: str = "auto"
-
-    def bound(self, topk: int, world_size: int) -> int:
-        """The most rows that a rank can get, from ``max_tokens``."""
-        if self.packed:
-            return self.num_experts // world_size * self.expert_rows(world_size)
-        rows = self.max_tokens * topk
-        if self.capacity:
-            rows = min(rows, self.num_experts // world_size * self.capacity)
-        return rows * world_size
-
-    def expert_rows(self, world_size: int) -> int:
-        return world_size * self.capacity if self.packed else 0
-
-
-def routing_of(
-    num_experts: Any, capacity: Any, max_tokens: Any, packed: bool, algorithm: str = "auto"
-) -> Routing:
-    """The numbers of a call, if they are any. When packed no expert gets more than all tokens."""
-    for name, value in (
-        ("capacity", capacity),
-        ("num_max_dispatch_tokens_per_rank", max_tokens),
-    ):
-        wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
-        if value is not None and wrong:
-            raise ValueError(f"{name} must be a positive int or None, got {value!r}")
-    if packed and max_tokens is None:
-        raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
-    bound = (capacity or max_tokens) if packed else capacity
-    return Routing(num_experts, bound or 0, max_tokens or 0, packed, algorithm)
-
-
-class AgreedRows(NamedTuple):
-    """What ranks have agreed on: counts of all ranks where they are on the host."""
-
-    bounds: Bounds
-    counts: Tensor | None
-
-
-def resolved(communicator: Communicator, algorithm: str) -> str:
-    """ "fused" or "unfused", alike on all ranks before anything is known of the others."""
-    place = communicator.place
-    if algorithm == "fused" and place.nodes is not None:
-        raise ValueError(
-            'algorithm="fused" works within one node, the group has several; use "unfused" or "auto"'
-        )
-    if algorithm != "auto":
-        return algorithm
-    return "unfused" if place.nodes is not None or place.direct_access else "fused"
-
-
-def assignment_of(
-    communicator: Communicator, routing: Routing, topk_idx: Any, tokens: int | None
-) -> Assignment:
-    """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
-    experts, world_size = (
-        checks.integer("num_experts", routing.num_experts),
-        communicator.world_size,
-    )
-    if experts < 1 or experts % world_size:
-        raise ValueError(
-            f"num_experts must be a multiple of the world size {world_size}, got {experts}"
-        )
-    idx = checks.tensor("topk_idx", topk_idx, communicator)
-    if idx.is_floating_point() or idx.is_complex() or idx.dtype is torch.bool:
-        raise TypeError(f"topk_idx must be a tensor of integers, got {idx.dtype}")
-    if idx.dim() != 2 or not idx.shape[1]:
-        raise ValueError(f"topk_idx must have 2 dimensions (tokens, k), got {tuple(idx.shape)}")
-    if tokens is not None and idx.shape[0] != tokens:
-        raise ValueError(f"topk_idx has {idx.shape[0]} rows, x has {tokens}")
-    if routing.max_tokens and idx.shape[0] > routing.max_tokens:
-        raise ValueError(
-            f"num_max_dispatch_tokens_per_rank is {routing.max_tokens}, topk_idx has {idx.shape[0]} rows"
-        )
-    if idx.numel() and idx.device.type == "cpu" and int(idx.max()) >= experts:
-        raise ValueError(f"topk_idx has expert {int(idx.max())}, there are {experts}")
-    return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
-
-
-def weights_of(communicator: Communicator, topk_weights: Any, like: Tensor) -> Tensor | None:
-    if topk_weights is None:
-        return None
-    weights = checks.tensor("topk_weights", topk_weights, communicator)
-    if weights.shape != like.shape:
-        raise ValueError(
-            f"topk_weights has shape {tuple(weights.shape)}, topk_idx {tuple(like.shape)}"
-        )
-    if not weights.is_floating_point():
-        raise TypeError(f"topk_weights must be a tensor of floats, got {weights.dtype}")
-    return weights.to(torch.float32).contiguous()
-
-
-def agreed(
-    communicator: Communicator,
-    op: str,
-    routing: Routing,
-    assignment: Assignment,
-    counted: bool,
-    terms: tuple[tuple[str, Any], ...],
-) -> AgreedRows:
-    """What all ranks say; raises alike on all. ``counted``: rows by expert are needed on the host."""
-    place = communicator.place
-    explicit = configuration.OVERRIDE.get()
-    common = configuration.choose(place, torch.float32, 1, 1, 1)
-    counts = tuple(assignment.counts.tolist()) if counted else None
-    part = assignment.topk_idx.shape[0], counts, sender_programs(communicator, common)
-    about = (
-        ("k of topk_idx", assignment.topk_idx.shape[1]),
-        ("num_experts", routing.num_experts),
-        ("capacity", routing.capacity),
-        ("num_max_dispatch_tokens_per_rank", routing.max_tokens),
-        ("algorithm", routing.algorithm),
-        ("configuration", explicit),
-    )
-    parts = communicator.parts(Call(op, (*terms, *about), part=part))
-    most = routing.max_tokens or max(tokens for tokens, _, _ in parts)
-    senders = min(each for _, _, each in parts)
-    found = torch.tensor([each for _, each, _ in parts]) if counted else None
-    expert_rows = routing.expert_rows(communicator.world_size)
-    return AgreedRows(Bounds(most, senders, expert_rows), found)
-
-
-def dispatch(
+def _prepared(
     communicator: Communicator,
     x: Tensor,
     scales: Tensor | None,
@@ -246,10 +46,11 @@ def dispatch(
     topk_weights: Tensor | None,
     outputs: list[Tensor] | None,
     routing: Routing,
-) -> PreparedCall:
-    """Dispatch, checked; its result is rows, scales if any, weights if any, segments.
+) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    """Checked on this rank: the form that goes on, its tensors and options.
 
-    ``outputs``: these, if the caller has made them, for ``max_tokens``.
+    ``outputs``: rows, scales if any, weights if any, segments, if the caller has made them by
+    :func:`bounded`.
     """
     x = checks.tensor("x", x, communicator)
     if x.dtype not in MOVED_DTYPES:
@@ -264,71 +65,123 @@ def dispatch(
                 f"{tuple(scales.shape)}"
             )
         scales = scales.contiguous()
-    checks.one_of("algorithm", routing.algorithm, ("auto", "fused", "unfused"))
+    checks.one_of("algorithm", routing.algorithm, checks.ALGORITHMS)
     assignment = assignment_of(communicator, routing, topk_idx, x.shape[0])
     weights = weights_of(communicator, topk_weights, assignment.topk_idx)
     algorithm = resolved(communicator, routing.algorithm)
     if not x.shape[1]:
         algorithm = "unfused"
-    data = x.contiguous()
+    x = x.contiguous()
+    made = outputs
+    if made is None and routing.max_tokens:
+        made = bounded(routing, x, scales, topk_idx, weights, communicator.world_size)
+    if algorithm == "fused" and routing.max_tokens:
+        sent = assignment.sent(weights)
+        about = weights is not None, outputs is not None, routing
+        return _planned, (x, scales, *sent, made), about
+    return (
+        _counted,
+        (x, scales, weights, made),
+        (outputs is not None, assignment, algorithm, routing),
+    )
+
+
+def _terms(x: Tensor, scales: Tensor | None, weighted: bool) -> Terms:
+    return (
+        ("dtype of x", x.dtype),
+        ("hidden of x", x.shape[1]),
+        ("scales of x", None if scales is None else (scales.shape[1], scales.dtype)),
+        ("whether there are topk_weights", weighted),
+    )
+
+
+def _fused(
+    communicator: Communicator, op: Dispatch, sent: SentTokens, most: int, routing: Routing
+) -> Event:
+    senders = senders_of(communicator, DISPATCH)
+    bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
+    words = max(1, op.x.shape[1] * op.x.element_size() // 4)
+    chosen = configuration.choose(communicator.place, op.x.dtype, 16, words, words)
+    return op.fused(sent, bounds, chosen)
+
+
+def begins(algorithm: str) -> None:
+    """Say so in a profile."""
+    if op_ranges := profiled_op.get():
+        op_ranges.begin(algorithm)
+
+
+def _on_device(
+    communicator: Communicator,
+    x: Tensor,
+    scales: Tensor | None,
+    facts: Tensor,
+    tokens: Tensor,
+    lines: Tensor,
+    made: list[Tensor],
+    weighted: bool,
+    given: bool,
+    routing: Routing,
+) -> PreparedCall:
+    """By the kernels, counts on the device. ``given``: the caller has ``made``, which is no result then."""
 
     def start() -> Outcome:
-        terms = (
-            ("dtype of x", data.dtype),
-            ("hidden of x", data.shape[1]),
-            ("scales of x", None if scales is None else (scales.shape[1], scales.dtype)),
-            ("whether there are topk_weights", weights is not None),
-        )
-        counted = algorithm == "unfused" or not routing.max_tokens
-        known = agreed(communicator, DISPATCH, routing, assignment, counted, terms)
-        made = outputs
-        if made is None:
-            made = results(
-                routing, data, scales, assignment.topk_idx, weights, known.counts, communicator
-            )
-        result = _named(made, scales is not None, weights is not None)
-        op = Dispatch(communicator, data, scales, weights, assignment, known.bounds)
-        way = algorithm if known.bounds.most_tokens else "unfused"
-        if op_ranges := profiled_op.get():
-            op_ranges.begin(way)
-        if way == "unfused":
-            counts = known.counts
-            if counts is None:
-                counts = torch.zeros(communicator.world_size, assignment.experts, dtype=torch.int64)
-            event = op.unfused(result, counts)
-        else:
-            words = max(1, data.shape[1] * data.element_size() // 4)
-            event = op.fused(
-                result, configuration.choose(communicator.place, data.dtype, 16, words, words)
-            )
-        return Outcome(made if outputs is None else None, event)
+        shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
+        most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
+        begins("fused")
+        op = Dispatch(communicator, x, scales, _named(made, scales is not None, weighted))
+        event = _fused(communicator, op, SentTokens(facts, tokens, lines), most, routing)
+        return Outcome(None if given else made, event)
 
     return start, (), None
+
+
+def _with_counts(
+    communicator: Communicator,
+    x: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    outputs: list[Tensor] | None,
+    given: bool,
+    assignment: Assignment,
+    algorithm: str,
+    routing: Routing,
+) -> PreparedCall:
+    """The host knows all ranks' counts: for results that are as long as they are, or by torch."""
+
+    def start() -> Outcome:
+        terms, shape = _terms(x, scales, weights is not None), assignment.topk_idx.shape
+        most, counts = agreed(communicator, DISPATCH, routing, shape, terms, assignment.counts)
+        assert counts is not None
+        routes = HostRoutes(assignment, counts, routing.expert_rows(communicator.world_size))
+        made = outputs
+        if made is None:
+            rows = int(routes.sizes()[:, communicator.rank].sum())
+            made = _results(
+                routing, x, scales, assignment.topk_idx, weights, communicator.world_size, rows
+            )
+        result = _named(made, scales is not None, weights is not None)
+        op, way = Dispatch(communicator, x, scales, result), algorithm if most else "unfused"
+        begins(way)
+        if way == "fused":
+            event = _fused(communicator, op, assignment.sent(weights), most, routing)
+        else:
+            event = (op.pipelined if way == "pipelined" else op.unfused)(routes, weights)
+        return Outcome(None if given else made, event)
+
+    return start, (), None
+
+
+_planned = internal_form(DISPATCH, _on_device, fills=False)
+_counted = internal_form(DISPATCH, _with_counts)
+dispatch = composed_form(DISPATCH, _prepared)
+"""Of ``(x, scales, topk_idx, topk_weights, outputs)`` and ``(routing,)``: what :func:`bounded` lists."""
 
 
 def _named(made: list[Tensor], scaled: bool, weighted: bool) -> DispatchResult:
     rows, *rest, segments = made
     scales = rest.pop(0) if scaled else None
     return DispatchResult(rows, scales, rest[0] if weighted else None, segments)
-
-
-def results(
-    routing: Routing,
-    x: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    counts: Tensor | None,
-    communicator: Communicator,
-) -> list[Tensor]:
-    """Tensors for what a dispatch gives; of ``max_tokens`` in the worst case, else of ``counts``."""
-    world_size, rank = communicator.world_size, communicator.rank
-    if routing.max_tokens:
-        return bounded(routing, x, scales, topk_idx, weights, world_size)
-    assert counts is not None
-    per_rank = routing.num_experts // world_size
-    rows = int(counts[:, rank * per_rank : (rank + 1) * per_rank].sum())
-    return _results(routing, x, scales, topk_idx, weights, world_size, rows)
 
 
 def bounded(
@@ -339,7 +192,7 @@ def bounded(
     weights: Tensor | None,
     world_size: int,
 ) -> list[Tensor]:
-    """As of :func:`results`, from shapes alone; zeros, as not all rows will be written."""
+    """Tensors for what a dispatch gives, from ``max_tokens``; zeros, as not all rows will be written."""
     rows = routing.bound(topk_idx.shape[1], world_size)
     made = _results(routing, x, scales, topk_idx, weights, world_size, rows)
     for each in made[:-1]:
@@ -363,80 +216,4 @@ def _results(
         made.append(weights.new_empty(rows, dtype=torch.float32))
     segments = routing.num_experts // world_size, world_size, 3
     made.append(topk_idx.new_empty(segments, dtype=torch.int64))
-    return made
-
-
-def combine(
-    communicator: Communicator,
-    rows: Tensor,
-    segments: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    outputs: list[Tensor] | None,
-    return_rows: bool,
-    routing: Routing,
-) -> PreparedCall:
-    """Combine, checked; its result is the sums and, if asked for, the home rows, ``[tokens * k, n]``."""
-    rows = checks.tensor("y", rows, communicator)
-    checks.float_dtype("y", rows.dtype)
-    if rows.dim() != 2:
-        raise ValueError(f"y must have 2 dimensions (rows, n), got {tuple(rows.shape)}")
-    checks.one_of("algorithm", routing.algorithm, ("auto", "fused", "unfused"))
-    algorithm = resolved(communicator, routing.algorithm)
-    if algorithm == "fused" and routing.algorithm == "fused" and rows.dtype not in FUSED_DTYPES:
-        raise TypeError(
-            f'algorithm="fused" supports float32, float16 and bfloat16, y is {rows.dtype}; use '
-            '"unfused" or "auto"'
-        )
-    if rows.dtype not in FUSED_DTYPES or not rows.shape[1]:
-        algorithm = "unfused"
-    assignment = assignment_of(communicator, routing, topk_idx, None)
-    weights = weights_of(communicator, topk_weights, assignment.topk_idx)
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
-        rows = rows.contiguous()
-    shape = segments.shape
-    expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
-    if tuple(shape) != expected:
-        raise ValueError(f"the handle is of a group with segments {tuple(shape)}, not {expected}")
-    if communicator.place.interpreted and segments.numel():
-        last = int((segments[..., 0] + segments[..., 1]).max())
-        if rows.shape[0] < last:
-            raise ValueError(f"y has {rows.shape[0]} rows, the dispatch has made {last}")
-
-    def start() -> Outcome:
-        terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
-        counted = algorithm == "unfused"
-        known = agreed(communicator, COMBINE, routing, assignment, counted, terms)
-        made = outputs or combined(rows, assignment.topk_idx, return_rows)
-        kept = made[1] if return_rows else None
-        op = Combine(
-            communicator,
-            rows,
-            segments,
-            Home(assignment.inverse, weights, made[0], kept),
-            known.bounds,
-        )
-        way = algorithm if known.bounds.most_tokens else "unfused"
-        if op_ranges := profiled_op.get():
-            op_ranges.begin(way)
-        if way == "unfused":
-            counts = known.counts
-            if counts is None:
-                counts = torch.zeros(communicator.world_size, assignment.experts, dtype=torch.int64)
-            event = op.unfused(counts)
-        else:
-            columns = rows.shape[1]
-            event = op.fused(
-                configuration.choose(communicator.place, rows.dtype, 16, columns, columns)
-            )
-        return Outcome(made if outputs is None else None, event)
-
-    return start, (), None
-
-
-def combined(rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None) -> list[Tensor]:
-    """Tensors for what a combine gives."""
-    made = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
-    if return_rows:
-        made.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
     return made

@@ -1,26 +1,37 @@
 """Grouped matmul + combine: the rows of experts are multiplied, go home, and are summed by token.
 
-The counterpart of ``all_to_all_grouped_matmul``: rows are in the order in which that returns them
-(``fused/grouped.py``), which is the order of a dispatch, too (``fused/dispatch.py``).
+The counterpart of ``all_to_all_grouped_matmul``: rows are in the order in which that returns them, and a
+dispatch (``fused/routing.py``). Who goes where the host knows from splits, or, after a dispatch with a
+bound of tokens, the device: then the fused algorithm comes from a plan, and asks for no count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
-from interlace.fused.dispatch import Routing, assignment_of, combined, weights_of
+from interlace.fused.combine import check_segments, home_of
+from interlace.fused.dispatch import begins
 from interlace.fused.grouped import counts as splits_of
 from interlace.fused.grouped import rows_and_experts
-from interlace.runtime.algorithms.experts.combine import Home
+from interlace.fused.routing import (
+    Routing,
+    agreed,
+    assignment_of,
+    composed_form,
+    least_of_all,
+    resolved,
+    weights_of,
+)
+from interlace.kernels import launch_formulas as formulas
+from interlace.runtime.algorithms.experts.dispatch import HostRoutes
 from interlace.runtime.algorithms.experts.grouped_combine import OP, GroupedMatmulCombine
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.algorithms.plain import resident_programs
-from interlace.runtime.core.call import Call, PreparedCall
-from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.hooks import profiled_op
-from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.core.call import Call, PreparedCall, Terms
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import choose_algorithm
 
@@ -29,51 +40,73 @@ Tensor = torch.Tensor
 
 
 class CombineOptions(NamedTuple):
-    """The arguments of a call that are no tensors of values."""
+    """The arguments of a call that are no tensors of values.
+
+    ``routing``: that of the dispatch; if it had a bound of tokens, its segments count, not ``splits``.
+    """
 
     splits: Any
-    return_rows: bool = False
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
+    routing: Routing | None = None
 
 
 class CheckedCombine(NamedTuple):
-    """The arguments of a call, checked on this rank; ``home``: rows by expert, None if on a GPU."""
+    """The arguments of a call, checked on this rank."""
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    assignment: Any
+    assignment: Any  # an Assignment; None where it is not looked at again
     weights: Tensor | None
-    splits: list[int]
     algorithm: str
     dtype: torch.dtype
-    home: tuple[int, ...] | None
+
+    def terms(self) -> Terms:
+        return (
+            ("dtype of input", self.input.dtype),
+            ("n of weight", self.weight.shape[2]),
+            ("the number of experts", self.assignment.experts),
+            ("algorithm", self.algorithm),
+            ("out_dtype", self.dtype),
+            ("whether there are topk_weights", self.weights is not None),
+        )
 
 
-def grouped_matmul_combine(
+def _prepared(
     communicator: Communicator,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
+    segments: Tensor | None,
     outputs: list[Tensor] | None,
     options: CombineOptions,
-) -> PreparedCall:
-    """The op, checked; its result is the sums and, if asked for, the home rows, ``[tokens * k, n]``."""
+) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    """Checked on this rank: the form that goes on, its tensors and options.
+
+    ``segments``: of the dispatch, if ``options`` have its routing. ``outputs``: as
+    :func:`interlace.fused.combine.combined` makes them; without them the result is the sums.
+    """
     call = checked(communicator, input, weight, bias, topk_idx, topk_weights, options)
-
-    def start() -> Outcome:
-        counts, resident = agree(communicator, call)
-        made = outputs
-        if made is None:
-            like = call.input.new_empty(0, call.weight.shape[2])
-            made = combined(like, call.assignment.topk_idx, options.return_rows, call.dtype)
-        event = _started(communicator, call, counts, resident, made)
-        return Outcome(made if outputs is None else None, event)
-
-    return start, (), None
+    routing = options.routing
+    if routing is None or not routing.max_tokens:
+        splits = checked_splits(communicator, call, options.splits)
+        return _by_splits, (outputs,), (call, splits)
+    assert segments is not None
+    check_segments(communicator, segments, routing, "input", call.input)
+    routing = routing._replace(algorithm=call.algorithm)
+    rows = routing.max_tokens * call.assignment.topk_idx.shape[1]
+    algorithm = _chosen(communicator, call, rows)
+    if algorithm != "fused":
+        return _by_torch, (outputs,), (call, routing, algorithm)
+    routed = segments, call.assignment.inverse, call.weights, outputs
+    return (
+        _planned,
+        (call.input, call.weight, call.bias, *routed),
+        (routing, call.terms(), call.dtype),
+    )
 
 
 def checked(
@@ -85,56 +118,55 @@ def checked(
     topk_weights: Tensor | None,
     options: CombineOptions,
 ) -> CheckedCombine:
-    """The arguments, if they fit together on this rank."""
-    world_size = communicator.world_size
+    """The arguments but for splits, if they fit together on this rank."""
     input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
-    splits = splits_of("splits", options.splits)
-    if len(splits) != weight.shape[0] * world_size:
-        raise ValueError(
-            f"splits has {len(splits)} entries, {weight.shape[0]} experts and {world_size} ranks make "
-            f"{weight.shape[0] * world_size}"
-        )
-    if sum(splits) != input.shape[0]:
-        raise ValueError(f"splits adds up to {sum(splits)}, input has {input.shape[0]} rows")
     bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
-    routing = Routing(weight.shape[0] * world_size)
+    routing, experts = options.routing, weight.shape[0] * communicator.world_size
+    if routing is None:
+        routing = Routing(experts)
+    if routing.num_experts != experts:
+        raise ValueError(
+            f"weight has {weight.shape[0]} experts on each of {communicator.world_size} ranks, the "
+            f"dispatch had {routing.num_experts}"
+        )
     assignment = assignment_of(communicator, routing, topk_idx, None)
     weights = weights_of(communicator, topk_weights, assignment.topk_idx)
-    on_host = assignment.topk_idx.device.type == "cpu"
-    home = tuple(assignment.counts.tolist()) if on_host else None
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
-    about = splits, algorithm, dtype, home
-    return CheckedCombine(input, weight, bias, assignment, weights, *about)
+    return CheckedCombine(input, weight, bias, assignment, weights, algorithm, dtype)
+
+
+def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
+    """``splits`` as ints, if they fit the rows."""
+    found, each = splits_of("splits", splits), call.weight.shape[0]
+    if len(found) != each * communicator.world_size:
+        raise ValueError(
+            f"splits has {len(found)} entries, {each} experts and {communicator.world_size} ranks make "
+            f"{each * communicator.world_size}"
+        )
+    if sum(found) != call.input.shape[0]:
+        raise ValueError(f"splits adds up to {sum(found)}, input has {call.input.shape[0]} rows")
+    return found
 
 
 def agree(
-    communicator: Communicator, call: CheckedCombine, name: str | None = None
-) -> tuple[Tensor, int]:
-    """All ranks' rows by expert, and programs; raises alike on all. ``name``: what ranks call it."""
+    communicator: Communicator, call: CheckedCombine, splits: list[int], name: str | None = None
+) -> Tensor:
+    """All ranks' rows by expert; raises alike on all. ``name``: what ranks call it."""
     world_size, experts = communicator.world_size, call.weight.shape[0]
-    common = configuration.choose(communicator.place, call.input.dtype, 1, 1, 1)
     terms = (
-        ("dtype of input", call.input.dtype),
-        ("n of weight", call.weight.shape[2]),
-        ("the number of experts", experts * world_size),
+        *call.terms(),
         ("k of topk_idx", call.assignment.topk_idx.shape[1]),
-        ("algorithm", call.algorithm),
-        ("out_dtype", call.dtype),
-        ("whether there are topk_weights", call.weights is not None),
         ("configuration", configuration.OVERRIDE.get()),
     )
-    programs = resident_programs(communicator, common)
-    tokens = call.assignment.topk_idx.numel()
-    part = tuple(call.splits), call.home, tokens, programs
+    home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
+    part = tuple(splits), home, call.assignment.topk_idx.numel()
     answers = communicator.parts(Call(name or OP, terms, part=part))
-    received = torch.tensor([splits for splits, *_ in answers]).view(
-        world_size, experts, world_size
-    )
+    received = torch.tensor([each for each, *_ in answers]).view(world_size, experts, world_size)
     counts = received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
-    for rank, (_, home, slots, _) in enumerate(answers):
+    for rank, (_, home, slots) in enumerate(answers):
         _fitting(counts[rank].tolist(), rank, home, slots, experts)
-    return counts, min(each for *_, each in answers)
+    return counts
 
 
 def _fitting(
@@ -155,36 +187,120 @@ def _fitting(
             )
 
 
-def _started(
-    communicator: Communicator,
-    call: CheckedCombine,
-    counts: Tensor,
-    resident: int,
-    made: list[Tensor],
-) -> Event:
-    """Choose the algorithm, from what all ranks know alike, and start it."""
+def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
+    """The algorithm, from what all ranks know alike; ``most`` home rows has the rank with most."""
     place, (_, inner, columns) = communicator.place, call.weight.shape
-    most = int(counts.sum(1).max())
     empty = not most * inner * columns
-    algorithm = call.algorithm
-    if algorithm == "auto" or empty:
-        wide = torch.float64 if call.dtype == torch.float64 else call.input.dtype
-        algorithm = choose_algorithm(place, wide, most, 0, empty=empty)
-        if place.nodes is not None:
-            algorithm = "unfused"
-    if algorithm != "unfused" and place.nodes is not None:
-        raise ValueError(
-            f'{OP}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
-            'or "auto"'
-        )
-    home = Home(call.assignment.inverse, call.weights, made[0], made[1] if made[1:] else None)
-    linear = Linear(call.weight, call.bias, made[0])
-    op = GroupedMatmulCombine(communicator, call.input, linear, counts, home)
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(algorithm)
-    if algorithm == "unfused":
-        return op.unfused()
-    if algorithm == "pipelined":
-        return op.pipelined()
-    extents = int(counts.max()), columns, inner
-    return op.fused(configuration.choose(place, call.input.dtype, *extents, grouped=True), resident)
+    if call.algorithm not in ("auto", "unfused"):
+        resolved(communicator, call.algorithm)
+    elif place.nodes is not None:
+        return "unfused"
+    if call.algorithm != "auto" and not empty:
+        return call.algorithm
+    wide = torch.float64 if call.dtype == torch.float64 else call.input.dtype
+    return choose_algorithm(place, wide, most, 0, empty=empty)
+
+
+def _configured(
+    communicator: Communicator, call: CheckedCombine, rows: int
+) -> tuple[configuration.Configuration, int]:
+    """The configuration for ``rows``, the most of one expert and source; programs, alike on all ranks."""
+    place, dtype = communicator.place, call.input.dtype
+    mine = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
+    resident = least_of_all(communicator, OP, f"programs for {dtype}", mine)
+    _, inner, columns = call.weight.shape
+    return configuration.choose(place, dtype, rows, columns, inner, grouped=True), resident
+
+
+def _op(
+    communicator: Communicator, call: CheckedCombine, inverse: Tensor, outputs: list[Tensor] | None
+) -> GroupedMatmulCombine:
+    like = call.input.new_empty(0, call.weight.shape[2], dtype=call.dtype)
+    home = home_of(like, inverse, call.weights, outputs)
+    linear = Linear(call.weight, call.bias, home.output)
+    return GroupedMatmulCombine(communicator, call.input, linear, home)
+
+
+def _with_splits(
+    communicator: Communicator,
+    outputs: list[Tensor] | None,
+    call: CheckedCombine,
+    splits: list[int],
+) -> PreparedCall:
+    """All ranks tell what they have, and the host knows who goes where."""
+
+    def start() -> Outcome:
+        routes = HostRoutes(call.assignment, agree(communicator, call, splits), 0)
+        algorithm = _chosen(communicator, call, most := int(routes.counts.sum(1).max()))
+        op = _op(communicator, call, call.assignment.inverse, outputs)
+        begins(algorithm)
+        if algorithm == "fused":
+            chosen, resident = _configured(communicator, call, int(routes.counts.max()))
+            grid = formulas.persistent_grid(0, op.tiles(routes, chosen), resident)
+            event = op.fused(op.host_segments(routes), most, grid, chosen)
+        else:
+            event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
+        return Outcome(None if outputs else op.home.output, event)
+
+    return start, (), None
+
+
+def _with_counts(
+    communicator: Communicator,
+    outputs: list[Tensor] | None,
+    call: CheckedCombine,
+    routing: Routing,
+    algorithm: str,
+) -> PreparedCall:
+    """After a dispatch with a bound, by torch, which needs counts on the host."""
+
+    def start() -> Outcome:
+        shape, own = call.assignment.topk_idx.shape, call.assignment.counts
+        _, counts = agreed(communicator, OP, routing, shape, call.terms(), own)
+        assert counts is not None
+        routes = HostRoutes(call.assignment, counts, routing.expert_rows(communicator.world_size))
+        op = _op(communicator, call, call.assignment.inverse, outputs)
+        begins(algorithm)
+        event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
+        return Outcome(None if outputs else op.home.output, event)
+
+    return start, (), None
+
+
+def _on_device(
+    communicator: Communicator,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Tensor,
+    inverse: Tensor,
+    weights: Tensor | None,
+    outputs: list[Tensor] | None,
+    routing: Routing,
+    terms: Terms,
+    dtype: torch.dtype,
+) -> PreparedCall:
+    """After a dispatch with a bound, by the kernel, which reads who goes where on the device."""
+    call = CheckedCombine(input, weight, bias, None, weights, "fused", dtype)
+
+    def start() -> Outcome:
+        tokens, _ = agreed(communicator, OP, routing, inverse.shape, terms)
+        most, segment_count = tokens * inverse.shape[1], segments.shape[0] * segments.shape[1]
+        op = _op(communicator, call, inverse, outputs)
+        begins("fused")
+        chosen, resident = _configured(communicator, call, max(1, most // routing.num_experts))
+        rows = routing.bound(inverse.shape[1], communicator.world_size)
+        tiles = rows // chosen.block_m + segment_count  # one of each segment may not be full
+        tiles *= formulas.ceil_div(weight.shape[2], chosen.block_n)
+        grid = formulas.persistent_grid(0, tiles, resident)
+        event = op.fused(segments, most, grid, chosen)
+        return Outcome(None if outputs else op.home.output, event)
+
+    return start, (), None
+
+
+_planned = internal_form(OP, _on_device, fills=False)
+_by_splits = internal_form(OP, _with_splits)
+_by_torch = internal_form(OP, _with_counts)
+grouped_matmul_combine = composed_form(OP, _prepared)
+"""Of ``(input, weight, bias, topk_idx, topk_weights, segments, outputs)`` and ``(options,)``."""

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from interlace.fused import dispatch as rows_of
-from interlace.fused.dispatch import COMBINE as COMBINE
+from interlace.fused import combine as back
+from interlace.fused import dispatch as there
+from interlace.fused.combine import COMBINE as COMBINE
 from interlace.fused.dispatch import DISPATCH as DISPATCH
-from interlace.fused.dispatch import Routing
 from interlace.fused.grouped_combine import MATMUL_COMBINE as MATMUL_COMBINE
 from interlace.fused.grouped_combine import CombineOptions, grouped_matmul_combine
+from interlace.fused.routing import Routing
 from interlace.ops.eager.pending import Started
 from interlace.ops.gradients import wait
 from interlace.ops.undispatched import Ops
 from interlace.runtime.algorithms.experts.assignment import Assignment
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator
 
 _ops: Any = Ops()
 Tensor = torch.Tensor
@@ -42,9 +43,6 @@ MATMUL_COMBINE_ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? bias, Tensor topk_idx, Tensor? topk_weights, "
     "SymInt[] home_splits, SymInt[] splits, bool return_rows, str algorithm, ScalarType? out_dtype"
 )
-_dispatch = internal_form(DISPATCH, rows_of.dispatch)
-_combine = internal_form(COMBINE, rows_of.combine)
-_matmul_combine = internal_form(MATMUL_COMBINE, grouped_matmul_combine)
 
 
 def dispatched(*args: Any) -> list[Tensor]:
@@ -58,7 +56,7 @@ def dispatched(*args: Any) -> list[Tensor]:
             f"x and topk_idx must have 2 dimensions, got shapes {tuple(input.shape)} and "
             f"{tuple(idx.shape)}"
         )
-    return rows_of.bounded(routing, input, scales, idx, weights, size)
+    return there.bounded(routing, input, scales, idx, weights, size)
 
 
 def start_dispatch(communicator: Communicator, *args: Any) -> Started:
@@ -69,9 +67,9 @@ def start_dispatch(communicator: Communicator, *args: Any) -> Started:
             outputs = dispatched(*args, communicator.world_size)
     tensors = (input, scales, idx, weights, outputs)
     if outputs is None:
-        made: Any = _dispatch(communicator, tensors, (Routing(*given),), False)
+        made: Any = there.dispatch(communicator, tensors, (Routing(*given),), False)
         return Started(made, None)
-    return Started(outputs, _dispatch(communicator, tensors, (Routing(*given),), True))
+    return Started(outputs, there.dispatch(communicator, tensors, (Routing(*given),), True))
 
 
 def setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -108,18 +106,17 @@ def _inverse(ctx: Any, idx: Tensor) -> Tensor:
 def combined(*args: Any) -> list[Tensor]:
     """What a combine gives, made; its arguments, and the size of the group."""
     input, _, idx, _, return_rows, *_ = args
-    return rows_of.combined(input, idx, return_rows)
+    return back.combined(input, idx, return_rows)
 
 
 def start_combine(communicator: Communicator, *args: Any) -> Started:
-    *tensors, return_rows, experts, capacity, most, packed, algorithm = args
+    *tensors, _, experts, capacity, most, packed, algorithm = args
     with communicator.accepting(COMBINE):
         if tensors[0].dim() != 2:
             raise ValueError(f"y must have 2 dimensions, got shape {tuple(tensors[0].shape)}")
         outputs = combined(*args, communicator.world_size)
     routing = Routing(experts, capacity, most, packed, algorithm)
-    options = (return_rows, routing)
-    return Started(outputs, _combine(communicator, (*tensors, outputs), options, True))
+    return Started(outputs, back.combine(communicator, (*tensors, outputs), (routing,), True))
 
 
 def setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -179,11 +176,11 @@ def products(*args: Any) -> list[Tensor]:
 
 
 def start_products(communicator: Communicator, *args: Any) -> Started:
-    *tensors, _, splits, return_rows, algorithm, out_dtype = args
+    *tensors, _, splits, _, algorithm, out_dtype = args
     with communicator.accepting(MATMUL_COMBINE):
         outputs = products(*args, communicator.world_size)
-        options = CombineOptions(list(splits), return_rows, algorithm, out_dtype)
-    work = _matmul_combine(communicator, (*tensors, outputs), (options,), True)
+        options = CombineOptions(list(splits), algorithm, out_dtype)
+    work = grouped_matmul_combine(communicator, (*tensors, None, outputs), (options,), True)
     return Started(outputs, work)
 
 

@@ -7,12 +7,26 @@ bounds the rows that a rank sends to one expert: later ones are left out, as if 
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
 
 Tensor = torch.Tensor
+
+
+class SentTokens(NamedTuple):
+    """What the kernels of a dispatch have to know of an assignment.
+
+    ``facts``, int32 ``[T, 3 k]``: expert, position and the weight's bits, slot by slot each. ``tokens``,
+    int64 ``[W, T]``: the tokens for each rank first, in their order. ``lines``, int64 ``[W, 2 + E]``, by
+    rank: tokens, the rows for ranks before it, rows by its experts.
+    """
+
+    facts: Tensor
+    tokens: Tensor
+    lines: Tensor
 
 
 @dataclass(frozen=True)
@@ -70,12 +84,6 @@ class Assignment:
 
     # -- for the kernels -------------------------------------------------------------------------------
 
-    def facts(self, weights: Tensor | None) -> Tensor:
-        """int32 ``[T, 3 k]``: expert, position and the weight's bits, slot by slot each."""
-        idx, position = self.topk_idx.to(torch.int32), self.position.to(torch.int32)
-        bits = torch.zeros_like(idx) if weights is None else weights.view(torch.int32)
-        return torch.cat([idx, position, bits], 1).contiguous()
-
     @cached_property
     def _on(self) -> Tensor:
         """``[W, T]``: whether a token has a row on a rank."""
@@ -83,17 +91,18 @@ class Assignment:
         every = torch.arange(self.world_size, device=ranks.device)
         return (ranks.unsqueeze(0) == every.view(-1, 1, 1)).any(-1)
 
-    def tokens(self) -> Tensor:
-        """int64 ``[W, T]``: the tokens for each rank first, in their order."""
-        return torch.argsort(~self._on, dim=1, stable=True)
-
-    def count_lines(self) -> Tensor:
-        """int64 ``[W, 2 + E]``, by rank: tokens, the rows for ranks before it, rows by its experts."""
+    def sent(self, weights: Tensor | None) -> SentTokens:
+        idx, position = self.topk_idx.to(torch.int32), self.position.to(torch.int32)
+        bits = torch.zeros_like(idx) if weights is None else weights.view(torch.int32)
         counts = self.counts.view(self.world_size, self.per_rank)
         rows = counts.sum(1)
         head = torch.stack([self._on.sum(1), rows.cumsum(0) - rows], 1)
         assert head.shape[1] == COUNT_NUMBERS
-        return torch.cat([head, counts], 1).contiguous()
+        return SentTokens(
+            torch.cat([idx, position, bits], 1).contiguous(),
+            torch.argsort(~self._on, dim=1, stable=True),
+            torch.cat([head, counts], 1).contiguous(),
+        )
 
 
 def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows: int = 0) -> Tensor:

@@ -1,10 +1,13 @@
 """The launch side of combine: rows go home, and a token is the sum over its slots.
 
-``fused``    one Triton kernel (``kernels/experts/combine.py``)
-``unfused``  rows put in the order of their homes, an all-to-all, torch sums; any dtype, many nodes.
-             It needs counts on the host.
+``fused``      one Triton kernel (``kernels/experts/combine.py``)
+``pipelined``  rows are copied straight into the workspace of their home, rank by rank; torch sums
+``unfused``    rows put in the order of their homes, an all-to-all, torch sums; many nodes
+
+The last two take any dtype, and need counts on the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +16,11 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Combined, ExpertSizes, Rows
 from interlace.kernels.experts import combine as kernels
+from interlace.kernels.tiling import owner_order
+from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.experts.dispatch import (
     Bounds,
+    HostRoutes,
     RowExchange,
     slot_rows,
     sorted_places,
@@ -77,17 +83,16 @@ class Home:
 
 @dataclass(frozen=True)
 class Combine:
-    """One call: ``rows`` ``[R, N]`` as a dispatch has sorted them, with its ``segments``."""
+    """One call: ``rows`` ``[R, N]`` as a dispatch has sorted them."""
 
     communicator: Communicator
     rows: Tensor
-    segments: Tensor
     home: Home
-    bounds: Bounds
 
-    def fused(self, configuration: Configuration) -> Event:
-        communicator, bounds = self.communicator, self.bounds
-        experts, world_size, _ = self.segments.shape
+    def fused(self, segments: Tensor, bounds: Bounds, configuration: Configuration) -> Event:
+        """``segments``: those that the dispatch has found."""
+        communicator = self.communicator
+        experts, world_size, _ = segments.shape
         (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
         slots = slot_rows(
             configuration, topk, experts, scaled=False, weighted=self.home.weights is not None
@@ -96,7 +101,7 @@ class Combine:
         layout = Layout(world_size * bounds.senders, bounds.most_tokens * topk * row_bytes)
         arguments: dict[str, Any] = {
             "rows": Rows(self.rows, self.rows.stride(0)),
-            "segments_ptr": self.segments,
+            "segments_ptr": segments,
             "combined": self.home.combined(),
             "sizes": ExpertSizes(
                 0, bounds.most_tokens, experts, bounds.senders, bounds.expert_rows
@@ -116,10 +121,51 @@ class Combine:
 
         return communicator.enqueue("combine", layout, body)
 
-    def unfused(self, counts: Tensor) -> Event:
-        """``counts``: ``[W, experts]``, on the CPU, of all ranks."""
-        order = sorted_places(self.segments.cpu()).to(self.rows.device)
-        exchange = RowExchange(self.communicator, counts, self.segments.shape[0])
+    def pipelined(self, routes: HostRoutes) -> Event:
+        def put(theirs: Tensor, expert: int, rows: slice, label: str) -> None:
+            self.communicator.compute.copy(theirs, self.rows[rows], label)
+
+        return pipelined_home(self.communicator, "combine", routes, self.home, put)
+
+    def unfused(self, routes: HostRoutes) -> Event:
+        order = sorted_places(routes.segments(self.communicator.rank)).to(self.rows.device)
+        exchange = RowExchange(self.communicator, routes.counts, routes.assignment.per_rank)
         back = exchange.back(self.rows, order)
         self.home.sum_rows(self.communicator, back)
         return self.communicator.compute.record()
+
+
+def pipelined_home(
+    communicator: Communicator,
+    op: str,
+    routes: HostRoutes,
+    home: Home,
+    put: Callable[[Tensor, int, slice, str], None],
+) -> Event:
+    """Rows go home, the next rank's first and the own ones last; then sums.
+
+    ``put(theirs, expert, rows, label)`` brings ``rows`` of an expert to ``theirs``, on the compute stream.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, dtype = home.output.shape[1], home.output.dtype
+    row_bytes = columns * dtype.itemsize
+    layout = Layout(world_size, int(routes.counts.sum(1).max()) * row_bytes)
+    own = int(routes.counts[rank].sum())
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        segments = routes.segments(rank).tolist()
+        for peer in owner_order(rank, world_size):
+            for expert, line in enumerate(segments):
+                first, count, to = line[peer]
+                if count:
+                    theirs = workspace.data(peer, to * row_bytes, (count, columns), dtype)
+                    label = f"expert {expert}, rows of rank {peer}"
+                    put(theirs, expert, slice(first, first + count), label)
+            if peer != rank:
+                stream.publish(workspace, peer, rank)
+        plain.wait_for_all(communicator, workspace, 0)
+        home.sum_rows(communicator, workspace.data(rank, 0, (own, columns), dtype))
+
+    return communicator.enqueue(op, layout, body)

@@ -1,19 +1,28 @@
 """The launch side of dispatch.
 
-``fused``    two Triton kernels, which need to know no count on the host (``kernels/experts/dispatch.py``)
-``unfused``  an all-to-all of rows, then they are sorted by expert; any dtype, many nodes. It needs counts
-             on the host.
+``fused``      two Triton kernels, which need to know no count on the host (``kernels/experts/dispatch.py``)
+``pipelined``  torch gathers the rows of one rank after another, straight into its workspace; there they
+               are put in the order of experts source by source, as they come
+``unfused``    an all-to-all of rows, then they are sorted by expert; many nodes
+
+The last two move a row per slot, and need counts on the host. All take any dtype.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from interlace.kernels.arguments import ExpertRows, ExpertSizes, SlotRows, TokenRegions, TokenRows
 from interlace.kernels.experts import dispatch as kernels
-from interlace.runtime.algorithms.experts.assignment import Assignment, known_segments
-from interlace.runtime.algorithms.plain import agreed_call
+from interlace.kernels.tiling import owner_order
+from interlace.runtime.algorithms.experts.assignment import (
+    Assignment,
+    SentTokens,
+    known_segments,
+)
+from interlace.runtime.algorithms.plain import agreed_call, sources
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -34,8 +43,32 @@ class DispatchResult:
 
 
 @dataclass(frozen=True)
+class HostRoutes:
+    """Where rows go, for who knows it on the host. ``counts``: ``[W, experts]``, on the CPU, of all ranks.
+
+    ``expert_rows``: as of :class:`Bounds`.
+    """
+
+    assignment: Assignment
+    counts: Tensor
+    expert_rows: int
+
+    def segments(self, rank: int) -> Tensor:
+        return known_segments(self.counts, rank, self.assignment.per_rank, self.expert_rows)
+
+    def sizes(self) -> Tensor:
+        """``[W, W]``: rows from each rank to each."""
+        world_size = self.assignment.world_size
+        return self.counts.view(world_size, world_size, -1).sum(2)
+
+
+@dataclass(frozen=True)
 class Bounds:
-    """Known to all ranks alike: tokens of the rank with most; programs that send to one rank."""
+    """Known to all ranks alike: tokens of the rank with most; programs that send to one rank.
+
+    ``expert_rows``: rows of the result from the first of one expert to the first of the next, 0 where
+    they follow each other.
+    """
 
     most_tokens: int
     senders: int
@@ -71,102 +104,140 @@ def sender_programs(communicator: Communicator, configuration: Configuration) ->
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One call. ``x`` and ``scales`` are contiguous matrices, ``weights`` ``[T, k]`` fp32."""
+    """One call. ``x`` and ``scales`` are contiguous matrices."""
 
     communicator: Communicator
     x: Tensor
     scales: Tensor | None
-    weights: Tensor | None
-    assignment: Assignment
-    bounds: Bounds
+    result: DispatchResult
 
-    def fused(self, result: DispatchResult, configuration: Configuration) -> Event:
-        communicator, assignment, bounds = self.communicator, self.assignment, self.bounds
-        world_size, topk = communicator.world_size, assignment.topk_idx.shape[1]
-        x, facts = words_of(self.x), assignment.facts(self.weights)
+    def fused(self, sent: SentTokens, bounds: Bounds, configuration: Configuration) -> Event:
+        communicator, result = self.communicator, self.result
+        world_size, experts = communicator.world_size, sent.lines.shape[1] - kernels.COUNT_NUMBERS
+        x, facts = words_of(self.x), sent.facts
         scales = facts if self.scales is None else words_of(self.scales)
-        layout, regions = self._layout(x, None if self.scales is None else scales, facts)
-        rows = TokenRows(x, x.shape[1], scales, scales.shape[1], facts)
-        sizes = ExpertSizes(
-            x.shape[0], bounds.most_tokens, assignment.per_rank, bounds.senders, bounds.expert_rows
-        )
+        layout = Layout(world_size * (1 + bounds.senders))
+        places = [layout.add_data(sent.lines.nbytes)]
+        for each in (x, None if self.scales is None else scales, facts):
+            row_bytes = 0 if each is None else each.shape[1] * each.element_size()
+            places.append(layout.add_data(world_size * bounds.most_tokens * row_bytes))
         slots = slot_rows(
             configuration,
-            topk,
-            assignment.per_rank,
+            facts.shape[1] // 3,
+            experts,
             scaled=self.scales is not None,
             weighted=result.weights is not None,
         )
-        out, bits = _as_words(result.rows, x), result.weights
         filled = ExpertRows(
-            out,
+            _as_words(result.rows, x),
             scales if result.scales is None else _as_words(result.scales, scales),
-            facts if bits is None else bits.view(torch.int32),
+            facts if result.weights is None else result.weights.view(torch.int32),
         )
         shared: dict[str, Any] = {
-            "rows": rows,
+            "rows": TokenRows(x, x.shape[1], scales, scales.shape[1], facts),
             "segments_ptr": result.segments,
-            "regions": regions,
-            "sizes": sizes,
+            "regions": TokenRegions(*places),
+            "sizes": ExpertSizes(
+                x.shape[0], bounds.most_tokens, experts, bounds.senders, bounds.expert_rows
+            ),
             "SLOTS": slots,
         }
-        sent = {"tokens_ptr": assignment.tokens(), "counts_ptr": assignment.count_lines(), **shared}
+        given = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
         taken = {"result": filled, **shared}
         grid = min(communicator.place.program_limit, world_size * bounds.senders)
         options = {"num_warps": configuration.num_warps, "num_stages": 1}
 
         def body(workspace: Workspace) -> None:
-            for kernel, given in (
-                (kernels.dispatch_send_kernel, sent),
+            for kernel, arguments in (
+                (kernels.dispatch_send_kernel, given),
                 (kernels.dispatch_receive_kernel, taken),
             ):
-                communicator.compute.launch(workspace.kernel_launch(kernel, grid, given, **options))
+                launch = workspace.kernel_launch(kernel, grid, arguments, **options)
+                communicator.compute.launch(launch)
 
         return communicator.enqueue("dispatch", layout, body)
 
-    def _layout(self, x: Tensor, scales: Tensor | None, facts: Tensor) -> tuple[Layout, Any]:
-        """Room for what all ranks send, and where in it what lies."""
-        world_size, most = self.communicator.world_size, self.bounds.most_tokens
-        layout = Layout(world_size * (1 + self.bounds.senders))
-        lines = world_size * (kernels.COUNT_NUMBERS + self.assignment.per_rank)
-        counts = layout.add_data(lines * 8)
-        places = [
-            layout.add_data(
-                0 if each is None else world_size * most * each.shape[1] * each.element_size()
-            )
-            for each in (x, scales, facts)
-        ]
-        return layout, TokenRegions(counts, *places)
-
-    def unfused(self, result: DispatchResult, counts: Tensor) -> Event:
-        """``counts``: ``[W, experts]``, on the CPU, of all ranks."""
-        communicator, assignment = self.communicator, self.assignment
-        rank, per_rank = communicator.rank, assignment.per_rank
-        segments = known_segments(counts, rank, per_rank, self.bounds.expert_rows)
-        slots = assignment.slots(int(counts[rank].sum()))
+    def _parts(self, routes: HostRoutes, weights: Tensor | None) -> list[tuple[Tensor, ...]]:
+        """Of all that a row takes along: a matrix, which rows of it go in their order, and the result."""
+        assignment = routes.assignment
+        slots = assignment.slots(int(routes.counts[self.communicator.rank].sum()))
         tokens = slots // assignment.topk_idx.shape[1]
-        result.segments.copy_(segments)
-        exchange = RowExchange(communicator, counts, per_rank)
-        order = sorted_places(segments).to(result.rows.device)
-        for given, index, to in (
-            (self.x, tokens, result.rows),
-            (self.scales, tokens, result.scales),
-            (_column(self.weights), slots, _column(result.weights)),
-        ):
-            if given is not None and to is not None:
-                _scatter(communicator, to, order, exchange.there(given, index))
-        return communicator.compute.record()
+        parts = (
+            (self.x, tokens, self.result.rows),
+            (self.scales, tokens, self.result.scales),
+            (_column(weights), slots, _column(self.result.weights)),
+        )
+        return [
+            (bytes_of_rows(given), index, bytes_of_rows(to))
+            for given, index, to in parts
+            if given is not None and to is not None and given.shape[1]
+        ]
+
+    def pipelined(self, routes: HostRoutes, weights: Tensor | None) -> Event:
+        """Rows are pushed rank by rank, each rank's as one chunk, and sorted source by source."""
+        communicator, rank = self.communicator, self.communicator.rank
+        segments = routes.segments(rank)
+        self.result.segments.copy_(segments)
+        parts, lines = self._parts(routes, weights), segments.tolist()
+        sizes = routes.sizes()
+        begins, firsts = sizes.cumsum(0) - sizes, sizes.cumsum(1) - sizes
+        layout, most = Layout(communicator.world_size), int(sizes.sum(0).max())
+        offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
+
+        def there(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
+            """The rows of ``source`` in the workspace of ``peer``."""
+            width = parts[part][0].shape[1]
+            begin = offsets[part] + int(begins[source, peer]) * width
+            return workspace.data(peer, begin, (int(sizes[source, peer]), width), torch.uint8)
+
+        def body(workspace: Workspace) -> None:
+            copying, compute = communicator.copying, communicator.compute
+            copying.wait_credits(workspace)
+            for peer in owner_order(rank, communicator.world_size):
+                rows = slice(int(firsts[rank, peer]), int(firsts[rank, peer] + sizes[rank, peer]))
+                for number, (given, index, _) in enumerate(parts):
+                    if rows.start < rows.stop:
+                        to = there(workspace, peer, rank, number)
+                        gather = partial(torch.index_select, given, 0, index[rows], out=to)
+                        copying.call(gather, f"rows to rank {peer}")
+                if peer != rank:
+                    copying.publish(workspace, peer, rank)
+            for source in [*sources(communicator)[1:], rank]:
+                if source == rank:
+                    compute.wait_event(copying.record())
+                else:
+                    compute.wait(workspace, source, source)
+                for number, (_, _, to) in enumerate(parts):
+                    arrived, begin = there(workspace, rank, source, number), 0
+                    for line in lines:
+                        first, count, _ = line[source]
+                        if count:
+                            some = arrived[begin : begin + count]
+                            compute.copy(to[first : first + count], some, f"rows of rank {source}")
+                        begin += count
+
+        return communicator.enqueue("dispatch", layout, body)
+
+    def unfused(self, routes: HostRoutes, weights: Tensor | None) -> Event:
+        compute, segments = self.communicator.compute, routes.segments(self.communicator.rank)
+        self.result.segments.copy_(segments)
+        exchange = RowExchange(self.communicator, routes.counts, routes.assignment.per_rank)
+        order = sorted_places(segments).to(self.x.device)
+        for given, index, to in self._parts(routes, weights):
+            arrived = exchange.there(given, index)
+            if arrived.numel():
+                scatter = partial(to.index_copy_, 0, order, arrived)
+                compute.call(scatter, "rows by expert")
+        return compute.record()
 
 
 def _column(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.view(-1, 1)
 
 
-def _scatter(communicator: Communicator, to: Tensor, order: Tensor, arrived: Tensor) -> None:
-    # as bytes: fp8 cannot be indexed
-    target, source = (each.view(torch.uint8) if each.numel() else each for each in (to, arrived))
-    if arrived.numel():
-        communicator.compute.call(lambda: target.index_copy_(0, order, source), "rows by expert")
+def bytes_of_rows(matrix: Tensor) -> Tensor:
+    """As bytes, for fp8 cannot be indexed."""
+    return matrix.view(torch.uint8)
 
 
 def _as_words(tensor: Tensor, like: Tensor) -> Tensor:
@@ -214,9 +285,8 @@ class RowExchange:
         # No op of the streams comes first, which would hold them until what is read here is there.
         compute.wait_event(communicator.place.record_current())
         if rows.numel():
-            # as bytes: fp8 cannot be indexed
-            to, of = rows.view(torch.uint8), tensor.contiguous().view(torch.uint8)
-            compute.call(lambda: torch.index_select(of, 0, index, out=to), f"rows {way}")
+            gather = partial(torch.index_select, tensor.contiguous(), 0, index, out=rows)
+            compute.call(gather, f"rows {way}")
         if communicator.world_size == 1:
             return rows
         made = rows.new_empty(sum(received), rows.shape[1])

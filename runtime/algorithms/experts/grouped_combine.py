@@ -4,7 +4,8 @@
 ``pipelined``  torch matmuls for one home and expert each, straight into the home's workspace
 ``unfused``    a torch matmul per expert, then as combine does; any dtype, many nodes
 
-Routing is known on the host, as of the grouped matmul that comes before.
+The last two, and a call that was given splits, know the routing on the host; after a dispatch with a bound
+of tokens the kernel reads it on the device.
 """
 
 from dataclasses import dataclass, replace
@@ -16,11 +17,14 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Experts
 from interlace.kernels.fused import grouped_matmul_combine as kernels
-from interlace.kernels.tiling import owner_order
-from interlace.runtime.algorithms import operands, plain
-from interlace.runtime.algorithms.experts.assignment import known_segments
-from interlace.runtime.algorithms.experts.combine import Home
-from interlace.runtime.algorithms.experts.dispatch import RowExchange, slot_rows, sorted_places
+from interlace.runtime.algorithms import operands
+from interlace.runtime.algorithms.experts.combine import Home, pipelined_home
+from interlace.runtime.algorithms.experts.dispatch import (
+    HostRoutes,
+    RowExchange,
+    slot_rows,
+    sorted_places,
+)
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace
@@ -33,46 +37,38 @@ OP = "grouped_matmul_combine"
 
 @dataclass(frozen=True)
 class GroupedMatmulCombine:
-    """One call. ``counts``: ``[W, experts]``, on the CPU: the rows that each rank has for each expert.
-
-    ``linear``: the weights ``[E, K, N]`` and biases ``[E, N]``; its output is not looked at.
-    """
+    """One call. ``linear``: weights ``[E, K, N]`` and biases ``[E, N]``; its output is not looked at."""
 
     communicator: Communicator
     input: Tensor
     linear: Linear
-    counts: Tensor
     home: Home
-
-    @property
-    def _experts(self) -> int:
-        return self.linear.weight.shape[0]
-
-    def _segments(self) -> Tensor:
-        return known_segments(self.counts, self.communicator.rank, self._experts)
-
-    def _row_bytes(self) -> int:
-        return self.home.output.shape[1] * self.home.output.element_size()
 
     def _expert(self, expert: int, output: Tensor) -> Linear:
         bias = None if self.linear.bias is None else self.linear.bias[expert]
         return replace(self.linear, weight=self.linear.weight[expert], bias=bias, output=output)
 
-    def most_home_rows(self) -> int:
-        return int(self.counts.sum(1).max())
+    def host_segments(self, routes: HostRoutes) -> Tensor:
+        """The segments' table of ``routes``, on the device."""
+        counts = tuple(map(tuple, routes.counts.tolist()))
+        key = ("segments of experts", self.communicator.rank, counts)
+        lines = routes.segments(self.communicator.rank).view(-1, 3)
+        return self.communicator.table(key, lines.tolist, passing=True)
 
-    def _tiles(self, configuration: Configuration) -> int:
+    def tiles(self, routes: HostRoutes, configuration: Configuration) -> int:
         """Of the rank that has most."""
         tiles_n = formulas.ceil_div(self.home.output.shape[1], configuration.block_n)
+        tiles = (routes.counts + configuration.block_m - 1) // configuration.block_m
         ranks = self.communicator.world_size
-        tiles = (self.counts + configuration.block_m - 1) // configuration.block_m
-        return int(tiles.view(-1, ranks, self._experts).sum((0, 2)).max()) * tiles_n
+        return int(tiles.view(ranks, ranks, -1).sum((0, 2)).max()) * tiles_n
 
-    def fused(self, configuration: Configuration, resident: int) -> Event:
-        """``resident``: programs that may wait for each other, alike on all ranks."""
+    def fused(
+        self, segments: Tensor, most_home_rows: int, grid: int, configuration: Configuration
+    ) -> Event:
+        """``grid``: programs that may wait for each other, alike on all ranks."""
         communicator, linear, home = self.communicator, self.linear, self.home
         weight, world_size = linear.weight, communicator.world_size
-        topk = home.inverse.shape[1]
+        experts, topk = weight.shape[0], home.inverse.shape[1]
         if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
             configuration = replace(configuration, descriptors=False)
         first = Linear(weight[0], linear.bias, home.output)
@@ -84,13 +80,8 @@ class GroupedMatmulCombine:
         # With 4 warps there are no registers for one loop of tiles and k: it spills on 10.0.
         flatten = known["TILES"].FLATTEN and configuration.num_warps > 4
         tiles = known["TILES"]._replace(OUT_DESCRIPTOR=False, SUBTILE=parts, FLATTEN=flatten)
-        counts = tuple(map(tuple, self.counts.tolist()))
-        key = ("segments of experts", communicator.rank, counts, self._experts)
-        segments = communicator.table(
-            key, lambda: self._segments().view(-1, 3).tolist(), passing=True
-        )
         slots = slot_rows(
-            configuration, topk, self._experts, scaled=False, weighted=home.weights is not None
+            configuration, topk, experts, scaled=False, weighted=home.weights is not None
         )
         arguments: dict[str, Any] = {
             **known,
@@ -98,12 +89,12 @@ class GroupedMatmulCombine:
             "bias_ptr": operands.bias_or_none(first),
             "segments_ptr": segments,
             "combined": home.combined(),
-            "num_experts": self._experts,
+            "num_experts": experts,
             "SLOTS": slots,
             "TILES": tiles,
         }
-        grid = formulas.persistent_grid(0, self._tiles(configuration), resident)
-        layout = Layout(world_size * grid, self.most_home_rows() * self._row_bytes())
+        row_bytes = home.output.shape[1] * home.output.element_size()
+        layout = Layout(world_size * grid, most_home_rows * row_bytes)
         options = operands.launch_options(configuration)
 
         def body(workspace: Workspace) -> None:
@@ -113,41 +104,21 @@ class GroupedMatmulCombine:
 
         return communicator.enqueue(OP, layout, body)
 
-    def pipelined(self) -> Event:
-        communicator, home = self.communicator, self.home
-        rank, world_size = communicator.rank, communicator.world_size
-        columns, dtype = home.output.shape[1], home.output.dtype
-        layout = Layout(world_size, self.most_home_rows() * self._row_bytes())
-        own = int(self.counts[rank].sum())
+    def pipelined(self, routes: HostRoutes) -> Event:
+        stream = self.communicator.compute
 
-        def body(workspace: Workspace) -> None:
-            stream = communicator.compute
-            stream.wait_credits(workspace)
-            segments = self._segments().tolist()
-            for peer in owner_order(rank, world_size):
-                for expert, line in enumerate(segments):
-                    first, count, to = line[peer]
-                    if not count:
-                        continue
-                    shape = (count, columns)
-                    theirs = workspace.data(peer, to * self._row_bytes(), shape, dtype)
-                    part = self._expert(expert, theirs)
-                    about = theirs, self.input[first : first + count], part.weight, part.bias
-                    label = f"expert {expert}, rows of rank {peer}"
-                    stream.call(partial(operands.multiply, *about), label)
-                if peer != rank:
-                    stream.publish(workspace, peer, rank)
-            plain.wait_for_all(communicator, workspace, 0)
-            home.sum_rows(communicator, workspace.data(rank, 0, (own, columns), dtype))
+        def put(theirs: Tensor, expert: int, rows: slice, label: str) -> None:
+            part = self._expert(expert, theirs)
+            about = theirs, self.input[rows], part.weight, part.bias
+            stream.call(partial(operands.multiply, *about), label)
 
-        return communicator.enqueue(OP, layout, body)
+        return pipelined_home(self.communicator, OP, routes, self.home, put)
 
-    def unfused(self) -> Event:
+    def unfused(self, routes: HostRoutes) -> Event:
         communicator, input = self.communicator, self.input
-        segments = self._segments()
-        product = input.new_empty(
-            input.shape[0], self.home.output.shape[1], dtype=self.home.output.dtype
-        )
+        segments = routes.segments(communicator.rank)
+        columns, dtype = self.home.output.shape[1], self.home.output.dtype
+        product = input.new_empty(input.shape[0], columns, dtype=dtype)
         order = sorted_places(segments).to(input.device)
         # No op of the streams comes first, which would hold them until what is read here is there.
         communicator.compute.wait_event(communicator.place.record_current())
@@ -155,6 +126,6 @@ class GroupedMatmulCombine:
             rows = slice(line[0][0], line[-1][0] + line[-1][1])
             part = self._expert(expert, product)
             operands.enqueue_product(communicator, input[rows], part, rows, f"expert {expert}")
-        exchange = RowExchange(communicator, self.counts, self._experts)
+        exchange = RowExchange(communicator, routes.counts, routes.assignment.per_rank)
         self.home.sum_rows(communicator, exchange.back(product, order))
         return communicator.compute.record()

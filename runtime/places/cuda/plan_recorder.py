@@ -160,8 +160,11 @@ class _Where:
     def tree(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
-            if self._argument(result) is not None:
-                raise LookupError
+            if self._argument(result) is not None:  # which the caller has made
+                view = self._view(result)
+                if isinstance(view, Bytes):
+                    raise LookupError
+                return _Leaf(view)  # type: ignore[arg-type]
             if storage.data_ptr() not in self._made:
                 self._made[storage.data_ptr()] = len(self.results)
                 self.results.append((result.dtype, (storage.nbytes() // result.element_size(),)))
@@ -182,6 +185,7 @@ class _Where:
             and result.is_contiguous()
             and result.storage_offset() == 0
             and result.nbytes == result.untyped_storage().nbytes()
+            and self._argument(result) is None
         )
 
     def item(self, item: Any) -> Launched | Copied | Signalled:
@@ -286,9 +290,9 @@ def viewed(
     return base.as_strided(shape, strides, offset + base.storage_offset())
 
 
-def built(tree: Any, results: list[torch.Tensor]) -> Any:
+def built(tree: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
     if isinstance(tree, _Leaf):
-        return viewed(tree.view, [], results)
+        return viewed(tree.view, arguments, results)
     if isinstance(tree, (tuple, list)):
-        return type(tree)(built(each, results) for each in tree)
+        return type(tree)(built(each, arguments, results) for each in tree)
     return tree

@@ -210,7 +210,7 @@ class Plans:
         for step in plan.steps:
             self._repeat(step, bases, call.arguments, results)
         self._agreement.launched()
-        return results[0] if plan.tree is WHOLE else built(plan.tree, results)
+        return results[0] if plan.tree is WHOLE else built(plan.tree, call.arguments, results)
 
     def _will_lease(self, steps: Sequence[PlanStep]) -> bool:
         """Whether the next ops would get the workspace, or the words, of each step, one after another."""

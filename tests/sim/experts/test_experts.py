@@ -85,20 +85,23 @@ class Case:
         return range(rank * self.each, (rank + 1) * self.each)
 
 
-def moved(case: Case) -> Any:
-    """Dispatch, then combine of the rows as they are."""
+def dispatched(case: Case) -> Any:
     rank = interlace.get_rank()
     x, idx, weights = case.x(rank), case.idx(rank), case.weights(rank)
-    how = {"algorithm": case.algorithm}
+    how: Any = {"algorithm": case.algorithm}
     if case.low_latency:
         assert case.most is not None
         few = (x, idx, case.most, case.experts)
         received, handle = experts.low_latency_dispatch(*few, use_fp8=False, **how)
-        handle = handle._replace(topk_weights=weights)
-    else:
-        bounds = {"capacity": case.capacity, "num_max_dispatch_tokens_per_rank": case.most}
-        received, handle = experts.dispatch(x, idx, weights, case.experts, **bounds, **how)
-    return received, experts.combine(received.x, handle, **how)
+        return received, handle._replace(topk_weights=weights)
+    bounds = {"capacity": case.capacity, "num_max_dispatch_tokens_per_rank": case.most}
+    return experts.dispatch(x, idx, weights, case.experts, **bounds, **how)
+
+
+def moved(case: Case) -> Any:
+    """Dispatch, then combine of the rows as they are."""
+    received, handle = dispatched(case)
+    return received, experts.combine(received.x, handle, algorithm=case.algorithm)  # type: ignore[call-overload]
 
 
 def check_moved(case: Case) -> None:
@@ -134,19 +137,18 @@ def check_moved(case: Case) -> None:
 
 
 def multiplied(case: Case) -> Any:
+    """Of rows that a dispatch has brought: by its handle, or, if nothing is dropped, by their splits."""
     rank = interlace.get_rank()
-    own, idx, x = slice(*_ends(case.own(rank))), case.idx(rank), case.x(rank)
-    received, _ = experts.dispatch(x, idx, None, case.experts, algorithm="unfused")
-    bias = case.biases()
-    return interlace.grouped_matmul_combine(
-        received.x,
-        case.weight()[own],
-        received.splits,
-        idx,
-        case.weights(rank),
-        bias=None if bias is None else bias[own],
-        algorithm=case.algorithm,  # type: ignore[arg-type]
-    )
+    own, bias = slice(*_ends(case.own(rank))), case.biases()
+    received, handle = dispatched(replace(case, algorithm="unfused"))
+    how: Any = {
+        "bias": None if bias is None else bias[own],
+        "algorithm": case.algorithm,
+    }
+    rows, weight, about = received.x, case.weight()[own], (case.idx(rank), case.weights(rank))
+    if case.most or case.capacity or case.seed % 2:
+        return interlace.grouped_matmul_combine(rows, weight, handle, **how)
+    return interlace.grouped_matmul_combine(rows, weight, received.splits, *about, **how)
 
 
 def _ends(block: range) -> tuple[int, int]:
@@ -158,6 +160,7 @@ def check_multiplied(case: Case) -> None:
         results = interlace.run(multiplied, case.world, case, seed=case.seed)
     for rank, output in enumerate(results):
         idx, x, bias = case.idx(rank), case.x(rank), case.biases()
+        there = case.chosen(rank).position >= 0
         per_slot = [
             reference.matmul(
                 x[t : t + 1],
@@ -166,10 +169,10 @@ def check_multiplied(case: Case) -> None:
                 bias=None if bias is None else bias[e],
                 roundings=2,
             )
-            if e >= 0
+            if kept
             else (torch.zeros(1, case.columns, dtype=F64),) * 2
-            for t, line in enumerate(idx.tolist())
-            for e in line
+            for t, line in enumerate(zip(idx.tolist(), there.tolist(), strict=True))
+            for e, kept in zip(*line, strict=True)
         ]
         shape = case.tokens[rank], case.topk, case.columns
         parts = [torch.cat(each).view(shape) for each in zip(*per_slot, strict=True)]
@@ -197,11 +200,12 @@ TILES = {
 
 @st.composite
 def cases(draw: Any, *, matmul: bool) -> Case:
-    names = ("fused", "fused", "unfused", "auto", *(("pipelined",) if matmul else ()))
+    names = "fused", "fused", "pipelined", "unfused", "auto"
     algorithm, world = draw(st.sampled_from(names)), draw(st.sampled_from([1, 2, 2, 3, 4]))
     each, length = draw(st.sampled_from([1, 2, 3])), st.sampled_from([0, 0, 1, 2, 7, 17])
-    dtypes = [F32, F16, BF16] + ([F64] if algorithm in ("auto", "unfused") else [])
-    low_latency = not matmul and draw(st.sampled_from([False, False, True]))
+    others = ("auto", "unfused") if matmul else ("auto", "pipelined", "unfused")
+    dtypes = [F32, F16, BF16] + ([F64] if algorithm in others else [])
+    low_latency = draw(st.sampled_from([False, False, True]))
     blocks = {**BLOCKS, **TILES} if matmul else BLOCKS
     return Case(
         tokens=[draw(length) for _ in range(world)],
@@ -211,8 +215,8 @@ def cases(draw: Any, *, matmul: bool) -> Case:
         columns=draw(st.sampled_from([0, 1, 16, 31])),
         dtype=draw(st.sampled_from(dtypes)),
         algorithm=algorithm,
-        capacity=None if matmul or low_latency else draw(st.sampled_from([None, None, 1, 3])),
-        most=None if matmul else (17 if low_latency else draw(st.sampled_from([None, 17, 20]))),
+        capacity=None if low_latency else draw(st.sampled_from([None, None, 1, 3])),
+        most=17 if low_latency else draw(st.sampled_from([None, 17, 20])),
         low_latency=low_latency,
         weighted=draw(st.booleans()),
         bias=draw(st.booleans()),
@@ -332,7 +336,7 @@ REFUSED = {
     "the scales of x must have 2 dimensions and 4 rows": {
         "x": (torch.ones(4, 8), torch.ones(3, 1))
     },
-    "algorithm must be one of auto, fused, unfused": {"algorithm": "pipelined"},
+    "algorithm must be one of auto, fused, pipelined, unfused": {"algorithm": "chunked"},
 }
 
 
@@ -411,6 +415,10 @@ def gradients(how: str) -> list[str]:
         rows, sent = experts.permute(x, idx, case.experts)
         grouped = interlace.all_to_all_grouped_matmul(rows, up, sent, activation="relu")
         y = interlace.grouped_matmul_combine(grouped[0], down, grouped[1], idx, w)
+    elif how == "handle":
+        received, handle = experts.low_latency_dispatch(x, idx, 9, case.experts, use_fp8=False)
+        hidden = torch.bmm(received.x, up).relu()
+        y = interlace.grouped_matmul_combine(hidden, down, handle, topk_weights=w)
     else:
         received, handle = experts.dispatch(x, idx, w, case.experts)
         parts = received.x.split(received.num_tokens_per_expert.tolist())
@@ -433,7 +441,7 @@ def gradients(how: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("how", ["matmuls", "weighted here", "weighted there"])
+@pytest.mark.parametrize("how", ["matmuls", "handle", "weighted here", "weighted there"])
 def test_gradients(how: str) -> None:
     assert interlace.run(gradients, 3, how) == [[]] * 3
 
@@ -459,7 +467,7 @@ def test_assignments(choices: list[list[int]], capacity: int) -> None:
     assert [inverse.index(row) for row in range(len(kept))] == kept
     assert sum(each >= 0 for each in inverse) == len(kept)
     assert chosen.counts.tolist() == [sum(flat[slot] == e for slot in kept) for e in range(6)]
-    lines, tokens = chosen.count_lines().tolist(), chosen.tokens().tolist()
+    _, tokens, lines = (each.tolist() for each in chosen.sent(None))
     for rank in range(3):
         there = [
             t for t in range(len(choices)) if {s // 2 for s in kept if flat[s] // 2 == rank} & {t}

@@ -1,5 +1,6 @@
 """Dispatch, combine, grouped matmul + combine on a stand-in for CUDA, whatever runs first."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,10 @@ import torch
 
 import interlace
 from interlace import experts
+from interlace.groups.groups import default_group
+from interlace.runtime.places.cuda_processes.agreement import Agreement
 from sim.cuda.test_cuda_streams import RUNS, filled, read
+from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install
 
@@ -69,3 +73,94 @@ def test_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.MonkeyPatc
     assert all(run(exercise(gpu), 3))
     for name in ("dispatch_send", "dispatch_receive", "combine", "grouped_matmul_combine"):
         assert f"{name}_kernel" in gpu.launches
+
+
+# -- repeated calls ----------------------------------------------------------------------------------
+
+READS = "item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"
+ROUNDS, KNOWN = 8, 4
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, list[str]]:
+    """What makes a host wait where ``of.this`` is set: reads of tensors, messages of others."""
+    of, seen = threading.local(), []
+
+    def noted(owner: type, name: str) -> None:
+        known = getattr(owner, name)
+
+        def noting(*args: Any, **more: Any) -> Any:
+            if getattr(of, "this", False):
+                seen.append(name)
+            return known(*args, **more)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    for name in READS:
+        noted(torch.Tensor, name)
+    for name in ("_exchange", "_asked_again"):
+        noted(Agreement, name)
+    noted(FakeGpu, "synchronize")
+    return of, seen
+
+
+def layer(x: torch.Tensor, idx: torch.Tensor, kind: str) -> list[torch.Tensor]:
+    """Expert e multiplies by e, and then by 1."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    weights = torch.ones(idx.shape) if kind != "unweighted" else None
+    if kind == "low latency":
+        few = x, idx, TOKENS + 1, 2 * world_size
+        received, handle = experts.low_latency_dispatch(*few, use_fp8=False, algorithm="fused")
+        handle = handle._replace(topk_weights=weights)
+    else:
+        bound = None if kind == "as long as it is" else TOKENS + 1
+        how: dict[str, Any] = {"num_max_dispatch_tokens_per_rank": bound, "capacity": TOKENS}
+        received, handle = experts.dispatch(
+            x, idx, weights, 2 * world_size, **how, algorithm="fused"
+        )
+    if kind == "as long as it is":
+        torch.cuda.synchronize()  # reading a tensor of this GPU's does not
+    weight = torch.stack([(2 * rank + e) * torch.eye(16) for e in range(2)])
+    return [
+        interlace.grouped_matmul_combine(received.x, weight, handle, algorithm="fused"),
+        experts.combine(received.x, handle, algorithm="fused"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["weighted", "unweighted", "low latency", "as long as it is"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_host_waits_for_nothing_when_a_call_is_repeated(
+    kind: str, world_size: int, held_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound of tokens: whatever the routing is, and though ranks have other numbers of tokens."""
+    of, seen = held_up
+    install(monkeypatch, FakeGpu(3, eager=0.0))  # which does nothing while a host enqueues
+
+    def on_rank() -> int:
+        rank, tokens = interlace.get_rank(), TOKENS - interlace.get_rank()
+        wrong, plans, known = [], default_group().plans, 0
+        for number in range(ROUNDS):
+            if number == KNOWN:
+                known = plans.hits
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            x = torch.randint(-3, 4, (tokens, 16), generator=generator).float()
+            first = torch.randint(0, 2 * world_size, (tokens,), generator=generator)
+            second = first + 1 + number % (2 * world_size - 1)
+            idx = torch.stack([first, second % (2 * world_size)], 1)
+            idx[0, 0] = -1
+            of.this = number >= KNOWN
+            results = layer(x, idx, kind)
+            of.this = False
+            torch.cuda.synchronize()
+            times = (idx + 1).sum(1, keepdim=True)  # of the slot without an expert 0
+            if not torch.equal(sum(results), x * times):  # type: ignore[arg-type]
+                wrong.append(number)
+        assert not wrong, wrong
+        return int(plans.hits - known)
+
+    hits = fake_host.run(on_rank, world_size)
+    if kind == "as long as it is":  # then it waits, which is seen
+        assert {"tolist", *(["_exchange"] if world_size > 1 else [])} <= set(seen), seen
+        return
+    assert not seen, seen
+    assert hits == [3 * (ROUNDS - KNOWN)] * world_size, hits

@@ -188,18 +188,29 @@ def _combine(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
 
 
 def _grouped_matmul_combine(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
-    """As :func:`_combine`, the numbers being those of the experts' weights."""
+    """As :func:`_combine`, the numbers being those of the experts' weights; now and then by a handle."""
     chosen = _chosen(world_size, call)
     inputs = [_numbers(r, call, len(each), INNER) for r, each in enumerate(chosen)]
+    expected = inputs[rank] * (chosen[rank] + 1).sum(1, keepdim=True)
+    weight = torch.stack([(2 * rank + 1 + e) * torch.eye(INNER) for e in range(2)])
+    if call % 2:
+        given = {"num_max_dispatch_tokens_per_rank": 8, "group": how["group"]}
+        received, handle = interlace.experts.dispatch(
+            inputs[rank], chosen[rank], None, 2 * world_size, algorithm="unfused", **given
+        )
+        return (
+            interlace.grouped_matmul_combine(received.x, weight, handle, **how),
+            _itself,
+            expected,
+        )
     rows = [
         [x[(idx == expert).any(1)] for x, idx in zip(inputs, chosen, strict=True)]
         for expert in (2 * rank, 2 * rank + 1)
     ]
     splits = [len(part) for each in rows for part in each]
-    weight = torch.stack([(2 * rank + 1 + e) * torch.eye(INNER) for e in range(2)])
     arrived = torch.cat([part for each in rows for part in each])
     work = interlace.grouped_matmul_combine(arrived, weight, splits, chosen[rank], **how)
-    return work, _itself, inputs[rank] * (chosen[rank] + 1).sum(1, keepdim=True)
+    return work, _itself, expected
 
 
 def _attention(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
@@ -364,7 +375,6 @@ def _target(op: str, start: Start, names: tuple[str, ...], *more: str) -> Verify
 
 
 _MATMULS = ("fused", "pipelined", "unfused")
-_ROWS = ("fused", "unfused")
 _METHODS = ("all_gather fused", "ring fused", "ulysses fused")
 _COLLECTIVES = ("kernel", "copy", "multimem")
 _WORDS = "low_latency"
@@ -380,9 +390,9 @@ TARGETS = {
         for op in ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
     },
     "dispatch": VerifyTarget(
-        _algorithms(_dispatch, *_ROWS), ("dispatch_send_kernel", "dispatch_receive_kernel")
+        _algorithms(_dispatch, *_MATMULS), ("dispatch_send_kernel", "dispatch_receive_kernel")
     ),
-    "combine": _target("combine", _combine, _ROWS),
+    "combine": _target("combine", _combine, _MATMULS),
     "grouped_matmul_combine": _target("grouped_matmul_combine", _grouped_matmul_combine, _MATMULS),
     "attention": VerifyTarget(
         _algorithms(

@@ -1,0 +1,265 @@
+"""Who goes where in a mixture of experts, as ops see it: what a dispatch returns, checks, agreement.
+
+Order of rows
+-------------
+A token has k slots, each with an expert or none. A *row* is a token in one of its slots. At its expert's
+rank rows are by expert, then by source rank, then as the source's tokens are: the order of the grouped
+matmuls (``fused/grouped.py``). ``segments[e][s]`` says of the rows of expert e from rank s where they
+begin, how many they are, and which of the source's rows the first of them is, if these are sorted by
+expert.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.arguments import checks
+from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.algorithms.experts.dispatch import sender_programs
+from interlace.runtime.core.call import Call, Terms
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.hooks import Form
+from interlace.runtime.tuning import configuration
+
+Tensor = torch.Tensor
+
+
+class Received(NamedTuple):
+    """What a dispatch has brought: rows by expert, then by source rank, then as the source's tokens are.
+
+    Attributes
+    ----------
+    x : ``(rows, hidden)``; of a low-latency dispatch ``(experts, most rows, hidden)``.
+    scales : a row each for the rows of ``x``, if it came with scales; else None.
+    topk_weights : float32 ``(rows,)``, if there were weights; else None.
+    segments : int64 ``(experts of this rank, ranks, 3)``, on the device: where the rows of an expert from a
+        rank begin, how many they are, and which of that rank's rows, sorted by expert, is the first.
+
+    >>> def on_rank():
+    ...     received, _ = interlace.experts.dispatch(torch.ones(1, 4), torch.tensor([[0, 1]]), None, 2)
+    ...     return received.x.shape[0], received.splits.tolist(), received.offsets.tolist()
+    >>> interlace.run(on_rank, 2)
+    [(2, [[1, 1]], [2]), (2, [[1, 1]], [2])]
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    topk_weights: Tensor | None
+    segments: Tensor
+
+    @property
+    def splits(self) -> Tensor:
+        """Rows by expert and source rank, as the grouped matmuls have them."""
+        return self.segments[..., 1]
+
+    @property
+    def num_tokens_per_expert(self) -> Tensor:
+        """Rows of each of this rank's experts."""
+        return self.splits.sum(1)
+
+    @property
+    def offsets(self) -> Tensor:
+        """int32, where each expert's rows end: ``offs`` of ``torch._grouped_mm``; not of low latency."""
+        return self.num_tokens_per_expert.cumsum(0).to(torch.int32)
+
+
+class DispatchHandle(NamedTuple):
+    """What a combine has to know of its dispatch. ``group`` is the one that dispatched.
+
+    ``inverse``, int64 ``(tokens, k)``: which row a slot is of those that this rank has sent, sorted by
+    expert; -1 of a slot without an expert, or beyond the capacity.
+
+    >>> def on_rank():
+    ...     experts = torch.tensor([[1], [0], [-1]])
+    ...     _, handle = interlace.experts.dispatch(torch.ones(3, 4), experts, None, 2)
+    ...     return handle.inverse.flatten().tolist()
+    >>> interlace.run(on_rank, 2)
+    [[1, 0, -1], [1, 0, -1]]
+    """
+
+    segments: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    routing: "Routing"
+    group: Any
+
+    @property
+    def inverse(self) -> Tensor:
+        """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
+        routing = self.routing
+        idx = self.topk_idx.to(torch.int64)
+        return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
+
+
+class Routing(NamedTuple):
+    """What tensors of a dispatch are for, and its combine has to know.
+
+    ``capacity``: rows that a rank may send to one expert, 0 for any. ``max_tokens``: a bound of every
+    rank's tokens, by which results are as long as they can ever get; 0: as long as they are. ``packed``:
+    every expert's rows begin where those of one before could end.
+    """
+
+    num_experts: int
+    capacity: int = 0
+    max_tokens: int = 0
+    packed: bool = False
+    algorithm: str = "auto"
+
+    def bound(self, topk: int, world_size: int) -> int:
+        """The most rows that a rank can get, from ``max_tokens``."""
+        if self.packed:
+            return self.num_experts // world_size * self.expert_rows(world_size)
+        rows = self.max_tokens * topk
+        if self.capacity:
+            rows = min(rows, self.num_experts // world_size * self.capacity)
+        return rows * world_size
+
+    def expert_rows(self, world_size: int) -> int:
+        return world_size * self.capacity if self.packed else 0
+
+
+def routing_of(
+    num_experts: Any, capacity: Any, max_tokens: Any, packed: bool, algorithm: str = "auto"
+) -> Routing:
+    """The numbers of a call, if they are any. When packed no expert gets more than all tokens."""
+    for name, value in (
+        ("capacity", capacity),
+        ("num_max_dispatch_tokens_per_rank", max_tokens),
+    ):
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if value is not None and wrong:
+            raise ValueError(f"{name} must be a positive int or None, got {value!r}")
+    if packed and max_tokens is None:
+        raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
+    bound = (capacity or max_tokens) if packed else capacity
+    return Routing(num_experts, bound or 0, max_tokens or 0, packed, algorithm)
+
+
+def composed_form(op: str, prepare: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """``op`` as another form, whose tensors torch code makes of the caller's.
+
+    ``prepare(communicator, *tensors, *options)`` checks, and returns that form, its tensors and options. So
+    that form may be done from a plan, which has no room for torch code; hooks see the caller's tensors.
+    """
+
+    def run(
+        communicator: Communicator,
+        tensors: Sequence[Any],
+        options: tuple[Any, ...] = (),
+        async_op: bool = False,
+    ) -> Any:
+        plans = communicator.plans
+        if plans is not None:
+            watched = plans.again(form, tensors, options, async_op=async_op)
+            if watched is not None:
+                return watched[0]
+        with communicator.accepting(op):
+            then, given, more = prepare(communicator, *tensors, *options)
+        return then(communicator, given, more, async_op)
+
+    form = Form(op, prepare, None, (), run)
+    return run
+
+
+def resolved(communicator: Communicator, algorithm: str) -> str:
+    """The algorithm, alike on all ranks before anything is known of the others."""
+    place = communicator.place
+    if algorithm not in ("auto", "unfused") and place.nodes is not None:
+        raise ValueError(
+            f'algorithm="{algorithm}" works within one node, the group has several; use "unfused" or '
+            '"auto"'
+        )
+    if algorithm != "auto":
+        return algorithm
+    return "unfused" if place.nodes is not None or place.direct_access else "fused"
+
+
+def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> int:
+    """The least of all ranks' numbers of ``what``, which do not change. Collective the first time only.
+
+    To be called when ranks have agreed on their configuration.
+    """
+    key = what, configuration.OVERRIDE.get()
+    if key not in communicator.least:
+        communicator.least[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
+    return communicator.least[key]
+
+
+def senders_of(communicator: Communicator, op: str) -> int:
+    """Programs that send to one rank, in a kernel that moves rows."""
+    common = configuration.choose(communicator.place, torch.float32, 1, 1, 1)
+    return least_of_all(communicator, op, "senders", sender_programs(communicator, common))
+
+
+def agreed(
+    communicator: Communicator,
+    op: str,
+    routing: Routing,
+    shape: Sequence[int],
+    terms: Terms,
+    counts: Tensor | None = None,
+) -> tuple[int, Tensor | None]:
+    """The tokens of the rank with most, or a bound of them; all ranks' counts. Raises alike on all.
+
+    ``shape``: of ``topk_idx``. ``counts``: this rank's rows by expert, where all ranks' are needed on the
+    host. Without them, and with a bound of tokens, a rank says nothing of its own, and waits for nobody.
+    """
+    terms = (
+        *terms,
+        ("k of topk_idx", shape[1]),
+        ("num_experts", routing.num_experts),
+        ("capacity", routing.capacity),
+        ("num_max_dispatch_tokens_per_rank", routing.max_tokens),
+        ("whether it is low latency", routing.packed),
+        ("algorithm", routing.algorithm),
+        ("configuration", configuration.OVERRIDE.get()),
+    )
+    if counts is None and routing.max_tokens:
+        communicator.parts(communicator.call_of(op, terms, None))
+        return routing.max_tokens, None
+    part = shape[0], None if counts is None else tuple(counts.tolist())
+    parts = communicator.parts(Call(op, terms, part=part))
+    most = routing.max_tokens or max(tokens for tokens, _ in parts)
+    return most, None if counts is None else torch.tensor([each for _, each in parts])
+
+
+def assignment_of(
+    communicator: Communicator, routing: Routing, topk_idx: Any, tokens: int | None
+) -> Assignment:
+    """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
+    experts, world_size = (
+        checks.integer("num_experts", routing.num_experts),
+        communicator.world_size,
+    )
+    if experts < 1 or experts % world_size:
+        raise ValueError(
+            f"num_experts must be a multiple of the world size {world_size}, got {experts}"
+        )
+    idx = checks.tensor("topk_idx", topk_idx, communicator)
+    if idx.is_floating_point() or idx.is_complex() or idx.dtype is torch.bool:
+        raise TypeError(f"topk_idx must be a tensor of integers, got {idx.dtype}")
+    if idx.dim() != 2 or not idx.shape[1]:
+        raise ValueError(f"topk_idx must have 2 dimensions (tokens, k), got {tuple(idx.shape)}")
+    if tokens is not None and idx.shape[0] != tokens:
+        raise ValueError(f"topk_idx has {idx.shape[0]} rows, x has {tokens}")
+    if routing.max_tokens and idx.shape[0] > routing.max_tokens:
+        raise ValueError(
+            f"num_max_dispatch_tokens_per_rank is {routing.max_tokens}, topk_idx has {idx.shape[0]} rows"
+        )
+    if idx.numel() and communicator.place.interpreted and int(idx.max()) >= experts:
+        raise ValueError(f"topk_idx has expert {int(idx.max())}, there are {experts}")
+    return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
+
+
+def weights_of(communicator: Communicator, topk_weights: Any, like: Tensor) -> Tensor | None:
+    if topk_weights is None:
+        return None
+    weights = checks.tensor("topk_weights", topk_weights, communicator)
+    if weights.shape != like.shape:
+        raise ValueError(
+            f"topk_weights has shape {tuple(weights.shape)}, topk_idx {tuple(like.shape)}"
+        )
+    if not weights.is_floating_point():
+        raise TypeError(f"topk_weights must be a tensor of floats, got {weights.dtype}")
+    return weights.to(torch.float32).contiguous()
