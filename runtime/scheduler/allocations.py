@@ -1,15 +1,18 @@
 """Allocations by address: what memory there is for interpreted programs, and what it is called.
 
-Symmetric memory is known from its beginning on, tensors from the first launch that they are arguments of.
-Any other tensor, such as one whose address stands in a table, is looked for among the objects that are
-alive when a program first comes by its address as a number.
+Symmetric memory is known from its beginning on, tensors from the first launch that they are arguments of,
+or when somebody asks for their address, as for a table. Any other tensor is looked for among the objects
+that are alive when a program first comes by its address as a number.
 """
 
+import contextlib
+import functools
 import gc
+import sys
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +131,12 @@ class Allocations:
             found.owners.append(weakref.ref(tensor))
         return found
 
+    def taken(self, tensor: torch.Tensor, address: int, rank: int) -> None:
+        """Somebody has asked where ``tensor`` is, and may tell a kernel when it is there no more."""
+        found = self.at(address)
+        if address and (found is None or found.is_gone()):
+            self.of_tensor(tensor, rank)
+
     def of_argument(self, kernel: Any, rank: int, path: str, tensor: Any) -> Origin | None:
         """Where the pointer of a launch's argument comes from."""
         tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
@@ -157,6 +166,29 @@ class Allocations:
         ends = np.array([0 if each.is_gone() else each.end for each in every], np.uint64)
         places = np.searchsorted(bases, addresses, "right").astype(np.int64) - 1
         return (places >= 0) & (addresses + np.uint64(size) <= ends[places])
+
+
+@contextlib.contextmanager
+def addresses_told(taken: Callable[[torch.Tensor, int], None]) -> Iterator[None]:
+    """``taken`` is called with every tensor whose address code that is not ours asks for, and with that."""
+    asked = torch.Tensor.data_ptr
+    nested = "data_ptr" in vars(torch.Tensor)  # it is that of a run around this one
+
+    @functools.wraps(asked)
+    def data_ptr(tensor: torch.Tensor) -> int:
+        address = asked(tensor)
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("interlace."):
+            taken(tensor, address)
+        return address
+
+    torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if nested:
+            torch.Tensor.data_ptr = asked  # type: ignore[method-assign]
+        else:
+            del torch.Tensor.data_ptr
 
 
 def together(names: Iterable[str]) -> str:

@@ -32,6 +32,7 @@ from interlace.runtime.core import errors, kernel_arguments
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter import session
 from interlace.runtime.scheduler import torch_state
+from interlace.runtime.scheduler.allocations import addresses_told
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
@@ -225,7 +226,7 @@ class Scheduler(ProgramHooks):
         :class:`CollectiveTimeoutError`, or what ``idle`` raises. All tasks have ended afterwards.
         """
         assert greenlet.getcurrent() is self._hub, "run() belongs to the thread that made it"
-        with session.session(self) as builder, self._watchdog():
+        with session.session(self) as builder, self._watchdog(), addresses_told(self._address):
             self._builder = builder
             try:
                 while self._tasks:
@@ -234,6 +235,10 @@ class Scheduler(ProgramHooks):
                 self._end_all()
                 for state in self.rank_states:
                     state.turn_to(None)
+
+    def _address(self, tensor: torch.Tensor, address: int) -> None:
+        if self.inside and self.memory.complete and tensor.device.type == "cpu":
+            self.memory.taken(tensor, address, self.current.rank)
 
     @contextlib.contextmanager
     def _watchdog(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ Rank r's buffer has int32 flags from byte 0 on and data from byte 64 on.
 import triton
 import triton.language as tl
 
+from interlace.kernels.signal import put_flag
+
 
 @triton.jit
 def flag(peers_ptr, rank, index):
@@ -292,3 +294,9 @@ def turned_by_way_of_memory(input_ptr, output_ptr, BLOCK: tl.constexpr, SEVERAL:
     if SEVERAL:
         tl.debug_barrier()  # 3
     tl.store(input_ptr + offsets, turned)
+
+
+@triton.jit
+def raises_a_flag(peers_ptr, rank):
+    """By interlace's function for it."""
+    put_flag(flag(peers_ptr, rank, tl.program_id(0)), 1)

@@ -117,6 +117,15 @@ def freed_tensor(kept: bool) -> None:
     kernels.fill_address[(1,)](address, 0, N)
 
 
+def freed_before_any_launch(kept: bool) -> None:
+    """Only a table has its address."""
+    x = torch.zeros(N)
+    table, rank = torch.tensor([x.data_ptr()] * 2), interlace.get_rank()
+    if not kept:
+        del x
+    kernels.fill_peer[(1,)](table, rank, 0, N)
+
+
 # What runs on every rank, an argument with which it is right, and one with which it has a fault.
 CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "store": (partial(on_tensor, kernels.fill), 0, 8, "out of bounds"),
@@ -142,6 +151,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "declared const": (const, kernels.fill, kernels.fill_const, "read-only"),
     "misaligned": (by_address, 0, 2, "misaligned"),
     "freed buffer": (freed_buffer, True, False, "use after free"),
+    "tensor freed before any launch": (freed_before_any_launch, True, False, "use after free"),
     "freed tensor": (freed_tensor, True, False, "use after free"),
 }
 MUTANTS = {name: kind for name, (*_, kind) in CASES.items()}
@@ -200,6 +210,27 @@ def test_a_line_is_told_once_for_all_elements_programs_and_ranks() -> None:
         kernels.add[(4,)](torch.zeros(N), 1, N)
 
     assert found(races(on_rank, 3, seeds=2)).count == 1
+
+
+@pytest.mark.parametrize("count", [N, 4])
+def test_a_load_that_is_too_early_is_one_finding_of_its_race(count: int) -> None:
+    """Where it comes first it reads what nobody has written yet. What nobody writes is another fault."""
+
+    def on_rank() -> None:
+        tensor = symmetric_memory.empty(N)
+        handle = symmetric_memory.rendezvous(tensor)
+        tensor[:count] = 1.0
+        kernels.copy_from_peer[(1,)](handle.buffer_ptrs_dev, torch.zeros(N), handle.rank, N)
+        interlace.barrier()
+
+    race, *others = races(on_rank, 2, seeds=4).findings
+    if race.first is None:
+        (race,), others = others, [race]
+    assert race.kinds == {"write-read", "read-write"} and race.first is not None
+    if count == N:
+        assert not others and any(text.startswith("uninitialised: loads at") for text in race.also)
+    else:
+        assert [each.kind for each in others] == ["uninitialised"]
 
 
 def test_what_is_out_of_bounds_reads_as_other_and_is_not_stored() -> None:

@@ -5,6 +5,7 @@ import gc
 import multiprocessing.connection
 import os
 import random
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -68,6 +69,14 @@ def test_a_failure_is_found_shrunk_told_and_replayed() -> None:
     for _ in range(2):
         with pytest.raises(AssertionError, match="wrong sum"):
             replay(exchange, 2, failure.segments, 2, seed=failure.seed)
+
+
+def test_a_step_in_a_function_of_interlace_has_the_lines_that_called_it() -> None:
+    report = schedules(launch(kernels.raises_a_flag), 1, n=1, workers=1, check=lambda _: 1 / 0)
+    assert report.failure is not None
+    (swap, *others) = (line for line in report.failure.story if line.startswith("    cas "))
+    chain = r"\[signal\.py:\d+ in put_flag, called from race_kernels\.py:\d+ in raises_a_flag\]"
+    assert len(others) == 1 and re.search(chain, swap), swap
 
 
 def test_an_exception_without_a_message_is_named() -> None:

@@ -65,15 +65,36 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
         if known.kind != finding.kind:
             turned[finding.cause] = finding.kind
         reach.setdefault(finding.cause, Reach()).join(reaches[finding.key])
+    also = {cause: _others(finding, reach[cause]) for cause, finding in first.items()}
+    for cause, finding in list(first.items()):
+        races = (each for each, race in first.items() if race.first is not None)
+        of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
+        if of is not None:
+            del first[cause]
+            also[of] += (
+                f"{finding.kind}: {_what(finding.second)}, in schedules that have it first",
+            )
     return tuple(
         replace(
             finding,
             extent=reach[cause].extent(),
-            also=_others(finding, reach[cause]),
+            also=also[cause],
             turned=turned.get(cause, ""),
         )
         for cause, finding in first.items()
     )
+
+
+def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
+    """Whether ``finding`` is a load of what nobody has written yet, and all of it is stored in ``race``."""
+    if finding.kind != "uninitialised" or _what(finding.second) not in race.accesses:
+        return False
+    for where, marks in reach.marks.items():
+        stored = race.marks.get(where.rpartition(", byte ")[0], np.zeros(0, np.bool_))
+        missing = np.flatnonzero(marks)
+        if len(missing) and (missing[-1] >= len(stored) or not stored[missing].all()):
+            return False
+    return True
 
 
 def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """A schedule as a story: who did what, in the order in which it happened, a line per step."""
 
 import itertools
-import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,7 @@ class Story:
         told: list[str] = []
         for task, steps in itertools.groupby(self.steps, lambda step: step.task):
             told.append(f"{task}:")
-            texts = (_with_line(step) for step in _ranges(steps))
+            texts = (_with_lines(step) for step in _ranges(steps))
             for text, same in itertools.groupby(texts):
                 times = len(list(same))
                 told.append(f"    {text}" + (f"  ({times} times)" if times > 1 else ""))
@@ -93,9 +92,8 @@ def _joined(one: Step, other: Step) -> Step | None:
     return one._replace(text=text, nbytes=one.nbytes + other.nbytes)
 
 
-def _with_line(step: Step) -> str:
-    frames = step.lines[0].frames if step.lines else ()
-    return step.text + (f"  [{os.path.basename(frames[0][0])}:{frames[0][1]}]" if frames else "")
+def _with_lines(step: Step) -> str:
+    return step.text + (f"  [{', called from '.join(step.lines)}]" if step.lines else "")
 
 
 class Storyteller(Observer):
