@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -10,7 +9,7 @@ import torch
 
 from interlace import recorded
 from interlace.arguments import checks
-from interlace.arguments.norms import AnyNorm, given
+from interlace.arguments.norms import RowNorm, given
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,
@@ -122,7 +121,7 @@ def all_gather_matmul(
     options = gather.GatherMatmulOptions(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if requires_gradients(input, weight, bias):
+    if recorded.requires_gradients(input, weight, bias):
         if recorded.matrices(input) and recorded.equal_shards(group, input, gather_dim):
             several = not isinstance(weight, Tensor)
             count = len(weight) if several else 1
@@ -167,7 +166,7 @@ def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: None = ...,
     async_op: No = ...,
     **how: Unpack[FusedScatterNorm],
@@ -177,7 +176,7 @@ def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8,
     async_op: No = ...,
     **how: Unpack[FusedScatterNorm],
@@ -187,7 +186,7 @@ def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
     *,
-    norm: AnyNorm | None = ...,
+    norm: RowNorm | None = ...,
     quantize: FP8 | None = ...,
     async_op: Yes,
     **how: Unpack[FusedScatterNorm],
@@ -205,7 +204,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     residual: Tensor | None = None,
-    norm: AnyNorm | None = None,
+    norm: RowNorm | None = None,
     quantize: FP8 | None = None,
     gather_normed: bool = False,
     group: Group = None,
@@ -274,7 +273,7 @@ def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: None = ...,
     async_op: No = ...,
     **how: Unpack[FusedReduceNorm],
@@ -284,7 +283,7 @@ def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8,
     async_op: No = ...,
     **how: Unpack[FusedReduceNorm],
@@ -294,7 +293,7 @@ def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,
     *,
-    norm: AnyNorm | None = ...,
+    norm: RowNorm | None = ...,
     quantize: FP8 | None = ...,
     async_op: Yes,
     **how: Unpack[FusedReduceNorm],
@@ -311,7 +310,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     residual: Tensor | None = None,
-    norm: AnyNorm | None = None,
+    norm: RowNorm | None = None,
     quantize: FP8 | None = None,
     group: Group = None,
     async_op: bool = False,
@@ -346,48 +345,14 @@ def _matmul_reduce(
     group: Group,
     async_op: bool,
 ) -> Any:
-    """Either op that reduces; recorded for backward if autograd can and is to know of it.
-
-    ``normed``: residual, norm, quantize, gather_normed.
-    """
-    op, (input, weight, bias) = options.op, tensors
+    """Either op that reduces. ``normed``: residual, norm, quantize, gather_normed."""
+    op = options.op
     with resolve(group).accepting(op):
         vectors, norm = given(*normed)
-    if requires_gradients(*tensors, *vectors):
-        dims: tuple[Any, ...] = (options.scatter_dim,) if op == reduce.SCATTER else ()
-        if recorded.matrices(input, weight) and all(
-            recorded.equal_parts(group, input, weight, dim) for dim in dims
-        ):
-            with resolve(group).accepting(op):
-                name = checks.activation("activation", options.activation)
-            operands = (input, weight, options.reduce_op, *dims)
-            more: dict[str, Any] = {}
-            then = functools.partial(activate, name=name)
-            if norm is not None and not name:
-                residual, chosen, quantize, gather = normed
-                more = {"residual": residual, "norm": chosen, "quantize": quantize}
-                more |= {"gather_normed": gather} if dims else {}
-            elif norm is not None:
-                then = functools.partial(recorded.normed_sum, name, normed, dims, group)
-            return recorded.run(
-                op, async_op, operands, then, options, bias=bias, group=group, **more
-            )
-        checks.warn_without_gradients(op, stacklevel=4)
-    communicator = resolve(group).on(input)
+    if recorded.reductions((*tensors, *vectors), tensors[:2], options, group):
+        return recorded.reduced(op, tensors, options, normed, group, async_op)
+    communicator = resolve(group).on(tensors[0])
     if norm is not None:
         fused = (*tensors, *vectors, None)
         return norms.FORMS[op](communicator, fused, (options, norm), async_op)
     return reduce.FORMS[op](communicator, (*tensors, None), (options,), async_op)
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from interlace import recorded
-from interlace.arguments import checks
-from interlace.arguments.norms import AnyNorm, taken_apart
 from interlace.arguments.norms import LayerNorm as LayerNorm
 from interlace.arguments.norms import RMSNorm as RMSNorm
+from interlace.arguments.norms import RowNorm, taken_apart
 from interlace.arguments.words import (
     FP8,
     FusedReduceOp,
@@ -26,7 +25,6 @@ from interlace.arguments.words import (
 from interlace.fused import norms
 from interlace.fused.norms import FORMS as FORMS
 from interlace.groups.groups import resolve
-from interlace.matmuls import requires_gradients
 from interlace.runtime.core.work import Work
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ Tensor = torch.Tensor
 def all_reduce_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: None = ...,
     async_op: No = ...,
     **how: Unpack[RowNormOptions],
@@ -48,7 +46,7 @@ def all_reduce_norm(
 def all_reduce_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8,
     async_op: No = ...,
     **how: Unpack[RowNormOptions],
@@ -57,7 +55,7 @@ def all_reduce_norm(
 def all_reduce_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8 | None = ...,
     async_op: Yes,
     **how: Unpack[RowNormOptions],
@@ -65,7 +63,7 @@ def all_reduce_norm(
 def all_reduce_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     quantize: FP8 | None = None,
@@ -118,7 +116,7 @@ def all_reduce_norm(
 def reduce_scatter_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: None = ...,
     async_op: No = ...,
     **how: Unpack[RowScatterNorm],
@@ -127,7 +125,7 @@ def reduce_scatter_norm(
 def reduce_scatter_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8,
     async_op: No = ...,
     **how: Unpack[RowScatterNorm],
@@ -136,7 +134,7 @@ def reduce_scatter_norm(
 def reduce_scatter_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8 | None = ...,
     async_op: Yes,
     **how: Unpack[RowScatterNorm],
@@ -144,7 +142,7 @@ def reduce_scatter_norm(
 def reduce_scatter_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     quantize: FP8 | None = None,
@@ -197,20 +195,10 @@ def _rows(
     group: Group,
     async_op: bool,
 ) -> Any:
-    op, (input, bias) = options.op, tensors
+    op = options.op
     with resolve(group).accepting(op):
         vectors, norm = taken_apart(normed[1], normed[0], *normed[2:])
-    if requires_gradients(*tensors, *vectors):
-        scattered = options.scatter_dim is not None
-        if recorded.matrices(input) and (
-            not scattered or recorded.equal_parts(group, input, input, options.scatter_dim)
-        ):
-            residual, chosen, quantize, gather = normed
-            more = {"norm": chosen, "residual": residual, "quantize": quantize, "bias": bias}
-            more |= {"reduce_op": options.reduce_op, "algorithm": options.algorithm}
-            if scattered:
-                more |= {"scatter_dim": options.scatter_dim, "gather_normed": gather}
-            return recorded.started(op, async_op, (input,), group=group, **more)
-        checks.warn_without_gradients(op, stacklevel=4)
-    communicator = resolve(group).on(input)
+    if recorded.reductions((*tensors, *vectors), tensors[:1], options, group):
+        return recorded.reduced(op, tensors, options, normed, group, async_op)
+    communicator = resolve(group).on(tensors[0])
     return norms.ROW_FORMS[op](communicator, (*tensors, *vectors, None), (options, norm), async_op)

@@ -4,19 +4,20 @@ A graph node is made for equal parts only, whose gradients the ops themselves co
 before they start, so all go the same way: a rank whose tensors require gradients must not be alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from interlace.arguments.norms import RMSNorm
+from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import unrounded
 
 
 def matrices(*tensors: Any) -> bool:
@@ -24,6 +25,19 @@ def matrices(*tensors: Any) -> bool:
     return not modes_active() and all(
         isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
     )
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False
 
 
 def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
@@ -45,6 +59,17 @@ def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_d
     if not isinstance(scatter_dim, int) or not -len(shape) <= scatter_dim < len(shape):
         return False
     return not shape[scatter_dim] % resolve(group).world_size
+
+
+def reductions(tensors: Sequence[Any], factors: Sequence[Any], options: Any, group: Any) -> bool:
+    """Whether a reduction of ``factors`` is recorded; a warning where it should be and cannot."""
+    if not requires_gradients(*tensors):
+        return False
+    dim = options.scatter_dim
+    if matrices(*factors) and (dim is None or equal_parts(group, factors[0], factors[-1], dim)):
+        return True
+    checks.warn_without_gradients(options.op, stacklevel=5)
+    return False
 
 
 def run(
@@ -77,27 +102,48 @@ def started(
     return work if async_op else work.wait()
 
 
-def normed_sum(
-    activation: str, normed: tuple[Any, ...], dims: tuple[int, ...], group: Any, total: torch.Tensor
+def reduced(
+    op: str,
+    tensors: Sequence[Any],
+    options: Any,
+    normed: tuple[Any, Any, Any, Any],
+    group: Any,
+    async_op: bool,
 ) -> Any:
-    """What an op with a norm does to ``total``, by torch: for gradients, where there is an activation."""
-    residual, norm, quantize, gather = normed
-    if quantize is not None:
-        raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-    total = activate(total, activation)
-    total = total if residual is None else total + residual
-    weight = None if norm.weight is None else norm.weight.to(total.dtype)
-    columns = total.shape[-1:]
-    if isinstance(norm, RMSNorm):
-        made = torch.nn.functional.rms_norm(total, columns, weight, norm.eps)
-    else:
-        bias = None if norm.bias is None else norm.bias.to(total.dtype)
-        made = torch.nn.functional.layer_norm(total, columns, weight, bias, norm.eps)
-    if gather:
-        from interlace import functional
+    """A reduction of factors, the last of ``tensors`` being a bias; ``normed`` as the op's arguments are.
 
-        made = functional.wait(functional.all_gather(made, *dims, group=group))
-    return made, total
+    An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
+    norm.
+    """
+    (*given, bias), (residual, norm, quantize, gather) = tensors, normed
+    factors = tuple(given)
+    how = {"bias": bias, "group": group, **options._asdict()}
+    how.pop("op", None)
+    activation = how.pop("activation", None)
+    dims = {} if how["scatter_dim"] is None else {"scatter_dim": how.pop("scatter_dim")}
+    how.pop("scatter_dim", None)
+    if norm is not None and not activation:
+        how |= {"norm": norm, "residual": residual, "quantize": quantize}
+        how |= {"gather_normed": gather} if dims else {}
+        return started(op, async_op, factors, **how, **dims)
+    with resolve(group).accepting(op):
+        name = checks.activation("activation", activation)
+        if norm is not None and quantize is not None:
+            raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+
+    def finished(total: torch.Tensor) -> Any:
+        total = activate(total, name)
+        if norm is None:
+            return total
+        total = total if residual is None else total + residual
+        made = unrounded(total, norm).to(total.dtype)
+        if gather:
+            from interlace import functional
+
+            made = functional.wait(functional.all_gather(made, *dims.values(), group=group))
+        return made, total
+
+    return started(op, async_op, factors, finished, **how, **dims)
 
 
 class RecordedWork(TorchWork):

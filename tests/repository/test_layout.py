@@ -15,9 +15,8 @@ TEXTS = {module: (house.ROOT / file).read_text() for module, file in FILES.items
 GRAPH = house.edges(TEXTS)
 REGISTERS = ("interlace.ops", "interlace.compile")  # faces that tell torch of what they hand on
 
-# both public, of a bundle and to measure; which norm an op does, and a layer, as torch calls both; a lease,
-# and the same as an argument of kernels
-NAMED_TWICE = ["Kernel", "LayerNorm", "RMSNorm", "Workspace"]
+# both public, of a bundle and to measure; a lease, and the same as an argument of kernels
+NAMED_TWICE = ["Kernel", "Workspace"]
 # each would do for many classes: in the model of ``benchmarks`` too it names one type at most
 WORDS = "Host Machine Node Nodes Outcome Part Prepared Segment Step Steps Target Ways"
 

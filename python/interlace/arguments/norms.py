@@ -1,52 +1,44 @@
 """``interlace.RMSNorm`` and ``interlace.LayerNorm``: which norm an op does, and their checks."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.numerics.norms import RowNorm
+from interlace.runtime.numerics.norms import RowNorm as RowNorm
 
 Tensor = torch.Tensor
 QUANTIZE = ("fp8",)
 
 
-@dataclass(frozen=True, eq=False)
-class RMSNorm:
+def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a norm's name
     """For ``norm=``: ``torch.nn.functional.rms_norm`` over the last dimension, of ``n`` numbers.
 
     ``weight``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` is 1e-6 by default, as
-    in Llama and in vLLM; torch's own default is the dtype's ``eps``. Not a module: a layer's weight is
-    ``interlace.RMSNorm(layer.weight, layer.eps)``. Raises
-    ValueError or TypeError, naming what does not fit, where an op gets it.
+    in Llama and in vLLM; torch's own default is the dtype's ``eps``. Not a module: a layer's norm is
+    ``interlace.RMSNorm(layer.weight, layer.eps)``.
+
+    Raises ValueError or TypeError where an op gets it, naming what does not fit.
 
     >>> interlace.RMSNorm(torch.ones(4)).eps
     1e-06
     """
-
-    weight: Tensor | None = None
-    eps: float = 1e-6
+    return RowNorm("rms", eps, weight)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerNorm:
+def LayerNorm(
+    weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> RowNorm:
     """For ``norm=``: ``torch.nn.functional.layer_norm`` over the last dimension.
 
     ``weight`` and ``bias``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` as in
-    torch. Raises as :class:`RMSNorm`.
+    torch. Raises as :func:`RMSNorm`.
 
     >>> interlace.LayerNorm(torch.ones(4), torch.zeros(4)).eps
     1e-05
     """
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 1e-5
-
-
-AnyNorm = RMSNorm | LayerNorm
+    return RowNorm("layer", eps, weight, bias)
 
 
 class NormOptions(NamedTuple):
@@ -66,16 +58,12 @@ def taken_apart(
     norm: Any, residual: Any, quantize: Any = None, gather_normed: bool = False
 ) -> tuple[NormTensors, NormOptions]:
     """The tensors and the rest of what a call says about its norm; TypeError if ``norm`` is none."""
-    tensors: NormTensors
-    if isinstance(norm, RMSNorm):
-        tensors, kind = (residual, norm.weight, None), "rms"
-    elif isinstance(norm, LayerNorm):
-        tensors, kind = (residual, norm.weight, norm.bias), "layer"
-    else:
+    if not isinstance(norm, RowNorm):
         raise TypeError(
             f"norm must be an interlace.RMSNorm or interlace.LayerNorm, got {type(norm).__name__}"
         )
-    return tensors, NormOptions(kind, norm.eps, quantize, gather_normed)
+    tensors = residual, norm.weight, norm.bias
+    return tensors, NormOptions(norm.kind, norm.eps, quantize, gather_normed)
 
 
 def checked(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.norms import AnyNorm
+from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
     FunctionalGather,
@@ -151,7 +151,7 @@ def matmul_reduce_scatter(
     reduce_op: FusedReduceOp = ...,
     scatter_dim: int = ...,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: None = ...,
     **how: Unpack[FunctionalScatterNorm],
 ) -> Normed: ...
@@ -162,7 +162,7 @@ def matmul_reduce_scatter(
     reduce_op: FusedReduceOp = ...,
     scatter_dim: int = ...,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8,
     **how: Unpack[FunctionalScatterNorm],
 ) -> Quantized: ...
@@ -174,7 +174,7 @@ def matmul_reduce_scatter(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm: AnyNorm | None = None,
+    norm: RowNorm | None = None,
     quantize: FP8 | None = None,
     gather_normed: bool = False,
     group: FunctionalGroup = None,
@@ -223,7 +223,7 @@ def matmul_all_reduce(
     weight: Tensor,
     reduce_op: FusedReduceOp = ...,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: None = ...,
     **how: Unpack[FunctionalReduce],
 ) -> Normed: ...
@@ -233,7 +233,7 @@ def matmul_all_reduce(
     weight: Tensor,
     reduce_op: FusedReduceOp = ...,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     quantize: FP8,
     **how: Unpack[FunctionalReduce],
 ) -> Quantized: ...
@@ -244,7 +244,7 @@ def matmul_all_reduce(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm: AnyNorm | None = None,
+    norm: RowNorm | None = None,
     quantize: FP8 | None = None,
     group: FunctionalGroup = None,
     tag: str = "",

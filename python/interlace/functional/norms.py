@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.norms import AnyNorm, taken_apart
+from interlace.arguments.norms import RowNorm, taken_apart
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
@@ -55,16 +55,16 @@ def run_normed(
 
 @overload
 def all_reduce_norm(
-    input: Tensor, *, norm: AnyNorm, quantize: None = ..., **how: Unpack[FunctionalRows]
+    input: Tensor, *, norm: RowNorm, quantize: None = ..., **how: Unpack[FunctionalRows]
 ) -> Normed: ...
 @overload
 def all_reduce_norm(
-    input: Tensor, *, norm: AnyNorm, quantize: FP8, **how: Unpack[FunctionalRows]
+    input: Tensor, *, norm: RowNorm, quantize: FP8, **how: Unpack[FunctionalRows]
 ) -> Quantized: ...
 def all_reduce_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     quantize: FP8 | None = None,
@@ -98,16 +98,16 @@ def all_reduce_norm(
 
 @overload
 def reduce_scatter_norm(
-    input: Tensor, *, norm: AnyNorm, quantize: None = ..., **how: Unpack[FunctionalScatterRows]
+    input: Tensor, *, norm: RowNorm, quantize: None = ..., **how: Unpack[FunctionalScatterRows]
 ) -> Normed: ...
 @overload
 def reduce_scatter_norm(
-    input: Tensor, *, norm: AnyNorm, quantize: FP8, **how: Unpack[FunctionalScatterRows]
+    input: Tensor, *, norm: RowNorm, quantize: FP8, **how: Unpack[FunctionalScatterRows]
 ) -> Quantized: ...
 def reduce_scatter_norm(
     input: Tensor,
     *,
-    norm: AnyNorm,
+    norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     quantize: FP8 | None = None,
