@@ -153,7 +153,8 @@ FOLDERS = {
     ),
     "interlace/nn/layers": (
         "interlace interlace/arguments interlace/collectives interlace/experts interlace/groups "
-        "interlace/nn/functions interlace/nn/parameters runtime/core runtime/numerics"
+        "interlace/nn/functions interlace/nn/parameters runtime/algorithms/experts runtime/core "
+        "runtime/numerics"
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (

@@ -36,9 +36,13 @@ def dense(x: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, An
 
     logits = x.float() @ state["router"].float().t()
     sigmoid = options.get("scoring") == "sigmoid"
-    weights, chosen = (logits.sigmoid() if sigmoid else logits.softmax(-1)).topk(TOPK)
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    chosen = torch.tensor([best(line, state, options) for line in scores.tolist()])
+    chosen = chosen.view(-1, TOPK).to(torch.int64)
+    weights = scores.gather(1, chosen)
     if options.get("normalize", True):
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * options.get("scale", 1.0) * stays(chosen, weights, options)
     hidden = between(torch.einsum("th,tkfh->tkf", x, state["up"][chosen]))
     output = torch.einsum("tk,tkf,tkhf->th", weights.double(), hidden, state["down"][chosen])
     if "shared_up" in state:
@@ -46,12 +50,42 @@ def dense(x: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, An
     return output
 
 
+def best(scores: list[float], state: dict[str, torch.Tensor], options: dict[str, Any]) -> list[int]:
+    """The experts of a token with these scores."""
+    bias = state["expert_bias"].tolist() if "expert_bias" in state else [0.0] * EXPERTS
+    ranked = [score + more for score, more in zip(scores, bias, strict=True)]
+    groups = options.get("groups", 1)
+    each = EXPERTS // groups
+    sums = {g: sum(sorted(ranked[g * each : (g + 1) * each])[-2:]) for g in range(groups)}
+    taken = sorted(sums, key=lambda g: -sums[g])[: options.get("topk_groups", groups)]
+    return sorted((e for e in range(EXPERTS) if e // each in taken), key=lambda e: -ranked[e])[
+        :TOPK
+    ]
+
+
+def stays(chosen: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """1 for rows that are not dropped."""
+    kept, factor = torch.ones_like(weights), options.get("capacity_factor")
+    if factor is None:
+        return kept
+    capacity = -(-chosen.numel() * factor // EXPERTS)
+    for expert in range(EXPERTS):
+        rows = (chosen == expert).nonzero().tolist()
+        if options.get("drop", "probs") == "probs":
+            rows.sort(key=lambda row: -weights[row[0], row[1]].item())
+        for token, slot in rows[int(capacity) :]:
+            kept[token, slot] = 0
+    return kept
+
+
 def compared(options: dict[str, Any]) -> list[str]:
     """What differs on this rank from one process that has all tokens."""
     rank, layer = interlace.get_rank(), made(**options)
+    if layer.expert_bias is not None:
+        layer.expert_bias.copy_(torch.linspace(-0.3, 0.4, EXPERTS))
     whole = {name: each.clone() for name, each in nn.full_state_dict(layer).items()}
-    for each in whole.values():
-        each.requires_grad_()
+    for name, each in whole.items():
+        each.requires_grad_(name != "expert_bias")
     x, xs = tokens(rank).requires_grad_(), [tokens(r).requires_grad_() for r in range(3)]
     output = layer(x.unsqueeze(0)).squeeze(0)
     outputs = [dense(each, whole, options) for each in xs]
@@ -75,6 +109,10 @@ def compared(options: dict[str, Any]) -> list[str]:
         {},
         {"gated": True, "shared_size": SHARED, "scoring": "sigmoid"},
         {"normalize": False, "shared_size": SHARED, "algorithm": "pipelined"},
+        {"scoring": "sigmoid", "expert_bias": True, "groups": 3, "topk_groups": 2, "scale": 2.5},
+        {"expert_bias": True, "capacity_factor": 0.8, "gated": True},
+        {"capacity_factor": 0.5, "drop": "position", "normalize": False},
+        {"capacity_factor": 9.0},
     ],
 )
 def test_as_one_process(options: dict[str, Any]) -> None:
@@ -134,6 +172,48 @@ def test_load_balance() -> None:
     assert sum(each[1] for each in results) == pytest.approx(loss.item(), rel=1e-6)
 
 
+def test_a_bias_evens_experts_out() -> None:
+    """Its steps are alike on all ranks, though tokens differ; a cast leaves it as it is."""
+
+    def on_rank() -> Any:
+        layer, rank = made(expert_bias=True), interlace.get_rank()
+        x = tokens(rank) + 0.5
+        layer.eval()(x)
+        assert not layer._chosen.any(), "counted without training"
+        layer.train()
+        for _ in range(2):
+            layer(x)  # accumulated
+        counts = layer.load_balance().tokens_per_expert
+        layer.update_expert_bias(0.25)
+        first = layer.expert_bias.clone()
+        unevenness = []
+        for _ in range(150):
+            layer(x)
+            unevenness.append(
+                int((layer.load_balance().tokens_per_expert - counts.sum() / EXPERTS).abs().sum())
+            )
+            layer.update_expert_bias(0.01)
+        assert layer.to(torch.bfloat16).expert_bias.dtype is torch.float32
+        whole = nn.full_state_dict(layer)
+        assert "_chosen" not in whole
+        return counts.tolist(), first.tolist(), unevenness, whole["expert_bias"].tolist()
+
+    results = interlace.run(on_rank, 3)
+    counts, first, unevenness, _ = results[0]
+    steps = [0.25 * ((sum(counts) > EXPERTS * n) - (sum(counts) < EXPERTS * n)) for n in counts]
+    assert first == pytest.approx([step - sum(steps) / EXPERTS for step in steps])
+    assert all(each == results[0] for each in results)
+    assert min(unevenness) < unevenness[0] / 2
+
+
+def test_a_layer_without_a_bias_says_so() -> None:
+    def on_rank() -> None:
+        with pytest.raises(RuntimeError, match="no expert_bias"):
+            made().update_expert_bias()
+
+    interlace.run(on_rank, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "given"),
     [
@@ -141,10 +221,15 @@ def test_load_balance() -> None:
         ("topk is 5, there are 4 experts", (8, 4, 4, 5)),
         ("hidden_size must be positive, got 0", (0, 4, 4, 1)),
         ("activation must be None or one of", (8, 4, 4, 1, "swish")),
+        ("num_experts 4 must be a multiple of groups, got 3", (8, 4, 4, 1, {"groups": 3})),
+        ("topk is 3, topk_groups is 1 of 2", (8, 4, 4, 3, {"groups": 2, "topk_groups": 1})),
+        ("capacity_factor must be positive", (8, 4, 4, 1, {"capacity_factor": 0.0})),
+        ("drop must be one of probs, position", (8, 4, 4, 1, {"drop": "last"})),
     ],
 )
 def test_misuse(text: str, given: tuple[Any, ...]) -> None:
-    assert text in str(failure(lambda: nn.MoE(*given), 2))
+    *sizes, more = given if isinstance(given[-1], dict) else (*given, {})
+    assert text in str(failure(lambda: nn.MoE(*sizes, **more), 2))
 
 
 def test_features_must_fit() -> None:

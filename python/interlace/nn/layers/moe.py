@@ -15,6 +15,7 @@ from interlace.grouped_matmuls import all_to_all_grouped_matmul, grouped_matmul_
 from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.layers.linear import check_features
+from interlace.nn.layers.router import Router
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible, positive
 from interlace.runtime.numerics.activations import activate
@@ -27,7 +28,7 @@ class LoadBalance(NamedTuple):
 
     Attributes
     ----------
-    tokens_per_expert : int64 ``(num_experts,)``: rows of each expert.
+    tokens_per_expert : int64 ``(num_experts,)``: how often each expert was chosen, dropped rows included.
     loss : this rank's share of the balance loss; the sum over ranks is ``num_experts * sum(f * p)``, where
         ``f`` is an expert's share of all rows and ``p`` the mean of its probability: 1 if both are even.
 
@@ -57,12 +58,20 @@ class MoE(ShardedModule):
     shared_size : features between of the shared expert, 0 for none. Every rank has it all.
     scoring : "softmax" or "sigmoid" of the router's products, in fp32.
     normalize : a token's weights are divided by their sum.
+    scale : a factor of all weights.
+    groups, topk_groups : experts are chosen from ``topk_groups`` of ``groups`` groups of neighbours, those
+        whose two best experts have the largest sum.
+    expert_bias : experts are chosen by scores plus a bias, a buffer ``expert_bias`` ``(num_experts,)`` that
+        stays in fp32 and that :meth:`update_expert_bias` moves; weights are scores without it.
+    capacity_factor : of this rank's rows an expert gets at most ``capacity_factor`` times the mean, rounded
+        up; others are dropped, and count as 0 in a token's sum. None: dropless.
+    drop : which stay, those with the largest weights, "probs", or those of the first tokens, "position".
     sequence_parallel : ranks have different tokens, so gradients of the router and the shared expert are
         summed over the group; else all ranks have all tokens, and the sum already.
     algorithm : of both fused ops.
 
     Forward: ``input`` ``(..., hidden)``, this rank's tokens, gives the same shape; the numbers of tokens
-    may differ between ranks. Dropless. :meth:`load_balance` has the statistics.
+    may differ between ranks. :meth:`load_balance` has the statistics.
 
     Parameters are ``router`` ``(num_experts, hidden)``, ``up`` ``(num_experts, intermediate, hidden)`` and
     ``down`` ``(num_experts, hidden, intermediate)``, of which a rank has its experts', ``shared_up`` and
@@ -70,9 +79,11 @@ class MoE(ShardedModule):
     those of a module that has them whole.
 
     Raises ValueError or TypeError naming the argument, the values and the rank. Compared with torchtitan's
-    ``MoE`` (``w1``, ``w3`` are the halves of ``up``, ``w2`` is ``down``) and Megatron-core's ``MoELayer``
-    (``linear_fc1``, ``linear_fc2`` of its grouped MLP): the same sums, without token permutation,
-    dispatcher and buffers; no expert bias, no token dropping.
+    ``MoE`` (``w1``, ``w3`` are the halves of ``up``, ``w2`` is ``down``; ``route_norm``, ``route_scale``,
+    ``num_expert_groups``, ``num_limited_groups`` and ``load_balance_coeff`` are ``normalize``, ``scale``,
+    ``groups``, ``topk_groups`` and the rate of the bias) and Megatron-core's ``MoELayer`` (``linear_fc1``,
+    ``linear_fc2`` of its grouped MLP; ``moe_expert_capacity_factor``, ``moe_token_drop_policy``): the same
+    sums, without token permutation, dispatcher and buffers. Groups, bias and scale are DeepSeek-V3's.
 
     >>> def forward():
     ...     torch.manual_seed(0)  # the same on all ranks
@@ -94,6 +105,12 @@ class MoE(ShardedModule):
         shared_size: int = 0,
         scoring: str = "softmax",
         normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        topk_groups: int | None = None,
+        expert_bias: bool = False,
+        capacity_factor: float | None = None,
+        drop: str = "probs",
         group: Group = None,
         sequence_parallel: bool = True,
         algorithm: FusedAlgorithm = "auto",
@@ -109,9 +126,25 @@ class MoE(ShardedModule):
             if shared_size:
                 positive(shared_size=shared_size)
             self.activation = checks.activation("activation", activation)
-            self.scoring = checks.one_of("scoring", scoring, ("softmax", "sigmoid"))
+            chosen_groups = groups if topk_groups is None else topk_groups
+            _check_groups(num_experts, topk, groups, chosen_groups)
+            if capacity_factor is not None and not capacity_factor > 0:
+                raise ValueError(
+                    f"capacity_factor must be positive or None, got {capacity_factor!r}"
+                )
+            self.router_options = Router(
+                num_experts,
+                topk,
+                checks.one_of("scoring", scoring, ("softmax", "sigmoid")),
+                normalize,
+                scale,
+                groups,
+                chosen_groups,
+                capacity_factor,
+                checks.one_of("drop", drop, ("probs", "position")),
+            )
         self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
-        self.gated, self.normalize, self.algorithm = gated, normalize, algorithm
+        self.gated, self.algorithm = gated, algorithm
         self.sequence_parallel = sequence_parallel
         first, shared = (2 if gated else 1) * intermediate_size, (2 if gated else 1) * shared_size
         made = {"device": device, "dtype": dtype}
@@ -122,7 +155,28 @@ class MoE(ShardedModule):
             self._add_parameter("shared_up", (shared, hidden_size), None, **made)
             self._add_parameter("shared_down", (hidden_size, shared_size), None, **made)
         self._routed: tuple[Tensor, Tensor] | None = None
+        self.expert_bias: Tensor | None
+        self._chosen: Tensor | None  # how often, since the bias was moved last
+        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        counts = None if bias is None else torch.empty_like(bias, dtype=torch.int64)
+        self.register_buffer("_chosen", counts, persistent=False)
         self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for buffer in (self.expert_bias, self._chosen):
+            if buffer is not None:
+                buffer.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before: Tensor | None = self.expert_bias
+        result = super()._apply(fn, recurse)
+        after: Tensor | None = self.expert_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.expert_bias = before.to(after.device)  # another dtype is too coarse for its steps
+        return result
 
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
         for name, sharding in self._shardings.items():
@@ -145,15 +199,12 @@ class MoE(ShardedModule):
         return activate(gate, self.activation) * up
 
     def _routing(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and weights of each token, ``(t, topk)``."""
-        logits = F.linear(x.float(), router.float())
-        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-        weights, chosen = scores.topk(self.topk)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        share = scores if self.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
-        self._routed = chosen, share
-        return chosen, weights
+        """Experts of each token, -1 of a row that is dropped, and weights, ``(t, topk)``."""
+        routed = self.router_options(F.linear(x.float(), router.float()), self.expert_bias)
+        self._routed = routed.chosen, routed.share
+        if self._chosen is not None and self.training:
+            self._chosen += _counted(routed.chosen, self.num_experts)
+        return routed.kept, routed.weights
 
     def forward(self, input: Tensor) -> Tensor:
         check_features(self, input, self.hidden_size, "hidden_size")
@@ -168,9 +219,14 @@ class MoE(ShardedModule):
         assert up is not None and down is not None
         how: Any = {"group": self.group, "algorithm": self.algorithm}
         rows, sent = permute(x, chosen, self.num_experts)
-        hidden, splits = all_to_all_grouped_matmul(rows, up.transpose(1, 2), sent, **how)
+        activation: Any = None if self.gated else self.activation
+        hidden, splits = all_to_all_grouped_matmul(
+            rows, up.transpose(1, 2), sent, activation=activation, **how
+        )
+        if self.gated:
+            hidden = self._between(hidden)
         output: Any = grouped_matmul_combine(
-            self._between(hidden), down.transpose(1, 2), splits, chosen, weights, **how
+            hidden, down.transpose(1, 2), splits, chosen, weights, **how
         )
         if shared_up is not None:
             output = output + F.linear(self._between(F.linear(x, shared_up)), shared_down)
@@ -181,14 +237,55 @@ class MoE(ShardedModule):
         if self._routed is None:
             raise RuntimeError("load_balance: there was no forward yet")
         chosen, share = self._routed
-        counts = chosen.new_zeros(self.num_experts + 1)
-        counts.scatter_add_(0, chosen.reshape(-1), torch.ones_like(chosen).reshape(-1))
-        counts[-1] = chosen.shape[0]
+        counts = F.pad(_counted(chosen, self.num_experts), (0, 1), value=chosen.shape[0])
         _all_reduce(self.group.on(counts), (counts,))
         rows, tokens = counts[:-1], counts[-1].clamp(min=1)
         even = rows.to(share.dtype) / (tokens * self.topk)
         return LoadBalance(rows, self.num_experts * (even * share.sum(0) / tokens).sum())
 
+    @torch.no_grad()
+    def update_expert_bias(self, rate: float = 1e-3) -> None:
+        """Move the bias of experts that were chosen less often than the mean up by ``rate``, others down.
+
+        Of all forwards in training since the last call, over the group; then the mean of the step is taken
+        off. To be called once per step of the optimizer, on every rank. Collective. Raises RuntimeError for
+        a layer without ``expert_bias``. Semantics: DeepSeek-V3's balance without a loss; torchtitan's
+        ``load_balance_coeff``.
+
+        >>> def on_rank():
+        ...     torch.manual_seed(0)
+        ...     layer = nn.MoE(4, 8, 2, 1, expert_bias=True)
+        ...     layer(torch.ones(3, 4))
+        ...     layer.update_expert_bias(0.5)
+        ...     return sorted(layer.expert_bias.tolist())
+        >>> interlace.run(on_rank, 2)
+        [[-0.5, 0.5], [-0.5, 0.5]]
+        """
+        if self.expert_bias is None or self._chosen is None:
+            raise RuntimeError("update_expert_bias: the layer has no expert_bias")
+        _all_reduce(self.group.on(self._chosen), (self._chosen,))
+        missing = self._chosen.sum() - self.num_experts * self._chosen
+        step = rate * missing.sign().to(self.expert_bias.dtype)
+        self.expert_bias += step - step.mean()
+        self._chosen.zero_()
+
     def extra_repr(self) -> str:
         experts = f"{self.num_experts} experts, topk={self.topk}, {self.activation or 'linear'}"
         return f"{self.hidden_size}, {experts}, world_size={self.group.world_size}"
+
+
+def _counted(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen; no host waits for it."""
+    flat = chosen.reshape(-1)
+    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _check_groups(experts: int, topk: int, groups: int, topk_groups: int) -> None:
+    positive(groups=groups, topk_groups=topk_groups)
+    if experts % groups:
+        raise ValueError(f"num_experts {experts} must be a multiple of groups, got {groups}")
+    if topk_groups > groups or topk > topk_groups * (experts // groups):
+        raise ValueError(
+            f"topk is {topk}, topk_groups is {topk_groups} of {groups} groups, each of "
+            f"{experts // groups} experts"
+        )
