@@ -158,3 +158,57 @@ def multimem_bytes(rows: Sequence[int], item: int) -> int:
 def slice_slots(world_size: int, rows: Sequence[int], slice_rows: int) -> int:
     """A slot per source and slice of its rows; of the longest part, on all ranks."""
     return world_size * ceil_div(max(rows), slice_rows)
+
+
+def zigzag_runs(rank: int, rows: Sequence[int]) -> list[Line]:
+    """[first token of the shard, tokens, place in the sequence], of a rank's two chunks of a sequence.
+
+    Of 2 W chunks rank r has r and 2 W - 1 - r; the first is the longer half of its tokens.
+    """
+    backs = [count // 2 for count in rows]
+    front = rows[rank] - backs[rank]
+    before = sum(rows[:rank]) - sum(backs[:rank])
+    behind = sum(rows) - sum(backs) + sum(backs[rank + 1 :])
+    return [[0, front, before], [front, backs[rank], behind]]
+
+
+def causal_spans(rank: int, rows: Sequence[int]) -> list[Line]:
+    """[first, end] of the places that each of a rank's tokens sees: all up to its own, cut by zigzag."""
+    return [
+        [0, place + 1]
+        for run in zigzag_runs(rank, rows)
+        for place in range(run[2], run[2] + run[1])
+    ]
+
+
+def key_part_line(
+    source: int, number: int, row: int, runs: Sequence[Sequence[int]], slots: Sequence[int]
+) -> Line:
+    """A line of the attention kernels' ``parts``: two runs' tokens and places, then slots."""
+    line = [source, number, row]
+    for run in runs:
+        line.append(run[1])
+        line.append(run[2])
+    return [*line, *slots]
+
+
+def key_part_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
+    """Lines of the attention kernels' ``parts`` where all ranks' keys are seen, cut by zigzag."""
+    lines = []
+    for step in range(world_size):
+        source = (rank - step) % world_size
+        first = chunk_slots(rows[:source], chunk_size)
+        slots = [first, ceil_div(rows[source], chunk_size)]
+        runs = zigzag_runs(source, rows)
+        lines.append(key_part_line(source, source, sum(rows[:source]), runs, slots))
+    return lines
+
+
+def pieces_of(rows: int, block: int, most: int) -> int:
+    """Pieces of ``rows`` keys, each of whole blocks: ``most`` at most."""
+    return max(1, min(most, ceil_div(rows, block)))
+
+
+def piece_rows(rows: int, block: int, most: int) -> int:
+    """Keys of a piece."""
+    return ceil_div(ceil_div(rows, block), pieces_of(rows, block, most)) * block

@@ -65,7 +65,9 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm "
         "runtime/record"
     ),
-    "runtime/compiler/bundle": "runtime/compiler runtime/core runtime/tuning",
+    "runtime/compiler/bundle": (
+        "runtime/algorithms runtime/algorithms/attention runtime/compiler runtime/core runtime/tuning"
+    ),
     "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
     "runtime/places/cuda": "runtime/compat runtime/core runtime/engines runtime/tuning",
     "runtime/places/cuda_processes": (

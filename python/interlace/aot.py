@@ -39,12 +39,13 @@ _ELEMENTS = {
     **{f"fp{bits}": (f"float{bits}",) for bits in (16, 32, 64)},
     **{name: (("u" if name[0] == "u" else "") + f"int{name[1:]}",) for name in _RANGES},
 }
+_FLOAT = "fp32"
 _DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
 MOST_RANKS = 64
 
 _ANY, _COUNT, _DIVISOR = "*", range(1 << 40), range(1, 1 << 40)
 _TEXTS = {_ANY: str}
-_TYPES = frozenset((*_RANGES, *(f"*{name}" for name in _ELEMENTS)))
+_TYPES = frozenset((*_RANGES, _FLOAT, *(f"*{name}" for name in _ELEMENTS)))
 _KERNEL = {
     "symbol": str,
     "cubin": {"file": str, "sha256": str},
@@ -175,9 +176,17 @@ class Bundle:
         for name in arguments:
             if not any(name in kernel.arguments for kernel in self._run):
                 raise TypeError(f"no kernel of {self.op} has an argument {name!r}")
+        numbers = {name: each for name, each in arguments.items() if self._counts(name)}
         for kernel in self._run:
             own = {name: arguments[name] for name in kernel.arguments if name in arguments}
-            kernel.launch(values, own, stream=stream)
+            # a formula may be over what another kernel is given
+            others = {name: each for name, each in numbers.items() if name not in own}
+            kernel.launch({**others, **values}, own, stream=stream)
+
+    def _counts(self, name: str) -> bool:
+        """Whether an argument is a whole number."""
+        kinds = (p["type"] for each in self._run for p in each.parameters if p["name"] == name)
+        return any(kind in _RANGES for kind in kinds)
 
 
 class Kernel:
@@ -187,9 +196,9 @@ class Kernel:
         self, path: pathlib.Path, name: str, facts: dict[str, Any], formulas: Formulas
     ) -> None:
         self.name, self.facts, self._formulas = name, facts, formulas
-        self._parameters: list[dict[str, Any]] = facts["arguments"]
-        self._integers = [p for p in self._parameters if p["type"] in _RANGES]
-        self.arguments = tuple(p["name"] for p in self._parameters if p["from"] == "caller")
+        self.parameters: list[dict[str, Any]] = facts["arguments"]
+        self._integers = [p for p in self.parameters if p["type"] in _RANGES]
+        self.arguments = tuple(p["name"] for p in self.parameters if p["from"] == "caller")
         self.cubin = _verified(path, facts["cubin"])
         self._functions: dict[int, Any] = {}  # by device
         self._scratch: dict[tuple[int, int], tuple[int, Any]] = {}  # by device and stream
@@ -223,7 +232,7 @@ class Kernel:
             resident = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
             known = {"resident": resident, **self._merged(grid, given)}
             self.check(known)
-            extents = (int(self._formulas.value(self.facts["grid"], known)), 1, 1)
+            extents = _extents(self._formulas.value(self.facts["grid"], known))
             given = {**self._derived(known, given), **given}
         else:
             extents = _extents(grid)
@@ -239,7 +248,7 @@ class Kernel:
 
     # -- arguments -----------------------------------------------------------------------------
 
-    def _numbers(self, arguments: Mapping[str, Any] | Sequence[Any]) -> dict[str, int]:
+    def _numbers(self, arguments: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         """The arguments by name, as numbers: pointers as addresses."""
         if not isinstance(arguments, Mapping):
             if len(arguments) != len(self.arguments):
@@ -255,7 +264,7 @@ class Kernel:
                 )
         return {
             p["name"]: _number(p["name"], p["type"], value)
-            for p in self._parameters
+            for p in self.parameters
             if (value := arguments.get(p["name"])) is not None
         }
 
@@ -275,10 +284,10 @@ class Kernel:
             if p["name"] not in given and self._formulas.knows(p["name"], values)
         }
 
-    def _packed(self, given: Mapping[str, int]) -> list[tuple[str, int | None]]:
+    def _packed(self, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """(type, value) of every parameter; None where the loader fills in."""
-        packed: list[tuple[str, int | None]] = []
-        for parameter in self._parameters:
+        packed: list[tuple[str, Any]] = []
+        for parameter in self.parameters:
             name, kind = parameter["name"], parameter["type"]
             if parameter["from"] == "loader":
                 packed.append((kind, None))
@@ -286,7 +295,7 @@ class Kernel:
             if name not in given and parameter["used"]:
                 raise TypeError(f"{self.name} lacks argument {name!r}, a {kind}")
             number = given.get(name, 0)
-            if number % parameter["divisible_by"]:
+            if kind != _FLOAT and number % parameter["divisible_by"]:
                 what = f"at address {number:#x}" if kind[0] == "*" else str(number)
                 raise ValueError(
                     f"{name} is {what}; {self.name} was compiled for multiples of "
@@ -360,10 +369,14 @@ def _check_ranks(values: Mapping[str, Any]) -> None:
         raise ValueError(f"rows is {values['rows']!r}, not a list of {world_size} lengths by rank")
 
 
-def _number(name: str, kind: str, value: Any) -> int:
-    """``value`` of an argument as a number: of a pointer its address."""
+def _number(name: str, kind: str, value: Any) -> Any:
+    """``value`` of an argument as a number, whole but of a float: of a pointer its address."""
     if kind.startswith("*"):
         return _address(name, kind[1:], value)
+    if kind == _FLOAT:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} is {value!r}, not a number ({kind})")
+        return float(value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} is {value!r}, not a whole number ({kind})")
     low, high = _RANGES[kind]
@@ -437,7 +450,7 @@ def _entered(cupy: Any, stream: Any) -> Any:
     return stream
 
 
-def _scalars(packed: Iterable[tuple[str, int | None]], scratch: int) -> Iterable[Any]:
+def _scalars(packed: Iterable[tuple[str, Any]], scratch: int) -> Iterable[Any]:
     """NumPy scalars, which CuPy passes bit by bit. The first that the loader fills in is ``scratch``."""
     import numpy as np
 

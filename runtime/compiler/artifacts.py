@@ -105,9 +105,9 @@ def _path(source: Any, place: tuple[int, ...]) -> str:
 def _size(kind: str) -> int:
     if kind.startswith("*"):
         return 8
-    if not re.fullmatch("[iu](8|16|32|64)", kind):
+    if not re.fullmatch("[iu](8|16|32|64)|fp32", kind):
         raise ArtifactError(f"arguments of type {kind} are not supported in a bundle")
-    return int(kind[1:]) // 8
+    return int(kind.lstrip("iufp")) // 8
 
 
 def _by_16(attributes: Any) -> bool:

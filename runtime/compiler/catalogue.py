@@ -39,6 +39,8 @@ from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_attention import attention
+from interlace.runtime.compiler.catalogue_attention import decode_kernels as decode_kernels
+from interlace.runtime.compiler.catalogue_attention import gathered_attention as gathered_attention
 from interlace.runtime.compiler.catalogue_collectives import DTYPES as DTYPES
 from interlace.runtime.compiler.catalogue_collectives import MANY_ROWS as MANY_ROWS
 from interlace.runtime.compiler.catalogue_collectives import (
@@ -295,18 +297,36 @@ def _experts(arch: int) -> Iterator[Entry]:
         yield grouped_matmul_combine(arch, operands)
 
 
-def _chosen() -> Assignment:
-    return Assignment(meta(MANY_ROWS, TOPK), RANKS * EXPERTS, RANKS)
+@dataclass(frozen=True)
+class ExpertsVariant:
+    """Slots of a token, experts of a rank."""
+
+    topk: int = TOPK
+    experts: int = EXPERTS
+
+    def chosen(self) -> Assignment:
+        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
 
 
-def experts_rows(arch: int, dtype: str, *, weighted: bool) -> list[Entry]:
+ROUTED = ExpertsVariant()
+
+
+def experts_rows(
+    arch: int,
+    dtype: str,
+    *,
+    weighted: bool,
+    routed: ExpertsVariant = ROUTED,
+    columns: int = 4096,
+    overrides: Any = None,
+) -> list[Entry]:
     """Dispatch and combine of rows of ``dtype``; of fp8 with scales, and dispatch alone."""
-    assignment, kind = _chosen(), (DTYPES | SCALED_DTYPES)[dtype]
+    assignment, kind = routed.chosen(), (DTYPES | SCALED_DTYPES)[dtype]
     scaled = dtype in SCALED_DTYPES
-    configuration = gpu_default(arch, torch.bfloat16, MANY_ROWS)
-    x, segments = meta(MANY_ROWS, 4096, dtype=kind), meta(EXPERTS, RANKS, 3)
+    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **overrides or {})
+    x, segments = meta(MANY_ROWS, columns, dtype=kind), meta(routed.experts, RANKS, 3)
     scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
-    weights = meta(MANY_ROWS, TOPK, dtype=torch.float32) if weighted else None
+    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
     bounds = Bounds(MANY_ROWS, 2, 0)
     result = DispatchResult(x, scales, None if weights is None else weights[:, 0], segments)
 
@@ -321,18 +341,20 @@ def experts_rows(arch: int, dtype: str, *, weighted: bool) -> list[Entry]:
     return [entry(launch, variant, arch) for launch in launched(run)]
 
 
-def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
-    operands = replace(operands, grouped=True)
-    configuration, assignment = operands.configuration(arch), _chosen()
-    input, linear = operands.tensors(operands.rows, EXPERTS)
-    weights = meta(MANY_ROWS, TOPK, dtype=torch.float32)
+def grouped_matmul_combine(
+    arch: int, operands: MatmulVariant, routed: ExpertsVariant = ROUTED
+) -> Entry:
+    operands, experts = replace(operands, grouped=True), routed.experts
+    configuration, assignment = operands.configuration(arch), routed.chosen()
+    input, linear = operands.tensors(operands.rows, experts)
+    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32)
     home = Home(
         assignment.inverse, weights, meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
     )
 
     def run(group: Any) -> None:
         op = GroupedMatmulCombine(group, input, linear, home)
-        op.fused(meta(EXPERTS, RANKS, 3), operands.rows, 128, configuration)
+        op.fused(meta(experts, RANKS, 3), operands.rows, 128, configuration)
 
     (launch,) = launched(run)
     return _fused_entry(arch, operands, launch)
@@ -437,13 +459,17 @@ def reduce_norm(
     return entry(launch, " ".join(filter(None, words)), arch)
 
 
-def low_latency_norm(arch: int, dtype: str, norm: NormVariant) -> Entry:
+def low_latency_norm(
+    arch: int, dtype: str, norm: NormVariant, *, columns: int = 4096, average: bool = False
+) -> Entry:
     """All-reduce and norm of few rows, whose words carry their flags."""
-    linear, _ = _of_rows(norm, dtype, 4096)
-    input = meta(4, 4096, dtype=DTYPES[dtype])
+    linear, _ = _of_rows(norm, dtype, columns)
+    linear.average = average
+    input = meta(4, columns, dtype=DTYPES[dtype])
 
     def run(group: Any) -> None:
         normed.RowReduction(group, "all_reduce_norm", input, linear, None, None).low_latency()
 
     (launch,) = launched(run)
-    return entry(launch, f"{dtype} {norm.describe()}", arch, ignore=("weak poll",))
+    words = [dtype, norm.describe(), "average" if average else ""]
+    return entry(launch, " ".join(filter(None, words)), arch, ignore=("weak poll",))

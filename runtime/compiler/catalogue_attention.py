@@ -46,6 +46,18 @@ def _problem(group: AbsentGroup, dtype: str, size: int) -> AttentionProblem:
     return AttentionProblem(own, "context_parallel_attention", *given)
 
 
+def gathered_attention(arch: int, dtype: str, size: int, **overrides: int) -> list[Entry]:
+    """Forward in one kernel that gathers keys, and the merge."""
+    tiles = replace(gpu_attention(arch, DTYPES[dtype], size, backward=False), **overrides)  # type: ignore[arg-type]
+    lse = meta(1, _HEADS, _ROWS, dtype=torch.float32)
+
+    def run(group: AbsentGroup) -> None:
+        problem = _problem(group, dtype, size)
+        gather.all_gather_attention_fused(problem, problem.query, lse, tiles)
+
+    return [entry(launch, f"{dtype} head {size}", arch) for launch in launched(run)]
+
+
 def attention_kernels(arch: int, dtype: str, size: int) -> Iterator[Entry]:
     """Forward with copiers and without, keys one source at a time, the merge, and the backward."""
     group, tiles = AbsentGroup(), gpu_attention(arch, DTYPES[dtype], size, backward=False)
@@ -79,18 +91,23 @@ def attention_kernels(arch: int, dtype: str, size: int) -> Iterator[Entry]:
 def decoding(arch: int) -> Iterator[Entry]:
     """One token of a few sequences; the polls of its exchange are those of words (``catalogue.py``)."""
     for name, size in (("bf16", 128), ("bf16", 64), ("fp32", 128)):
-        dtype = DTYPES[name]
-        tiles = replace(gpu_attention(arch, dtype, size, backward=False), block_m=16, num_warps=4)
-        query, key = (
-            meta(4, 1, _HEADS, size, dtype=dtype),
-            meta(4, _ROWS, _KEY_HEADS, size, dtype=dtype),
-        )
-        group: Any = AbsentGroup()
-        problem = DecodeProblem(group, query, key, key, meta(4), size**-0.5)
-        grouped = problem.by_key_head()
-        lse = meta(*grouped.shape[:-1], dtype=torch.float32)
-        decode_fused(problem, grouped, lse, tiles)
-        for launch in group.launches:
-            merges = launch.name == "merge_attention_kernel"
-            variant = f"{name} head {size} decoded" if merges else f"{name} head {size}"
-            yield entry(launch, variant, arch, ignore=() if merges else ("weak poll",))
+        yield from decode_kernels(arch, name, size)
+
+
+def decode_kernels(arch: int, name: str, size: int, **overrides: int) -> Iterator[Entry]:
+    dtype = DTYPES[name]
+    own: dict[str, Any] = {"block_m": 16, "num_warps": 4, **overrides}
+    tiles = replace(gpu_attention(arch, dtype, size, backward=False), **own)
+    query, key = (
+        meta(4, 1, _HEADS, size, dtype=dtype),
+        meta(4, _ROWS, _KEY_HEADS, size, dtype=dtype),
+    )
+    group: Any = AbsentGroup()
+    problem = DecodeProblem(group, query, key, key, meta(4), size**-0.5)
+    grouped = problem.by_key_head()
+    lse = meta(*grouped.shape[:-1], dtype=torch.float32)
+    decode_fused(problem, grouped, lse, tiles)
+    for launch in group.launches:
+        merges = launch.name == "merge_attention_kernel"
+        variant = f"{name} head {size} decoded" if merges else f"{name} head {size}"
+        yield entry(launch, variant, arch, ignore=() if merges else ("weak poll",))

@@ -59,7 +59,7 @@ def _tuple(name: str, fields: dict[str, Any]) -> Any:
 def outside_name(path: str) -> str:
     """A field's name in a bundle: ``input_stride`` and ``num_sends``, but of most tuples just the field."""
     of, _, name = path.rpartition(".")
-    return _OF_ONE_THING.get(name, name).format(of)
+    return _OF_ONE_THING.get(name, name).format(of) if of else name
 
 
 def outside(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +72,10 @@ _OF_ONE_THING = {
     "ptr": "{}_ptr",
     "count": "num_{}",
     "stride": "{}_stride",
+    "lse_ptr": "{}_lse_ptr",
+    "rows": "{}_rows",
+    "stride_b": "{}_stride_b",
+    "stride_h": "{}_stride_h",
     "stride_e": "{}_stride_e",
     "stride_k": "{}_stride_k",
     "stride_n": "{}_stride_n",

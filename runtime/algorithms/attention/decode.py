@@ -111,9 +111,8 @@ def own_part(
         key, value = key.contiguous(), value.contiguous()
     tokens = key.shape[1]
     tiles = attention_tiles(configuration, size, query.dtype)
-    blocks = formulas.ceil_div(tokens, tiles.BLOCK_N)
-    pieces = min(MOST_PIECES, max(1, blocks))
-    piece = formulas.ceil_div(blocks, pieces) * tiles.BLOCK_N
+    pieces = formulas.pieces_of(tokens, tiles.BLOCK_N, MOST_PIECES)
+    piece = formulas.piece_rows(tokens, tiles.BLOCK_N, MOST_PIECES)
     made = query.new_empty(pieces, batches, heads, rows, size, dtype=torch.float32)
     partials = Partials(made, query.new_empty(made.shape[:-1], dtype=torch.float32), rows)
     of_batch, of_token, of_head, _ = key.stride()

@@ -66,11 +66,7 @@ class TokenShards:
         if self.balance == "contiguous":
             found = [Run(0, length, sum(self.lengths[:rank]))]
         else:
-            fronts = [length - length // 2 for length in self.lengths]
-            backs = [length // 2 for length in self.lengths]
-            front = Run(0, fronts[rank], sum(fronts[:rank]))
-            back = Run(fronts[rank], backs[rank], sum(fronts) + sum(backs[rank + 1 :]))
-            found = [front, back]
+            found = [Run(*run) for run in formulas.zigzag_runs(rank, self.lengths)]
         return [run for run in found if run.rows]
 
     def positions(self, rank: int) -> list[int]:
@@ -123,7 +119,5 @@ class TokenShards:
     ) -> formulas.Line:
         """A line of the kernels' table of parts; ``row``: where the source's keys begin."""
         runs = [*self.runs(source), Run(0, 0, 0), Run(0, 0, 0)][:2]
-        line = [source, number, row]
-        for run in runs:
-            line += [run.rows, run.position]
-        return [*line, *slots]
+        line: formulas.Line = formulas.key_part_line(source, number, row, runs, slots)
+        return line

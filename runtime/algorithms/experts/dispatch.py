@@ -29,6 +29,7 @@ from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
+MAX_REGISTERS = 96
 WORDS = (torch.int32, torch.int16, torch.int8)
 
 
@@ -145,7 +146,9 @@ class Dispatch:
         given = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
         taken = {"result": filled, **shared}
         grid = min(communicator.place.program_limit, world_size * bounds.senders)
-        options = {"num_warps": configuration.num_warps, "num_stages": 1}
+        # left alone, ptxas takes fewer registers for the sake of occupancy, and spills where k is 2
+        own = {"options": {"maxnreg": MAX_REGISTERS}}
+        options = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
 
         def body(workspace: Workspace) -> None:
             for kernel, arguments in (

@@ -23,6 +23,7 @@ from typing import Any
 import triton
 
 from interlace.kernels import signal
+from interlace.kernels.collectives import low_latency as words
 from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.bundle import ops
 from interlace.runtime.compiler.bundle.texts import contracts, functions, names
@@ -39,6 +40,8 @@ _WHOLE_GRID = (
     "is given up after the polls that the header allows: the abort word is set, the results are wrong."
 )
 _ALONE = "One program, which waits for nothing."
+_APART = "Any: no program waits for another, or for a rank."
+_LAST = "finish_kernel"
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,20 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
         os.replace(staging / name, out / name)
 
 
-def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
-    """The kernels of one launch of the op, in order."""
-    main = ops.OPS[target.op].entry(arch, target.options)
-    if main.fixed.get("COPIERS") == 0:
+def _mains(target: BundleTarget, arch: int) -> list[Entry]:
+    """The kernels of the op itself."""
+    made = ops.OPS[target.op].entries(arch, target.options)
+    if any(each.fixed.get("COPIERS") == 0 for each in made):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
     # chosen by hand, it may spill
-    main = replace(main, default=main.default and not target.options.overrides)
-    return [main, *(last for last in signals(arch) if last.kernel == "finish_kernel")]
+    by_hand = bool(target.options.overrides)
+    return [replace(each, default=each.default and not by_hand) for each in made]
+
+
+def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
+    """The kernels of one launch of the op, in order."""
+    last = [] if ops.OPS[target.op].words else [e for e in signals(arch) if e.kernel == _LAST]
+    return [*_mains(target, arch), *last]
 
 
 def _stem(entry: Entry) -> str:
@@ -120,8 +129,11 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
     op, options = ops.OPS[target.op], target.options
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
-    every = [op.grid, *op.conditions, *op.quantities.values(), *ops.WORKSPACE.values()]
-    needed = {value for text in every for value in names(text)} & ops.VALUES.keys()
+    space = ops.WORDS_SPACE if op.words else ops.WORKSPACE
+    every = [*op.grids.values(), *op.conditions, *op.quantities.values(), *space.values()]
+    needed = {
+        value for text in every for value in names(text)
+    } & ops.VALUES.keys() - op.quantities.keys()
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -133,7 +145,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
         "quantities": op.quantities,
         "tables": op.tables,
         "workspace": {
-            "formulas": ops.WORKSPACE,
+            "formulas": space,
             "alignment": DATA_ALIGNMENT,
             "slot_bytes": WORD,
             # index of every int64 word of the header that a host has to do with; credits: of rank 0's
@@ -144,7 +156,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
                 "claimed": signal.CLAIMED_WORD,
                 "credits": signal.CREDIT_WORDS,
             },
-            "protocol": (signal.__doc__ or "").partition("\nFlags:")[0].strip(),
+            "protocol": _protocol(words if op.words else signal),
         },
         "functions": functions(every),
         "contracts": contracts(sequence, entries(target.arches[0])),
@@ -152,39 +164,53 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
     }
 
 
+def _protocol(module: Any) -> str:
+    return (module.__doc__ or "").partition("\nFlags:")[0].strip()
+
+
 def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, Any]:
     op, options = ops.OPS[target.op], target.options
-    main, last = _sequence(target, arch)
+    mains = _mains(target, arch)
     baked: dict[str, Any] = {
-        **main.fixed,
         "CHUNKS": options.configuration(arch).chunks,
         "ITEMSIZE": options.torch_dtype.itemsize,
+        "GATHERS": ("none", "normed", "both").index(options.gather),
     }
-    conditions = (*op.conditions, *ops.descriptor_conditions(main))
-    formulas = (op.grid, *op.quantities.values(), *conditions)
+    for entry in mains:  # in one that is first it is meant
+        there = {name: value for name, value in entry.fixed.items() if value is not None}
+        baked = {**there, **baked}
+    conditions = (*op.conditions, *ops.descriptor_conditions(mains[0]))
+    formulas = (*op.grids.values(), *op.quantities.values(), *conditions)
     used = {value for text in formulas for value in names(text)}
+    kernels = {
+        entry.kernel: _kernel(target, entry, staging, op.grids[entry.kernel], conditions)
+        for entry in mains
+    }
+    for last in _sequence(target, arch)[len(mains) :]:
+        kernels[last.kernel] = _kernel(target, last, staging, "1", ops.RANKS)
     return {
         "constants": {value: baked[value] for value in sorted(used & baked.keys())},
-        "kernels": {
-            main.kernel: _kernel(main, staging, op.grid, conditions, _WHOLE_GRID),
-            last.kernel: _kernel(last, staging, "1", ops.RANKS, _ALONE),
-        },
+        "kernels": kernels,
     }
 
 
 def _kernel(
-    entry: Entry, staging: pathlib.Path, grid: str, conditions: Sequence[str], residency: str
+    target: BundleTarget, entry: Entry, staging: pathlib.Path, grid: str, conditions: Sequence[str]
 ) -> dict[str, Any]:
     """``staging`` has the artifacts of ``entry``."""
-    stem = _stem(entry)
+    stem, op = _stem(entry), ops.OPS[target.op]
     facts: dict[str, Any] = json.loads((staging / f"{stem}.json").read_text())
+    for argument in facts["arguments"]:
+        argument["name"] = op.names.get(entry.kernel, {}).get(argument["name"], argument["name"])
+    waits = entry.kernel not in (_LAST, *op.apart)
+    alone = _ALONE if grid == "1" else _APART
     return {
         "cubin": _file(staging / f"{stem}.cubin"),
         "ptx": _file(staging / f"{stem}.ptx"),
         "grid": grid,
         "conditions": list(conditions),
-        "residency": {"programs": grid, "contract": residency},
-        "cooperative": grid != "1",
+        "residency": {"programs": grid, "contract": _WHOLE_GRID if waits else alone},
+        "cooperative": waits,
         **facts,
     }
 

@@ -1,146 +1,80 @@
-"""Ops that are built ahead of time: their kernels in the order of their launches, and its formulas.
+"""Ops that are built ahead of time: their kernels in the order of their launches, and their formulas.
 
-Formulas are over *launch values*, which whoever launches knows: the kernel's own arguments, and those of
+Formulas are over *launch values*, which whoever launches knows: the kernels' own arguments, and those of
 ``VALUES``. They call the functions of the launch side (``launch_formulas.py``); tests compare
-what both come to. In upper case are constants of one build: constexprs of the kernel, and
+what both come to. In upper case are constants of one build: constexprs of the kernels, and
 
     CHUNKS     chunks per shard           ITEMSIZE   bytes of an element
+    GATHERS    results that all ranks get of rows that are normed, 0 to 2
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
 
-import torch
-
+from interlace.kernels.attention.decode import DECODE_LANES
+from interlace.kernels.experts.dispatch import COUNT_NUMBERS
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
-from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.catalogue import (
-    DTYPES,
-    MANY_ROWS,
-    Entry,
-    MatmulVariant,
-    NormVariant,
+from interlace.runtime.algorithms.attention.decode import MOST_PIECES
+from interlace.runtime.algorithms.attention.kernel_blocks import MERGED
+from interlace.runtime.algorithms.low_latency import (
+    BLOCK_WORDS,
+    EPOCHS_OFFSET,
+    MOST_PROGRAMS,
+    WORDS_OFFSET,
 )
+from interlace.runtime.compiler import catalogue
+from interlace.runtime.compiler.bundle.options import BundleOp
+from interlace.runtime.compiler.bundle.options import KernelOptions as KernelOptions
+from interlace.runtime.compiler.catalogue import Entry
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
-from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 
 VALUES = {
     "rank": "this rank, from 0",
     "world_size": "number of ranks",
-    "rows": "rows of every rank, by rank; of a flat tensor: its elements",
+    "rows": "rows of every rank, by rank; of a flat tensor: its elements; of attention: its tokens",
+    "tokens": "rows of the input",
+    "programs": "programs of the kernel, alike on all ranks",
+    "home_rows": "rows of the rank to which most come home",
+    "most_tokens": "tokens of the rank that has most",
+    "senders": "programs that send to one rank, alike on all ranks",
+    "query_rows": "heads of queries that see one head of keys, times the tokens of a sequence",
     "resident": "programs of this kernel that the device keeps resident at once: one for each of its "
     "multiprocessors, less what else runs there meanwhile",
 }
 
-# Not of one build: which path is an option, and how many programs is said at the launch.
-_NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
+Make = Callable[[int, KernelOptions], list[Entry]]
 
 
-@dataclass(frozen=True)
-class KernelOptions:
-    """Options that specialise the kernels of a bundle. The world size does not.
-
-    ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
-    "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
-    and, with ``quantize``, are made fp8. For ``rows`` per rank, ``columns`` and ``inner``
-    the tiles are chosen; where the last two are multiples of 16, so they must be at every launch.
-    ``overrides`` are values of the configuration.
-    """
-
-    dtype: str = "bf16"
-    weight: str = "kn"
-    bias: str = ""
-    average: bool = False
-    path: str = "auto"
-    rows: int = MANY_ROWS
-    columns: int = 4096
-    inner: int = 4096
-    norm: str = "rms"
-    quantize: bool = False
-    overrides: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    def configuration(self, arch: int) -> Configuration:
-        """The default one of ``arch`` with the overrides."""
-        default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
-        return replace(default, **self.overrides)  # type: ignore[arg-type]
-
-    @property
-    def variant(self) -> NormVariant:
-        return NormVariant(self.norm, self.quantize)
-
-    def operands(self, arch: int) -> MatmulVariant:
-        possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
-        possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
-        if self.path == "tma" and not possible:
-            raise ValueError(
-                f"path is 'tma': sm_{arch} does not have it for {self.torch_dtype} with "
-                f"{self.columns} columns and inner dimension {self.inner}"
-            )
-        return MatmulVariant(
-            self.dtype,
-            self.weight,
-            possible and self.path != "pointers",
-            self.columns,
-            self.inner,
-            self.bias,
-            self.rows,
-            self.overrides,
-        )
-
-
-@dataclass(frozen=True)
-class BundleOp:
-    """One op of a bundle: ``entry`` is its kernel, ``grid`` how many programs of it are launched.
-
-    finish_kernel follows it on the stream. ``tables`` name the quantity that an argument points to;
-    ``options`` are those that apply.
-    """
-
-    entry: Callable[[int, KernelOptions], Entry]
-    options: tuple[str, ...]
-    grid: str
-    quantities: dict[str, str]
-    tables: dict[str, str] = field(default_factory=dict)
-    conditions: tuple[str, ...] = ()
-
-    def checked(self, name: str, options: KernelOptions) -> None:
-        """Raises ValueError for an option that ``name`` does not have, or that has no such value."""
-        for one in fields(KernelOptions):
-            changed = getattr(options, one.name) != getattr(KernelOptions(), one.name)
-            if changed and one.name not in (*self.options, "dtype", "rows", "overrides"):
-                raise ValueError(f"{one.name} is no option of {name}")
-        known = {f.name for f in fields(Configuration)} - set(_NOT_OVERRIDDEN)
-        for key, value in options.overrides.items():
-            if key not in known:
-                raise ValueError(f"{key} is not in the configuration: {', '.join(sorted(known))}")
-            check_values({key: value})
-            if value == 0 and not isinstance(value, bool):
-                raise ValueError(f"{key} must be positive, got {value}")
-
-
-def _collective(op: str) -> Callable[[int, KernelOptions], Entry]:
-    return lambda arch, options: catalogue.collective(
-        arch, op, options.dtype, options.configuration(arch), average=options.average
-    )
-
-
-def _normed(fused: Callable[..., Entry]) -> Callable[[int, KernelOptions], Entry]:
-    def made(arch: int, options: KernelOptions) -> Entry:
-        _can_be_fp8(arch, options)
-        return fused(arch, options.operands(arch), options.variant, average=options.average)
+def _collective(op: str) -> Make:
+    def made(arch: int, options: KernelOptions) -> list[Entry]:
+        how = options.dtype, options.configuration(arch)
+        return [catalogue.collective(arch, op, *how, average=options.average)]
 
     return made
 
 
-def _normed_rows(arch: int, options: KernelOptions) -> Entry:
+def _reduced(fused: Callable[..., Entry]) -> Make:
+    return lambda arch, options: [fused(arch, options.operands(arch), average=options.average)]
+
+
+def _normed(fused: Callable[..., Entry]) -> Make:
+    def made(arch: int, options: KernelOptions) -> list[Entry]:
+        _can_be_fp8(arch, options)
+        return [fused(arch, options.operands(arch), options.variant, average=options.average)]
+
+    return made
+
+
+def _reduce_norm(arch: int, options: KernelOptions) -> list[Entry]:
     _can_be_fp8(arch, options)
-    configuration, columns = options.configuration(arch), options.columns
-    made = arch, options.dtype, options.variant, configuration
-    return catalogue.reduce_norm(*made, columns=columns, average=options.average)
+    made = arch, options.dtype, options.variant, options.configuration(arch)
+    columns, average = options.columns, options.average
+    return [catalogue.reduce_norm(*made, columns=columns, average=average)]
+
+
+def _low_latency_norm(arch: int, options: KernelOptions) -> list[Entry]:
+    _can_be_fp8(arch, options)
+    made, columns = (arch, options.dtype, options.variant), options.columns
+    return [catalogue.low_latency_norm(*made, columns=columns, average=options.average)]
 
 
 def _can_be_fp8(arch: int, options: KernelOptions) -> None:
@@ -148,19 +82,68 @@ def _can_be_fp8(arch: int, options: KernelOptions) -> None:
         raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
 
 
-def _reduced(fused: Callable[..., Entry]) -> Callable[[int, KernelOptions], Entry]:
-    return lambda arch, options: fused(arch, options.operands(arch), average=options.average)
+def _experts_rows(*kernels: str) -> Make:
+    def made(arch: int, options: KernelOptions) -> list[Entry]:
+        found = catalogue.experts_rows(
+            arch,
+            options.dtype,
+            weighted=True,
+            routed=options.routed,
+            columns=options.columns,
+            overrides=options.overrides,
+        )
+        return [each for each in found if each.kernel in kernels]
+
+    return made
+
+
+def _attention(made: Callable[..., Iterable[Entry]]) -> Make:
+    return lambda arch, options: list(
+        made(arch, options.dtype, options.head_dim, **options.overrides)
+    )
+
+
+def _one(kernel: str, grid: str) -> dict[str, str]:
+    return {f"{kernel}_kernel": grid}
 
 
 RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
 _ROWS = ("len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
 _FUSED = ("weight", "bias", "path", "columns", "inner")
+_NORM = ("average", "norm", "quantize")
+_ROUTED = ("topk", "experts", "columns")
+_SENT = (*RANKS, "senders > 0", "most_tokens > 0")
+
+
+_WORDS = {"epochs_offset": str(EPOCHS_OFFSET), "words_offset": str(WORDS_OFFSET)}
+
+
+def _after(byte: str) -> str:
+    """The next multiple at which a region of data begins."""
+    return f"ceil_div({byte}, {DATA_ALIGNMENT}) * {DATA_ALIGNMENT}"
+
+
+def _scattered(tiles_n: str) -> dict[str, str]:
+    """Quantities of a reduce-scatter of rows, and of the gather of what is made of them."""
+    return {
+        "sum_slots": f"reduce_slots(world_size, rows, BLOCK_M, {tiles_n})",
+        "sum_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
+        "segments": f"segment_lines(rank, world_size, segments_of(rows), BLOCK_M, {tiles_n})",
+        "slices": "slice_slots(1, rows, ROWS)",
+        "slots_byte": f"sum_slots * {WORD}",
+        "normed_byte": _after("sum_bytes"),
+        "sum_byte": _after("normed_byte + sum(rows) * N * (1 if QUANTIZE else ITEMSIZE)"),
+        "scale_byte": _after("sum_byte + (sum(rows) * N * ITEMSIZE if GATHERS == 2 else 0)"),
+        "slots": "sum_slots + (slice_slots(world_size, rows, ROWS) if GATHERS else 0)",
+        "data_bytes": "scale_byte + (sum(rows) * 4 if QUANTIZE else 0) if GATHERS else sum_bytes",
+    }
+
 
 OPS = {
     "all_gather_matmul": BundleOp(
-        lambda arch, options: catalogue.all_gather_matmul(arch, options.operands(arch)),
+        lambda arch, options: [catalogue.all_gather_matmul(arch, options.operands(arch))],
         _FUSED,
-        "persistent_grid(COPIERS, tiles, resident)",
+        _one("all_gather_matmul", "persistent_grid(COPIERS, tiles, resident)"),
         {
             "chunk_size": "chunk_rows(rows, BLOCK_M, CHUNKS)",
             "tiles_n": "ceil_div(N, BLOCK_N)",
@@ -180,7 +163,7 @@ OPS = {
     "matmul_reduce_scatter": BundleOp(
         _reduced(catalogue.matmul_reduce_scatter),
         (*_FUSED, "average"),
-        "persistent_grid(0, tiles, resident)",
+        _one("matmul_reduce_scatter", "persistent_grid(0, tiles, resident)"),
         {
             "tiles_n": "ceil_div(N, BLOCK_N)",
             "tiles": "tiles_of(rows, BLOCK_M, tiles_n)",
@@ -195,7 +178,7 @@ OPS = {
     "matmul_all_reduce": BundleOp(
         _reduced(catalogue.matmul_all_reduce),
         (*_FUSED, "average"),
-        "persistent_grid(0, tiles, resident)",
+        _one("matmul_all_reduce", "persistent_grid(0, tiles, resident)"),
         {
             "tiles_n": "ceil_div(N, BLOCK_N)",
             "tiles": "tiles_of([M], BLOCK_M, tiles_n)",
@@ -206,22 +189,20 @@ OPS = {
     ),
     "matmul_reduce_scatter_norm": BundleOp(
         _normed(catalogue.matmul_reduce_scatter_norm),
-        (*_FUSED, "average", "norm", "quantize"),
-        "persistent_grid(0, tiles, resident)",
+        (*_FUSED, *_NORM, "gather"),
+        _one("matmul_reduce_scatter_norm", "persistent_grid(0, tiles, resident)"),
         {
             "tiles_n": "ceil_div(N, BLOCK_N)",
             "tiles": "tiles_of(rows, BLOCK_M, tiles_n)",
-            "slots": "reduce_slots(world_size, rows, BLOCK_M, tiles_n)",
-            "data_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
-            "segments": "segment_lines(rank, world_size, segments_of(rows), BLOCK_M, tiles_n)",
+            **_scattered("tiles_n"),
         },
         {"segments_ptr": "segments"},
         (*RANKS, *_ROWS),
     ),
     "matmul_all_reduce_norm": BundleOp(
         _normed(catalogue.matmul_all_reduce_norm),
-        (*_FUSED, "average", "norm", "quantize"),
-        "persistent_grid(0, tiles, resident)",
+        (*_FUSED, *_NORM),
+        _one("matmul_all_reduce_norm", "persistent_grid(0, tiles, resident)"),
         {
             "tiles_n": "ceil_div(N, BLOCK_N)",
             "tiles": "tiles_of([M], BLOCK_M, tiles_n)",
@@ -231,21 +212,122 @@ OPS = {
         conditions=RANKS,
     ),
     "reduce_norm": BundleOp(
-        _normed_rows,
-        ("columns", "average", "norm", "quantize"),
-        "persistent_grid(0, tiles_of(rows, BLOCK_M, 1), resident)",
-        {
-            "slots": "reduce_slots(world_size, rows, BLOCK_M, 1)",
-            "data_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
-            "segments": "segment_lines(rank, world_size, segments_of(rows), BLOCK_M, 1)",
-        },
+        _reduce_norm,
+        ("columns", *_NORM, "gather"),
+        _one("reduce_norm", "persistent_grid(0, tiles_of(rows, BLOCK_M, 1), resident)"),
+        _scattered("1"),
         {"segments_ptr": "segments"},
         (*RANKS, *_ROWS, "N <= BLOCK_N"),
+    ),
+    "low_latency_norm": BundleOp(
+        _low_latency_norm,
+        ("columns", *_NORM),
+        _one("low_latency_norm", "tokens"),
+        {
+            "blocks": f"tokens * ceil_div(N * ITEMSIZE, {4 * BLOCK_WORDS})",
+            **_WORDS,
+        },
+        conditions=(*RANKS, f"0 < blocks <= {MOST_PROGRAMS}", "N * ITEMSIZE % UNIT == 0"),
+        words=True,
+    ),
+    "dispatch": BundleOp(
+        _experts_rows("dispatch_send_kernel", "dispatch_receive_kernel"),
+        _ROUTED,
+        {
+            f"dispatch_{way}_kernel": "persistent_grid(0, world_size * senders, resident)"
+            for way in ("send", "receive")
+        },
+        {
+            "slots": "world_size * (1 + senders)",
+            "facts": "3 * TOPK",
+            "counts_byte": "0",
+            "x_byte": _after(f"world_size * ({COUNT_NUMBERS} + experts) * 8"),
+            "scales_byte": _after("x_byte + world_size * most_tokens * x_words * 4"),
+            "facts_byte": "scales_byte",
+            "scale_words": "facts",  # of none
+            "data_bytes": "facts_byte + world_size * most_tokens * facts * 4",
+        },
+        conditions=(*_SENT, "experts <= EXPERTS"),
+    ),
+    "combine": BundleOp(
+        _experts_rows("combine_kernel"),
+        _ROUTED,
+        _one("combine", "persistent_grid(0, world_size * senders, resident)"),
+        {
+            "slots": "world_size * senders",
+            "data_bytes": "most_tokens * TOPK * N * ITEMSIZE",
+            "tokens": "0",
+        },
+        conditions=(*_SENT, "experts <= EXPERTS"),
+    ),
+    "grouped_matmul_combine": BundleOp(
+        lambda arch, options: [
+            catalogue.grouped_matmul_combine(arch, options.operands(arch), options.routed)
+        ],
+        ("weight", "path", "columns", "inner", "topk", "experts"),
+        _one("grouped_matmul_combine", "programs"),
+        {"slots": "world_size * programs", "data_bytes": "home_rows * N * ITEMSIZE"},
+        conditions=(*RANKS, "0 < programs <= resident", "home_rows > 0", "num_experts <= EXPERTS"),
+    ),
+    "context_parallel_attention": BundleOp(
+        _attention(catalogue.gathered_attention),
+        ("head_dim",),
+        {
+            "all_gather_attention_kernel": "persistent_grid(COPIERS, tiles, resident)",
+            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_D)) * all_heads",
+        },
+        {
+            "all_heads": "batches * heads",
+            "partials_rows": "rows[rank]",
+            "tiles": "ceil_div(partials_rows, BLOCK_M) * all_heads",
+            "chunk_size": "max(1, ceil_div(max(rows), CHUNKS))",
+            "slots": "chunk_slots(rows, chunk_size)",
+            "data_bytes": "gathered_bytes(rows, 2 * batches * key_heads * HEAD_DIM * ITEMSIZE)",
+            "sends": "send_lines(rank, world_size, rows, chunk_size)",
+            "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
+            "parts": "key_part_lines(rank, world_size, rows, chunk_size)",
+            "num_parts": "world_size",
+            "count": "world_size",
+            "spans": "causal_spans(rank, rows)",
+            "span_stride": "0",
+            "per_key": "heads // key_heads",
+            "first_head": "0",
+        },
+        {"sends_ptr": "sends", "parts_ptr": "parts", "spans_ptr": "spans"},
+        (*RANKS, *_ROWS, "min(rows) > 1", "resident > COPIERS", "heads % key_heads == 0"),
+        apart=("merge_attention_kernel",),
+    ),
+    "distributed_decode": BundleOp(
+        _attention(catalogue.decode_kernels),
+        ("head_dim",),
+        {
+            "decode_attention_kernel": "[ceil_div(query_rows, BLOCK_M), batches * heads, count]",
+            "merge_attention_kernel": "ceil_div(query_rows, BLOCK_M) * batches * heads",
+            "decode_exchange_kernel": "blocks",
+        },
+        {
+            "partials_rows": "query_rows",
+            "count": f"pieces_of(most, BLOCK_N, {MOST_PIECES})",
+            "piece": f"piece_rows(most, BLOCK_N, {MOST_PIECES})",
+            "key_heads": "heads",
+            "per_key": "1",
+            "first_head": "0",
+            "rows": "batches * heads * query_rows",
+            "blocks": f"ceil_div(rows, {DECODE_LANES} // WIDTH) * ceil_div(HEAD_DIM, WIDTH)",
+            **_WORDS,
+        },
+        conditions=(*RANKS, f"0 < blocks <= {MOST_PROGRAMS}"),
+        apart=("decode_attention_kernel", "merge_attention_kernel"),
+        words=True,
+        # between the last two: what is merged is exchanged
+        names={
+            "merge_attention_kernel": {"output_ptr": "input_ptr"},
+        },
     ),
     "all_gather": BundleOp(
         _collective("all_gather"),
         (),
-        "persistent_grid(COPIERS, num_arrivals, resident)",
+        _one("all_gather", "persistent_grid(COPIERS, num_arrivals, resident)"),
         {
             "chunk_size": "chunk_elements(rows, BLOCK, CHUNKS)",
             "slots": "chunk_slots(rows, chunk_size)",
@@ -261,7 +343,7 @@ OPS = {
     "reduce_scatter": BundleOp(
         _collective("reduce_scatter"),
         ("average",),
-        "persistent_grid(0, ceil_div(max(rows), BLOCK), resident)",
+        _one("reduce_scatter", "persistent_grid(0, ceil_div(max(rows), BLOCK), resident)"),
         {
             "slots": "reduce_slots(world_size, rows, BLOCK, 1)",
             "data_bytes": "contributed_bytes(world_size, rows, ITEMSIZE)",
@@ -274,7 +356,7 @@ OPS = {
     "all_reduce": BundleOp(
         _collective("all_reduce"),
         ("average",),
-        "persistent_grid(0, ceil_div(elements, BLOCK), resident)",
+        _one("all_reduce", "persistent_grid(0, ceil_div(elements, BLOCK), resident)"),
         {
             "slots": "reduce_slots(world_size, [elements], BLOCK, 1)",
             "data_bytes": "contributed_bytes(world_size, [elements], ITEMSIZE)",
@@ -286,9 +368,11 @@ OPS = {
 # One op at a time; of several on one buffer, the largest. Slots and data never change places.
 WORKSPACE = {
     "slot_offset": f"{HEADER_WORDS * WORD}",
-    "data_offset": f"ceil_div(slot_offset + slots * {WORD}, {DATA_ALIGNMENT}) * {DATA_ALIGNMENT}",
+    "data_offset": _after(f"slot_offset + slots * {WORD}"),
     "buffer_bytes": "data_offset + data_bytes",
 }
+# A buffer for such ops alone: what lies there is words of older epochs.
+WORDS_SPACE = {"buffer_bytes": f"words_offset + blocks * 2 * world_size * {BLOCK_WORDS * WORD}"}
 
 
 def descriptor_conditions(entry: Entry) -> tuple[str, ...]:

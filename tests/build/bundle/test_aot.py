@@ -183,6 +183,30 @@ def test_misuse_names_the_argument(
     assert len(cupy.launches) == 1, "as it should be, it is launched"
 
 
+def test_a_grid_in_three_dimensions_and_a_float(
+    cupy: Any, bundles: dict[str, pathlib.Path]
+) -> None:
+    """Each kernel of decoding takes its own; formulas know what another one is given."""
+    bundle = aot.load(bundles["distributed_decode"], arch=90)
+    names = {name for kernel in bundle.kernels.values() for name in kernel.arguments}
+    given: dict[str, Any] = {name: 1 << 20 for name in names if name.endswith("_ptr")}
+    given |= {name: 128 for name in names if "stride" in name}
+    given |= {"batches": 3, "heads": 2, "most": 1000, "scale": 0.125}
+    values = {"rank": 1, "world_size": 4, "query_rows": 4}
+    bundle.run(values, given)
+    attend, merge, exchange = cupy.launches
+    assert attend["grid"] == (1, 6, 16) and merge["grid"] == (6, 1, 1)
+    assert exchange["grid"] == (12, 1, 1)
+    assert float(attend["args"][-3]) == 0.125 and int(attend["args"][-4]) == 64, "keys of a piece"
+    for wrong in ("1", True, None):
+        cupy.launches.clear()
+        with pytest.raises(TypeError, match="scale"):
+            bundle.run(values, {**given, "scale": wrong})
+        assert not cupy.launches
+    with pytest.raises(ValueError, match="decode_attention_kernel needs 0 < blocks <= 64"):
+        bundle.run({**values, "query_rows": 400}, given)
+
+
 def test_misuse_of_launches(cupy: Any, bundles: dict[str, pathlib.Path]) -> None:
     bundle = aot.load(bundles["all_gather_matmul"], arch=90)
     with pytest.raises(TypeError, match="dtype int64; the kernel takes bfloat16"):

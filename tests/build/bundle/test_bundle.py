@@ -9,26 +9,21 @@ import pathlib
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from build.bundle.host_launches import EXTRA, INNER, LIMIT, SHAPES, Shape, launched_on_host
 from cases.bundles import ARCHES, manifest_of
 from interlace import aot
 from interlace.cli.main import run
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
-from interlace.runtime.algorithms import norms as normed
-from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.build import BuildReport
 from interlace.runtime.compiler.bundle import bundle
+from interlace.runtime.compiler.bundle.ops import OPS
 from interlace.runtime.core.kernel_arguments import outside
-from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
-from interlace.runtime.numerics import norms
-from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from interlace.runtime.tuning.configuration import gpu_default
 
 # -- the manifest and the cubin ----------------------------------------------------------------
 
@@ -36,7 +31,7 @@ KERNELS = [
     (op, arch, kernel)
     for op, arches in ARCHES.items()
     for arch in map(str, arches)
-    for kernel in (f"{op}_kernel", "finish_kernel")
+    for kernel in (*OPS[op].grids, *([] if OPS[op].words else ["finish_kernel"]))
 ]
 SHARED_MEMORY = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10}
 
@@ -137,163 +132,56 @@ def test_contracts_are_the_docstrings(bundles: dict[str, pathlib.Path]) -> None:
 
 # -- the formulas and the host -----------------------------------------------------------------
 
-LIMIT = 132
-
-
-class FakeCommunicator:
-    """Just enough of a communicator on a GPU to let an algorithm lay out its workspace and launch."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.place = mock.Mock(compiled=True, interpreted=False, direct_access=False, nodes=None)
-        self.place.program_limit = LIMIT
-        self.compute = self.copying = mock.Mock()
-        self.launches: list[KernelLaunch] = []
-        self.derived: dict[Any, Any] = {}
-        self.layouts: list[Layout] = []
-        self.compute.launch = self.launches.append
-
-    def table(self, key: Any, rows: Callable[[], Any]) -> torch.Tensor:
-        return torch.tensor([value for row in rows() for value in row], dtype=torch.int64)
-
-    def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> None:
-        self.layouts.append(layout)
-        slot_offset = HEADER_WORDS * WORD
-        buffer = SymmetricBuffer(self.rank, 0, torch.zeros(self.world_size), [])
-        body(Workspace(0, buffer, slot_offset, slot_offset + 1024, self.world_size, op))
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class Shape:
-    rows: tuple[int, ...]
-    columns: int = 4096
-
-
-SHAPES = [
-    Shape((5000, 4096, 4000, 3000)),
-    Shape((8192,) * 8, 1024),
-    Shape((700, 0, 129), 272),
-    Shape((4096,)),
-]
-INNER = {"matmul_all_reduce": 4095}
-
-
-def launch_on_host(op: str, shape: Shape, rank: int, configuration: Configuration) -> Any:
-    """What the launch side of ``op`` launches and leases for ``shape``."""
-    communicator: Any = FakeCommunicator(rank, len(shape.rows))
-    rows, columns, inner = list(shape.rows), shape.columns, INNER.get(op, 4096)
-    columns = 4096 if op.endswith("_norm") else columns  # slices are cut for the columns
-    first = [sum(rows[:owner]) for owner in range(len(rows))]
-    segments = list(zip(first, rows, strict=True))
-    if op == "all_gather_matmul":
-        linear = Linear(meta(inner, columns), None, meta(sum(rows), columns))
-        gather_matmul.all_gather_matmul_fused(
-            communicator, meta(rows[rank], inner), [linear], rows, None, configuration
-        )
-    elif op == "matmul_reduce_scatter":
-        half = torch.float16
-        bias = meta(columns, dtype=half)
-        output = meta(rows[rank], columns, dtype=half)
-        linear = Linear(meta(columns, inner, dtype=half).t(), bias, output)
-        matmul_reduce.matmul_reduce_scatter_fused(
-            communicator,
-            meta(sum(rows), inner, dtype=half),
-            linear,
-            segments,
-            configuration,
-        )
-    elif op == "matmul_all_reduce":
-        single = torch.float32
-        weight = meta(inner, columns, dtype=single)
-        linear = Linear(weight, None, meta(max(rows), columns, dtype=single), average=True)
-        input = meta(max(rows), inner, dtype=single)
-        matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
-    elif op.endswith("_norm"):
-        dtype = torch.float16 if op == "reduce_norm" else torch.bfloat16
-        own = max(rows) if op == "matmul_all_reduce_norm" else rows[rank]
-        kind = "layer" if op == "matmul_reduce_scatter_norm" else "rms"
-        vector, matrix = meta(columns, dtype=dtype), meta(own, columns, dtype=dtype)
-        norm = norms.RowNorm(kind, 1e-6, vector, vector if kind == "layer" else None)
-        fp8 = op == "matmul_all_reduce_norm"
-        made = meta(own, columns, dtype=norms.QUANTIZED) if fp8 else matrix
-        scale = meta(own, 1, dtype=torch.float32) if fp8 else None
-        tail = norms.NormTail(norm, matrix, made, scale)
-        weight = meta(0 if op == "reduce_norm" else inner, columns, dtype=dtype)
-        bias = vector if kind == "layer" else None
-        linear = Linear(weight, bias, matrix, average=op == "reduce_norm", tail=tail)
-        if op == "matmul_all_reduce_norm":
-            input = meta(own, inner, dtype=dtype)
-            normed.matmul_all_reduce_fused(communicator, input, linear, configuration)
-        elif op == "matmul_reduce_scatter_norm":
-            input = meta(sum(rows), inner, dtype=dtype)
-            call = communicator, input, linear, segments, configuration
-            normed.matmul_reduce_scatter_fused(*call)
-        else:
-            input = meta(sum(rows), columns, dtype=dtype)
-            normed.reduce_fused(communicator, op, input, linear, segments, configuration)
-    elif op == "all_gather":
-        plain.all_gather_kernel(
-            communicator, meta(rows[rank]), apart(sum(rows)), rows, configuration
-        )
-    elif op == "reduce_scatter":
-        plain.reduce_scatter_kernel(
-            communicator, meta(sum(rows)), meta(rows[rank]), rows, configuration, average=True
-        )
-    else:
-        flat = meta(max(rows))
-        plain.all_reduce_kernel(communicator, flat, flat, configuration, average=False)
-    (launch,), (layout,) = communicator.launches, communicator.layouts
-    return launch, layout
-
-
-def apart(elements: int) -> Any:
-    """A flat output that is not where the input is; tensors without memory are all at 0."""
-    tensor = mock.MagicMock(dtype=torch.bfloat16, numel=lambda: elements)
-    tensor.__getitem__.return_value.data_ptr.return_value = 16
-    return tensor
-
-
 CASES = [
     pytest.param(op, str(arches[-1]), shape, id=f"{op} {len(shape.rows)} ranks")
     for op, arches in ARCHES.items()
     for shape in SHAPES
+    # every rank sees every other's keys where all have some
+    if min(shape.rows) or op != "context_parallel_attention"
 ]
 
 
 def host_differences(manifest: dict[str, Any], arch: str, shape: Shape) -> list[str]:
     """Where the formulas of a manifest come to something else than the host launches, on any rank."""
     op, facts = manifest["op"], manifest["arches"][arch]
-    kernel = facts["kernels"][f"{op}_kernel"]
     dtype = getattr(torch, manifest["options"]["dtype"])
     default = gpu_default(int(arch), dtype, 4096, shape.columns, INNER.get(op, 4096))
     configuration = replace(default, **manifest["options"]["overrides"])
-    pairs: dict[str, tuple[Any, Any]] = {}
     for rank in range(len(shape.rows)):
-        launch, layout = launch_on_host(op, shape, rank, configuration)
-        arguments = outside(launch.arguments)
+        group = launched_on_host(op, shape, rank, configuration)
+        assert [launch.name for launch in group.launches] == list(OPS[op].grids)
+        given = [outside(launch.arguments) for launch in group.launches]
         # the host takes fewer copiers where there is little to send
-        baked = {**kernel["constants"], "COPIERS": arguments.get("COPIERS")}
-        constants = {name: baked.get(name, value) for name, value in facts["constants"].items()}
+        sent = {"COPIERS": given[0].get("COPIERS")}
+        constants = {name: sent.get(name, value) for name, value in facts["constants"].items()}
         formulas = aot.Formulas(manifest["functions"], manifest["quantities"], constants)
-        values = {"rank": rank, "world_size": len(shape.rows), "rows": shape.rows}
-        values |= {name: arguments.get(name) for name in ("N", "K", "M", "elements")}
-        values |= {"resident": LIMIT}
-        pairs["threads"] = kernel["threads"], 32 * launch.num_warps
-        pairs |= {name: (baked[name], arguments.get(name)) for name in baked}
-        pairs["grid"] = formulas.value(kernel["grid"], values), launch.grid
-        pairs["slots"] = formulas.value("slots", values), layout.slots
-        pairs["data_bytes"] = formulas.value("data_bytes", values), layout.nbytes
-        for argument, table in manifest["tables"].items():
-            flat = [value for line in formulas.value(table, values) for value in line]
-            pairs[argument] = flat, arguments[argument].tolist()
-        for argument in manifest["quantities"].keys() & arguments.keys():
-            pairs[argument] = formulas.value(argument, values), arguments[argument]
-        if found := [f"{name}: {a} is not {b}" for name, (a, b) in pairs.items() if a != b]:
-            return found
+        values: dict[str, Any] = {"rank": rank, "world_size": len(shape.rows), "resident": LIMIT}
+        values |= {"rows": shape.rows} if "rows" in manifest["values"] else {}
+        values |= {name: value for name, value in EXTRA.items() if name in manifest["values"]}
+        for arguments in given:
+            numbers = {name: value for name, value in arguments.items() if type(value) is int}
+            values |= {n: v for n, v in numbers.items() if n not in manifest["quantities"]}
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for layout in group.layouts:
+            pairs["slots"] = formulas.value("slots", values), layout.slots
+            pairs["data_bytes"] = formulas.value("data_bytes", values), layout.nbytes
+        for launch, arguments in zip(group.launches, given, strict=True):
+            kernel = facts["kernels"][launch.name]
+            baked = {**kernel["constants"], **(sent if "COPIERS" in kernel["constants"] else {})}
+            pairs["threads"] = kernel["threads"], 32 * launch.num_warps
+            pairs |= {name: (baked[name], arguments.get(name)) for name in baked}
+            grid = list(launch.grid) if isinstance(launch.grid, tuple) else [launch.grid]
+            found = formulas.value(kernel["grid"], values)
+            pairs["grid"] = (found if isinstance(found, list) else [found]), grid
+            for argument, table in manifest["tables"].items():
+                if argument in arguments:
+                    flat = [value for line in formulas.value(table, values) for value in line]
+                    pairs[argument] = flat, arguments[argument].view(-1).tolist()
+            there = {name for name, value in arguments.items() if value is not None}
+            for argument in manifest["quantities"].keys() & there:
+                pairs[argument] = formulas.value(argument, values), arguments[argument]
+            if wrong := [f"{name}: {a} is not {b}" for name, (a, b) in pairs.items() if a != b]:
+                return wrong
     return []
 
 
@@ -321,6 +209,26 @@ def test_control_a_false_formula_is_seen(
     manifest = manifest_of(bundles["all_gather_matmul"])
     manifest["quantities"][name] = formula
     assert host_differences(manifest, "90", Shape((700, 0, 129), 272)) != []
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "formula"),
+    [
+        ("reduce_norm", "scale_byte", "sum_byte"),
+        ("dispatch", "facts_byte", "x_byte"),
+        ("combine", "data_bytes", "most_tokens * N"),
+        ("grouped_matmul_combine", "slots", "programs"),
+        ("context_parallel_attention", "parts", "key_part_lines(0, world_size, rows, chunk_size)"),
+        ("distributed_decode", "piece", "most"),
+        ("low_latency_norm", "words_offset", "epochs_offset"),
+    ],
+)
+def test_control_a_false_formula_of_any_op_is_seen(
+    op: str, name: str, formula: str, bundles: dict[str, pathlib.Path]
+) -> None:
+    manifest = manifest_of(bundles[op])
+    manifest["quantities"][name] = formula
+    assert host_differences(manifest, str(ARCHES[op][-1]), SHAPES[0]) != []
 
 
 # -- the command -------------------------------------------------------------------------------

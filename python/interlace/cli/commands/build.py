@@ -76,6 +76,18 @@ class BuildOptions(CommandOptions):
     quantize: bool | None = option(
         None, action="store_const", const=True, help="to fp8, where an op has a norm"
     )
+    gather: str | None = option(
+        None,
+        choices=("none", "normed", "both"),
+        help="of rows that are normed, what all ranks get; default none",
+    )
+    head_dim: int | None = option(
+        None, type=positive_int, metavar="N", help="of attention; default 128"
+    )
+    topk: int | None = option(None, type=positive_int, metavar="N", help="of a token; default 8")
+    experts: int | None = option(
+        None, type=positive_int, metavar="N", help="of a rank, at the most; default 2"
+    )
     set: tuple[str, ...] | None = option(
         None,
         action="append",
