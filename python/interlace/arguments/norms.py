@@ -66,15 +66,7 @@ def taken_apart(
     return tensors, NormOptions(norm.kind, norm.eps, quantize, gather_normed)
 
 
-def checked(
-    communicator: Communicator,
-    weight: Any,
-    bias: Any,
-    columns: int,
-    dtype: torch.dtype,
-    options: NormOptions,
-) -> RowNorm:
-    """The norm, if it fits rows of ``columns`` numbers of ``dtype``."""
+def check_options(options: NormOptions) -> None:
     eps = options.eps
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps of norm must be a number, got {eps!r}")
@@ -86,6 +78,18 @@ def checked(
         )
     if not isinstance(options.gather_normed, bool):
         raise TypeError(f"gather_normed must be a bool, got {options.gather_normed!r}")
+
+
+def checked(
+    communicator: Communicator,
+    weight: Any,
+    bias: Any,
+    columns: int,
+    dtype: torch.dtype,
+    options: NormOptions,
+) -> RowNorm:
+    """The norm, if it fits rows of ``columns`` numbers of ``dtype``."""
+    check_options(options)
     vectors = []
     for name, value in (("weight of norm", weight), ("bias of norm", bias)):
         if value is not None:
@@ -98,7 +102,7 @@ def checked(
                 )
             value = value.contiguous()
         vectors.append(value)
-    return RowNorm(options.kind, float(eps), *vectors)
+    return RowNorm(options.kind, float(options.eps), *vectors)
 
 
 def residual_of(

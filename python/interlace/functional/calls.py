@@ -12,6 +12,9 @@ from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 
+NONE = ("out", "bias", "residual", "weight of norm", "bias of norm")
+"""Arguments that may be None."""
+
 allow_in_graph: Any = torch._dynamo.allow_in_graph
 
 
@@ -103,12 +106,19 @@ def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoRet
 def check(
     op: str, group: FunctionalGroup, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
 ) -> None:
-    """Raise TypeError unless everything is what its name says; ``out`` and ``bias`` may be None."""
-    for name, value in tensors.items():
-        if value is None and name in ("out", "bias"):
-            continue
+    """Raise TypeError unless everything is what its name says, or None where it may."""
+    given = {name: each for name, each in tensors.items() if each is not None or name not in NONE}
+    for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {type(value).__name__}"
+            refuse(op, group, tag, TypeError(text))
+        if value.layout is not torch.strided:
+            text = f"{name} must be a strided tensor, got {value.layout}"
+            refuse(op, group, tag, TypeError(text))
+    if not torch.compiler.is_compiling() and not modes_active():
+        on_meta = [name for name, value in given.items() if value.is_meta]
+        if on_meta and len(on_meta) < len(given):  # torch would run nothing
+            text = f"{on_meta[0]} is on meta, and others are not"
             refuse(op, group, tag, TypeError(text))
     for name, value in (ints or {}).items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):

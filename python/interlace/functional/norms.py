@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.norms import RowNorm, taken_apart
+from interlace.arguments.norms import RowNorm, check_options, taken_apart
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
@@ -40,13 +40,11 @@ def run_normed(
     """Start an op that norms rows; ``given``: its options after ``reduce_op`` and before the norm's."""
     try:
         vectors, options = taken_apart(norm, residual, quantize, *gather)
-    except TypeError as error:
+        check_options(options)
+    except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
-    if quantize not in (None, "fp8"):
-        text = f"quantize must be None or one of fp8, got {quantize!r}"
-        refuse(op, group, tag, ValueError(text))
-    named = zip(("residual", "weight of norm", "bias of norm"), vectors, strict=True)
-    check(op, group, tag, None, **{name: each for name, each in named if each is not None})
+    names = ("residual", "weight of norm", "bias of norm")
+    check(op, group, tag, None, input=tensors[0], **dict(zip(names, vectors, strict=True)))
     how = (options.kind, float(options.eps), options.quantize or "", *gather)
     own = (*tensors, *vectors, name_of(reduce_op), *given, *how)
     made = run_to_list(op, group, tag, (*tensors, *vectors), *own)

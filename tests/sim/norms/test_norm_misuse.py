@@ -148,6 +148,13 @@ def test_functional_forms_refuse_too() -> None:
         ):
             with pytest.raises(TypeError):
                 call()
+        for given, text in (
+            ({"norm": interlace.RMSNorm(None, True)}, "eps of norm must be a number, got True"),
+            ({"norm": RMS, "residual": torch.ones(2, 8, device="meta")}, "residual is on meta"),
+            ({"norm": RMS, "residual": torch.ones(2, 8).to_sparse()}, "residual must be a strided"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                functional.all_reduce_norm(torch.ones(2, 8), **given)  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="does not divide"):
             functional.reduce_scatter_norm(torch.ones(3, 8), norm=RMS)
         with pytest.raises(ValueError, match="for a call with norm"):
