@@ -20,7 +20,7 @@ from interlace.arguments.words import (
     Yes,
 )
 from interlace.fused import grouped, grouped_combine
-from interlace.fused.routing import DispatchHandle
+from interlace.fused.routing import DispatchHandle, choice, flat
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.recorded import requires_gradients
@@ -307,23 +307,25 @@ def grouped_matmul_combine(
     >>> interlace.run(layer, 2)
     [[[12.0], [18.0]], [[12.0], [18.0]]]
     """
-    op, handle, segments, routing = grouped_combine.MATMUL_COMBINE, None, None, None
+    op, segments, routing = grouped_combine.MATMUL_COMBINE, None, None
     if isinstance(splits, DispatchHandle):
         handle, group = splits, splits.group if group is None else group
-        segments, routing, splits = handle.segments, handle.routing, handle.segments[..., 1]
-        topk_idx = handle.topk_idx if topk_idx is None else topk_idx
-        topk_weights = handle.topk_weights if topk_weights is None else topk_weights
-        if routing.packed and isinstance(input, Tensor) and input.dim() == 3:
-            input = input.flatten(0, 1)
+        if requires_gradients(input, weight, bias, topk_weights, handle.topk_weights):
+            options = grouped_combine.CombineOptions(None, algorithm, out_dtype)
+            given = (input, weight, handle, topk_idx, topk_weights)
+            return recorded.run(  # type: ignore[no-any-return]
+                op, async_op, given, lambda made: made, options, bias=bias, group=group
+            )
+        topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
+        segments, routing, input = handle.segments, handle.routing, flat(handle, input)
+        splits = segments[..., 1]
+    options = grouped_combine.CombineOptions(splits, algorithm, out_dtype, routing)
+    tensors: Any = (input, weight, bias, topk_idx, topk_weights)
     communicator = resolve(group).on(input)
-    if requires_gradients(input, weight, bias, topk_weights):
+    if requires_gradients(*tensors):
         if not modes_active():
             with communicator.accepting(op):
-                if handle is not None:
-                    input, topk_idx = _as_sorted(input, topk_idx, handle)
-                options = grouped_combine.CombineOptions(splits, algorithm, out_dtype)
-                given: Any = (input, weight, bias, topk_idx, topk_weights, options)
-                call = grouped_combine.checked(communicator, *given)
+                call = grouped_combine.checked(communicator, *[*tensors, options])
                 received = grouped_combine.checked_splits(communicator, call, splits)
             first = f"{op} of tensors that require gradients"  # on all ranks, then
             counts = communicator.run(
@@ -342,19 +344,8 @@ def grouped_matmul_combine(
                 home_splits=counts[communicator.rank].tolist(),
             )
         checks.warn_without_gradients(op, stacklevel=3)
-    options = grouped_combine.CombineOptions(splits, algorithm, out_dtype, routing)
-    tensors = (input, weight, bias, topk_idx, topk_weights, segments, None)
-    return grouped_combine.grouped_matmul_combine(communicator, tensors, (options,), async_op)  # type: ignore[no-any-return]
-
-
-def _as_sorted(input: Any, topk_idx: Any, handle: DispatchHandle) -> tuple[Any, Any]:
-    """The rows that have come to a dispatch, one after another, and the experts of slots that it sent."""
-    counts = handle.segments[..., 1].sum(1).tolist()
-    firsts = handle.segments[:, 0, 0].tolist()
-    rows = [
-        input[first : first + count] for first, count in zip(firsts, counts, strict=True) if count
-    ]
-    return torch.cat(rows) if rows else input[:0], torch.where(handle.inverse < 0, -1, topk_idx)
+    run = grouped_combine.grouped_matmul_combine
+    return run(communicator, (*tensors, segments, None), (options,), async_op)  # type: ignore[no-any-return]
 
 
 def _grouped_matmul(

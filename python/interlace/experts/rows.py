@@ -15,7 +15,7 @@ from interlace.fused.combine import COMBINE
 from interlace.fused.combine import combine as combine_form
 from interlace.fused.dispatch import DISPATCH
 from interlace.fused.dispatch import dispatch as dispatch_form
-from interlace.fused.routing import DispatchHandle, Received, routing_of
+from interlace.fused.routing import DispatchHandle, Received, flat, routing_of
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
 from interlace.ops.eager import pending
@@ -234,7 +234,7 @@ def combine(
     with communicator.accepting(COMBINE):
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")
-    rows = y.flatten(0, 1) if handle.routing.packed and y.dim() == 3 else y
+    rows = flat(handle, y)
     routing = handle.routing._replace(algorithm=algorithm)
     tensors = (rows, handle.segments, handle.topk_idx, weights)
     if requires_gradients(*tensors):

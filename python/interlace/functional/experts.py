@@ -9,7 +9,8 @@ import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.functional.calls import check, ints, keeps, refuse, run_to_list
-from interlace.fused.routing import DispatchHandle, Received, Routing, routing_of
+from interlace.fused.routing import DispatchHandle, Received, Routing, choice, flat, routing_of
+from interlace.ops.experts import ROUTED
 
 Tensor = torch.Tensor
 
@@ -20,7 +21,7 @@ def dispatch(
     topk_weights: Tensor | None,
     num_experts: int,
     *,
-    num_max_dispatch_tokens_per_rank: int,
+    num_max_dispatch_tokens_per_rank: int | None = None,
     capacity: int | None = None,
     low_latency: bool = False,
     group: FunctionalGroup = None,
@@ -29,13 +30,14 @@ def dispatch(
 ) -> tuple[Received, DispatchHandle]:
     """Tokens to the ranks of their experts, as :func:`interlace.experts.dispatch`.
 
-    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as there. A
-    graph must know the shape of the result, so ``num_max_dispatch_tokens_per_rank`` has to be there:
-    ``received.x`` has rows for the worst case, those that nothing came for are zero. ``low_latency``: as
-    :func:`interlace.experts.low_latency_dispatch`. Gradients go to ``x`` and ``topk_weights``: a combine.
+    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as there. With
+    ``num_max_dispatch_tokens_per_rank`` ``received.x`` has rows for the worst case, those that nothing came
+    for are zero. Without it a graph has a size that is found when it runs (an unbacked one), and waits for
+    it. ``low_latency``: as :func:`interlace.experts.low_latency_dispatch`. Gradients go to ``x`` and
+    ``topk_weights``: a combine.
 
-    Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``dispatch``
-    with ``num_worst_tokens``.
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``dispatch``,
+    the bound being ``num_worst_tokens``.
 
     >>> def on_rank():
     ...     x, idx = torch.full((1, 2), 1.0 + interlace.get_rank()), torch.tensor([[0]])
@@ -50,8 +52,6 @@ def dispatch(
     most = num_max_dispatch_tokens_per_rank
     try:
         routing = routing_of(num_experts, capacity, most, low_latency, algorithm)
-        if not routing.max_tokens:
-            raise ValueError("give num_max_dispatch_tokens_per_rank: a graph must know shapes")
     except ValueError as error:
         refuse("dispatch", group, tag, error)
     tensors = (data, scales, topk_idx, topk_weights)
@@ -104,7 +104,7 @@ def combine(
     """
     group = handle.group
     check("combine", group, tag, y=y)
-    rows = y.flatten(0, 1) if handle.routing.packed and y.dim() == 3 else y
+    rows = flat(handle, y)
     weights = handle.topk_weights if weighted else None
     tensors = (rows, handle.segments, handle.topk_idx, weights)
     kept = weights is not None and keeps(False, [weights])
@@ -115,11 +115,11 @@ def combine(
 def grouped_matmul_combine(
     input: Tensor,
     weight: Tensor,
-    splits: Sequence[int],
-    topk_idx: Tensor,
+    splits: Sequence[int] | DispatchHandle,
+    topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
     *,
-    home_splits: Sequence[int],
+    home_splits: Sequence[int] | None = None,
     bias: Tensor | None = None,
     group: FunctionalGroup = None,
     tag: str = "",
@@ -131,7 +131,8 @@ def grouped_matmul_combine(
     ``input`` ``(r, k)``, ``weight`` ``(E / W, k, n)``, ``bias`` ``(E / W, n)``, ``topk_idx`` and
     ``topk_weights`` ``(t, K)``. Splits are lists of ints: ``splits`` by expert and source rank, what this
     rank has; ``home_splits`` by expert of all the group's, how many rows this rank has sent, as
-    ``input_splits`` of the grouped matmul before: the backward needs it.
+    ``input_splits`` of the grouped matmul before: the backward needs it. Or the handle of a dispatch, which
+    has all that is left out then; its counts stay on the device, and the backward has no gradient.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch._grouped_mm``,
     then ``torch.distributed.all_to_all_single``, then a weighted sum by token.
@@ -145,10 +146,19 @@ def grouped_matmul_combine(
     [[[8.0, 8.0]], [[8.0, 8.0]]]
     """
     op = "grouped_matmul_combine"
+    if isinstance(splits, DispatchHandle):
+        handle, group = splits, splits.group if group is None else group
+        topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
+        check(op, group, tag, input=input, weight=weight, bias=bias)
+        rows, routing = flat(handle, input), handle.routing._replace(algorithm=algorithm)
+        kept = topk_weights is not None and keeps(False, [topk_weights])
+        tensors = (rows, weight, bias, handle.segments, topk_idx, topk_weights)
+        given = (kept, *routing, out_dtype)
+        return run_to_list(ROUTED, group, tag, tensors, *tensors, *given)[0]  # type: ignore[no-any-return]
     check(op, group, tag, input=input, weight=weight, bias=bias, topk_idx=topk_idx)
     received = ints(op, group, tag, "splits", splits)
     sent = ints(op, group, tag, "home_splits", home_splits)
     kept = topk_weights is not None and keeps(False, [topk_weights])
-    tensors = (input, weight, bias, topk_idx, topk_weights)
-    given = (sent, received, kept, algorithm, out_dtype)
-    return run_to_list(op, group, tag, tensors, *tensors, *given)[0]  # type: ignore[no-any-return]
+    operands = (input, weight, bias, topk_idx, topk_weights)
+    about = (sent, received, kept, algorithm, out_dtype)
+    return run_to_list(op, group, tag, operands, *operands, *about)[0]  # type: ignore[no-any-return]

@@ -157,7 +157,7 @@ def _with_counts(
         made = outputs
         if made is None:
             rows = int(routes.sizes()[:, communicator.rank].sum())
-            made = _results(
+            made = results(
                 routing, x, scales, assignment.topk_idx, weights, communicator.world_size, rows
             )
         result = _named(made, scales is not None, weights is not None)
@@ -194,13 +194,13 @@ def bounded(
 ) -> list[Tensor]:
     """Tensors for what a dispatch gives, from ``max_tokens``; zeros, as not all rows will be written."""
     rows = routing.bound(topk_idx.shape[1], world_size)
-    made = _results(routing, x, scales, topk_idx, weights, world_size, rows)
+    made = results(routing, x, scales, topk_idx, weights, world_size, rows)
     for each in made[:-1]:
         (each if each.element_size() > 1 else each.view(torch.uint8)).zero_()
     return made
 
 
-def _results(
+def results(
     routing: Routing,
     x: Tensor,
     scales: Tensor | None,
@@ -209,6 +209,7 @@ def _results(
     world_size: int,
     rows: int,
 ) -> list[Tensor]:
+    """Tensors for what a dispatch gives, of ``rows``, with nothing in them."""
     made = [x.new_empty(rows, x.shape[1])]
     if scales is not None:
         made.append(scales.new_empty(rows, scales.shape[1]))

@@ -92,6 +92,21 @@ class DispatchHandle(NamedTuple):
         return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
 
 
+def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
+    """These, or what the dispatch was given in place of None."""
+    return (
+        handle.topk_idx if topk_idx is None else topk_idx,
+        handle.topk_weights if topk_weights is None else topk_weights,
+    )
+
+
+def flat(handle: DispatchHandle, rows: Any) -> Any:
+    """``rows`` of experts as a matrix: of low latency those of each expert may come apart."""
+    if handle.routing.packed and isinstance(rows, Tensor) and rows.dim() == 3:
+        return rows.flatten(0, 1)
+    return rows
+
+
 class Routing(NamedTuple):
     """What tensors of a dispatch are for, and its combine has to know.
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from interlace.ops.undispatched import Ops
+from interlace.runtime.compat.torch_modes import modes_active
 
 _ops: Any = Ops()
 Tensor = torch.Tensor
@@ -33,6 +34,20 @@ Tensor = torch.Tensor
 def wait(tensor: Tensor) -> Tensor:
     waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
     return waited
+
+
+def kept(output: Tensor) -> Tensor:
+    """An output of an op, to be saved for its backward, which takes it as :func:`complete`.
+
+    A graph waits for it in its forward: what it is used for without a gradient is moved there, and a wait
+    that were left in the backward would have the op done again.
+    """
+    return wait(output) if modes_active() else output
+
+
+def complete(saved: Tensor) -> Tensor:
+    """What :func:`kept` has saved."""
+    return saved if modes_active() else wait(saved)
 
 
 def setup_reduction(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -28,11 +28,11 @@ def register_lowerings() -> None:
         "all_gather", "reduce_scatter", "all_to_all", "reduce", "permute", "gather", "scatter",
         "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul",
         "all_gather_grouped_matmul", "all_to_all_grouped_matmul",
-        "dispatch", "combine", "grouped_matmul_combine",
+        "dispatch", "combine", "grouped_matmul_combine", "routed_matmul_combine",
         "matmul_reduce_scatter_norm", "matmul_all_reduce_norm", "all_reduce_norm", "reduce_scatter_norm",
     ):  # fmt: skip
         op = getattr(ops, name).default
-        _register(lowering, op, _out_of_place(op))
+        _register(lowering, op, _out_of_place(lowering, op))
     for name in ("all_reduce", "broadcast"):
         in_place = getattr(ops, f"{name}_").default
         _register(lowering, getattr(ops, name).default, _cloned(lowering, _in_place(in_place)))
@@ -44,11 +44,15 @@ def _register(lowering: Any, op: Any, lower: Any) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def _out_of_place(op: Any) -> Any:
+def _out_of_place(lowering: Any, op: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
+    unknown = lowering.fallback_handler(op, add_to_fallback_set=False)
+
     def lower(*args: Any) -> Any:
+        if V.graph.current_node.meta.get("unbacked_bindings"):
+            return unknown(*args)  # a dispatch without a bound, which has ended when it returns
         _wait_late(V.graph.current_node)
         made: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
         kernel = made[0].inputs[0] if isinstance(made, list) else made

@@ -9,7 +9,15 @@ import torch
 from interlace.fused import gather, reduce
 from interlace.fused.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.groups import specs
-from interlace.ops import attention, experts, gradients, grouped, inductor, norms, undispatched
+from interlace.ops import (
+    attention,
+    experts,
+    gradients,
+    grouped,
+    inductor,
+    norms,
+    undispatched,
+)
 from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
@@ -134,6 +142,22 @@ OPS = (
         experts.start_products,
         experts.products,
         (experts.setup_products, experts.products_backward),
+        "Tensor[]",
+    ),
+    Op(
+        experts.ROUTED,
+        experts.ROUTED_ARGUMENTS,
+        experts.start_routed,
+        experts.routed_products,
+        (experts.setup_routed, experts.routed_backward),
+        "Tensor[]",
+    ),
+    Op(
+        experts.ROUTED_BACKWARD,
+        experts.ROUTED_BACKWARD_ARGUMENTS,
+        experts.start_routed_backward,
+        experts.routed_gradients,
+        None,
         "Tensor[]",
     ),
     Op(

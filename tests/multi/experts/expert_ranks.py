@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import interlace
 from interlace import experts, functional
+from interlace.runtime.core.communicator import Communicator
 
 HIDDEN, COLUMNS, TOPK, MOST = 8, 12, 2, 9
 TOKENS = [6, 0, 9]
@@ -130,6 +132,23 @@ def _rows(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) 
     return functional.combine(torch.bmm(received.x, m), handle)
 
 
+def _handled(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    received, handle = functional.dispatch(
+        x, idx, w, 4, num_max_dispatch_tokens_per_rank=MOST, low_latency=True
+    )
+    return functional.grouped_matmul_combine(received.x, m, handle)
+
+
+def _dropless(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """In a graph the number of rows has no value. Half by combine, half by its fused form."""
+    received, handle = functional.dispatch(x, idx, w, 4)
+    rows = received.x
+    expert = torch.searchsorted(received.offsets, torch.arange(rows.shape[0]), right=True)
+    y = torch.bmm(rows.unsqueeze(1), m[expert]).squeeze(1)
+    one, other = functional.combine(y, handle), functional.grouped_matmul_combine(rows, m, handle)
+    return (one + other) / 2
+
+
 def _products(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     world_size, rank = interlace.get_world_size(), interlace.get_rank()
     rows, sent = experts.permute(x, idx, 2 * world_size)
@@ -162,9 +181,28 @@ FORMS: dict[str, Callable[..., torch.Tensor]] = {
     "eager": _eager,
     "rows": _rows,
     "products": _products,
+    "handle": _handled,
+    "dropless": _dropless,
+    "handle compiled": lambda *args: _compiled(_handled)(*args),
+    "dropless compiled": lambda *args: _compiled(_dropless)(*args),
+    "dropless by inductor": lambda *args: torch.compile(_dropless, fullgraph=True)(*args),
     "rows compiled": lambda *args: _compiled(_rows)(*args),
     "rows by inductor": lambda *args: torch.compile(_rows, fullgraph=True)(*args),
 }
+
+
+def called(how: str) -> list[str]:
+    """The ops of a forward and its backward, as ranks agree on them."""
+    seen: list[str] = []
+    parts = Communicator.parts
+
+    def noting(self: Communicator, call: Any) -> list[Any]:
+        seen.append(call.op)
+        return parts(self, call)
+
+    with mock.patch.object(Communicator, "parts", noting):
+        assert gradients(how) == []
+    return seen
 
 
 def faked() -> list[tuple[int, ...]]:
@@ -181,5 +219,6 @@ def faked() -> list[tuple[int, ...]]:
             torch.empty(8, 8), torch.empty(2, 8, 3), [1] * 8, idx, w,
             home_splits=[2, 2, 2, 2, 1, 1, 1, 1], group=spec,
         )  # fmt: skip
-        made = (received.x, packed.x, few.x, handle.inverse, y, z)
+        v = functional.grouped_matmul_combine(received.x, torch.empty(2, 8, 7), handle)
+        made = (received.x, packed.x, few.x, handle.inverse, y, z, v)
         return [tuple(each.shape) for each in made]

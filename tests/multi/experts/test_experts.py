@@ -18,5 +18,10 @@ def test_gradients(how: str) -> None:
 
 
 def test_shapes_are_known_without_a_group() -> None:
-    shapes = [(80, 8), (2, 40, 8), (24, 8), (6, 2), (6, 5), (6, 3)]
+    shapes = [(80, 8), (2, 40, 8), (24, 8), (6, 2), (6, 5), (6, 3), (6, 7)]
     assert interlace.run(expert_ranks.faked, 1, place="shm") == [shapes]
+
+
+def test_a_graph_does_no_op_twice() -> None:
+    ops = ["dispatch", "combine", "grouped_matmul_combine", "dispatch", "dispatch", "combine"]
+    assert interlace.run(expert_ranks.called, 2, "dropless compiled", place="shm") == [ops] * 2
