@@ -19,7 +19,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Gathered, NormOperands, Tail
 from interlace.kernels.fused import low_latency_norm, matmul_norm, reduce_norm
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.algorithms import low_latency, operands, plain
+from interlace.runtime.algorithms import low_latency, matmul_reduce, operands, plain
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import WORD, Layout, Workspace
@@ -120,7 +120,18 @@ def matmul_reduce_scatter_fused(
     configuration: Configuration,
     whole: WholeRows | None = None,
 ) -> Event:
-    """One kernel: own rows of the product summed and normed; with ``whole`` all ranks get them."""
+    """One kernel: own rows of the product summed and normed; with ``whole`` all ranks get them.
+
+    Between nodes the kernels of the op without a norm, whose sums torch norms.
+    """
+    if communicator.place.nodes is not None:
+        total = torch.empty_like(linear.output)
+        product = replace(linear, output=total, tail=None)
+        matmul_reduce.matmul_reduce_scatter_fused(
+            communicator, input, product, segments, configuration
+        )
+        rest = replace(linear, bias=None, activation="")
+        return _norm_and_gather(communicator, total, rest, segments, whole)
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     rows = [count for _, count in segments]
@@ -214,6 +225,23 @@ def reduce_fused(
     return plain.enqueue_kernel(
         communicator, op, layout, reduce_norm.reduce_norm_kernel, grid, arguments, options
     )
+
+
+def _norm_and_gather(
+    communicator: Communicator,
+    total: torch.Tensor,
+    linear: Linear,
+    segments: Segments | None,
+    whole: WholeRows | None,
+) -> Event:
+    """What becomes of rows whose sums, ``total``, are rounded."""
+    communicator.compute.call(
+        lambda: operands.finish_sum(total.to(wide(total.dtype)), linear), "norm"
+    )
+    event = communicator.compute.record()
+    if whole is None or segments is None:
+        return event
+    return gather(communicator, whole, segments, event)
 
 
 def gather(communicator: Communicator, whole: WholeRows, segments: Segments, event: Event) -> Event:
@@ -330,10 +358,4 @@ class RowReduction:
                 communicator.engine.reduce_scatter(call, total.view(-1), rows, reduction)
             else:
                 plain.reduce_scatter_copy(communicator, rows, total.view(-1), reduction=reduction)
-        communicator.compute.call(
-            lambda: operands.finish_sum(total.to(wide(total.dtype)), linear), "norm"
-        )
-        event = communicator.compute.record()
-        if self.whole is None or segments is None:
-            return event
-        return gather(communicator, self.whole, segments, event)
+        return _norm_and_gather(communicator, total, linear, segments, self.whole)

@@ -204,14 +204,13 @@ class _NormedReduce(reduce.CheckedReduce):
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
         algorithm = super().chosen(rows, columns, tuned)
-        if algorithm != "fused":
+        if algorithm != "fused" or self.communicator.place.nodes is not None:
+            return algorithm  # between nodes torch norms the rows
+        if self.options.quantize is None or _kernel_makes_fp8(self.communicator):
             return algorithm
-        possible = self.options.quantize is None or _kernel_makes_fp8(self.communicator)
-        if possible and self.communicator.place.nodes is None:
-            return algorithm
-        if not possible and self.algorithm == "fused":
+        if self.algorithm == "fused":
             raise ValueError(NO_FP8.format("fused"))
-        return "unfused"  # between nodes no kernel norms rows
+        return "unfused"
 
     def _by_words(self, output: Tensor) -> bool:
         """Whether the choice is free, and the words of a low-latency kernel do for the product."""
@@ -254,7 +253,8 @@ class _NormedReduce(reduce.CheckedReduce):
         if algorithm == "unfused" and self._by_words(output):
             _told("low_latency")
             return algorithms.product_in_words(communicator, left, linear)
-        if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
+        one_shot = communicator.place.nodes is None and output.nbytes <= ONE_SHOT_BYTES
+        if algorithm == "fused" and one_shot:
             _told("fused")
             return algorithms.matmul_all_reduce_fused(
                 communicator, left, linear, choice.configuration

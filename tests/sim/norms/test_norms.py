@@ -292,9 +292,12 @@ def test_equal_bits_in_every_schedule(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_on_several_nodes(op: str) -> None:
-    """No kernel norms rows between nodes: the reduction is between nodes, the norm torch's."""
-    case = Case(op, "auto", 4, (13,), gather="scatter" in op, quantize="fp8")
+@pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
+def test_on_several_nodes(op: str, algorithm: str) -> None:
+    """Between nodes the op without a norm reduces, "auto" of matmuls by its kernels, and torch norms."""
+    case = Case(
+        op, algorithm, 4, (13,), gather="scatter" in op, quantize="fp8", bias=True, dtype=BF16
+    )
 
     def on_rank() -> Any:
         ranks = tuple(range(4))
@@ -302,7 +305,11 @@ def test_on_several_nodes(op: str) -> None:
         group = Communicator(separate_nodes(place, [0, 0, 1, 1], "late"), ranks)
         return case.call(group)
 
-    check(case, interlace.run(on_rank, 4))
+    with launches() as seen:
+        check(case, interlace.run(on_rank, 4))
+    assert ("matmul_node_reduce_scatter_kernel" in seen) == (
+        op.startswith("matmul") and algorithm == "auto"
+    )
 
 
 def test_statistics_do_not_cancel() -> None:
