@@ -18,7 +18,7 @@ def threads_of(pointers: Any) -> Any:
     return np.broadcast_to(threads, pointers.data.shape).ravel()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Atomic:
     """One atomic access, of ``tl.atomic_*`` or of inline assembly.
 

@@ -355,6 +355,10 @@ def build_comparison(instruction: Instruction) -> Action:
     thirds = [instruction.reader(each, PREDICATE) for each in compared[2:]]
     combine = _COMBINED[combined or "and"]
 
+    if len(writes) == 1 and not (packed or flush or thirds):
+        (only,) = writes
+        return lambda threads: only(threads, compare(first(threads), second(threads)))
+
     def set_predicate(threads: Threads) -> None:
         x, y = first(threads), second(threads)
         if packed:  # p is for the lower, q for the upper numbers

@@ -208,7 +208,14 @@ class Instruction:
         register = self._of_width(text, kind, wider)
         slot = register.slot
         if register.bits == kind.bits:
-            return lambda threads, bits: threads.set(slot, bits)
+
+            def put(threads: Threads, bits: Array) -> None:
+                if threads.mask is None and bits.ndim:  # as most are
+                    threads.registers[slot] = bits
+                else:
+                    threads.set(slot, bits)
+
+            return put
         return lambda threads, bits: threads.set(slot, register.extended(bits, kind))
 
     def active_writer(self, text: str, kind: ScalarType) -> Write:
@@ -250,7 +257,10 @@ class Instruction:
         write = self.writer(target, kind, wider=wider)
         read = self.reader if raw else self.numbers
         reads = [read(*source, wider=wider) for source in sources]
-        encode = _unchanged if raw else kind.encode
+        encode = _unchanged if raw else kind.encoder
+        if len(reads) == 2 and check is None:
+            first, second = reads
+            return lambda threads: write(threads, encode(function(first(threads), second(threads))))
 
         def compute(threads: Threads) -> None:
             given = [read(threads) for read in reads]

@@ -90,10 +90,14 @@ def address_of(
     by, within = np.uint64(offset), align - np.uint64(1)  # a power of 2
 
     def at(threads: Threads) -> Array:
-        addresses = threads.active(base(threads)) + by
+        addresses = threads.active(base(threads))
+        if offset:
+            addresses = addresses + by
         if shared:
             addresses = (addresses & np.uint64(0xFFFFFFFF)) + np.uint64(threads.session.base)
-        if np.bitwise_or.reduce(addresses, axis=None) & within or (addresses < null).any():
+        if not addresses.size:
+            return addresses
+        if np.bitwise_or.reduce(addresses) & within or np.minimum.reduce(addresses) < null:
             wrong = (addresses % align != 0) | (addresses < null)
             address = int(addresses[wrong][0])
             what = "null" if address < NULL else f"not a multiple of {align}"
@@ -159,8 +163,7 @@ def pointers_of(
 ) -> Any:
     """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``."""
     handle = unchecked(addresses, _pointer_types[kind.name])
-    numbers = threads.who() if lanes is None else lanes
-    if numbers is not None:
+    if threads.heard and (numbers := threads.who() if lanes is None else lanes) is not None:
         if addresses.ndim > 1:
             numbers = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
         same = numbers.shape == addresses.shape
@@ -174,8 +177,13 @@ def handle_of(bits: Array, kind: ScalarType) -> Any:
 
 def fetched(pointers: Any, mask: Any, kind: ScalarType) -> Any:
     """What is in memory now, as ``kind`` is stored; 0 where the mask is not."""
-    zero = np.zeros(pointers.data.shape, kind.stored)
-    return atomics.load(pointers.data, mask.data, zero, zero.dtype)
+    zero = _zeros(pointers.data.shape, kind.stored)
+    return atomics.load(pointers.data, mask.data, zero, kind.stored)
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    return np.zeros(shape, dtype)  # nobody writes to them
 
 
 def put(pointers: Any, value: Any, mask: Any) -> None:
@@ -234,11 +242,17 @@ def loading(
     """Into each of ``parts`` goes the total of what is at the addresses."""
     writes = [instruction.active_writer(part, kind) for part in parts]
 
+    if len(parts) == 1:
+        (only,) = writes
+        return lambda threads: only(
+            threads, total([get(threads, each) for each in addresses(threads)])
+        )
+
     def load(threads: Threads) -> None:
         everywhere = [_spread(each, len(parts), kind) for each in addresses(threads)]
         found = total([get(threads, each) for each in everywhere])
         for index, write in enumerate(writes):
-            write(threads, found if len(parts) == 1 else found[:, index])
+            write(threads, found[:, index])
 
     return load
 
@@ -318,16 +332,16 @@ def _atomic(
         compare: Any = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
-        pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
+        pointers, every = pointers_of(threads, addresses, kind), all_of(addresses)
 
-        def perform(mask: Any = mask) -> Any:
-            if not mask.data.all():
+        def perform(mask: Any = every) -> Any:
+            if mask is not every and not mask.data.all():
                 return handle_of(np.zeros(addresses.shape, kind.raw), kind)
             return handle_of(change(pointers.data, ORDERS[sem]), kind)
 
         alone = threads.alone
         atomic = Atomic(
-            pointers, mask, told, sem, scope, reads_only, compare, each_thread=not alone
+            pointers, every, told, sem, scope, reads_only, compare, each_thread=not alone
         )
         change_memory = threads.session.atomic_in_shared if shared else threads.session.hooks.atomic
         found: Array = change_memory(atomic, perform).data.view(kind.raw)
@@ -398,7 +412,7 @@ def _compare_and_swap(
         def change(addresses: Any, order: Any) -> Any:
             return atomics.atomic_cas(addresses, compare.data, swap.data, order)
 
-        same = bool((expected == value).all())
+        same = expected.flat[0] == value.flat[0] and bool((expected == value).all())
         return access(threads, addresses, change, reads_only=same, compare=compare)
 
     return apply

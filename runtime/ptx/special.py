@@ -1,5 +1,6 @@
 """The threads that run inline PTX, and the special registers that they read."""
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,9 +38,9 @@ class Threads:
 
     ``numbers``: of these threads, among the ``block`` of the program. ``mask``: those that run the present
     instruction, None for all. ``alone``: one stands for all; ``told_apart``: hooks are told which of them
-    accesses what. ``polls_plainly``: since they last branched back they have loaded, and done nothing that
-    lets other programs go on. ``idle_steps``: instructions in loops since they last touched memory or a
-    clock.
+    accesses what, and listen if they are ``heard``. ``polls_plainly``: since they last branched back they
+    have loaded, and done nothing that lets other programs go on. ``idle_steps``: instructions in loops
+    since they last touched memory or a clock.
     """
 
     session: Any  # a PtxSession, or a PtxProgram
@@ -49,14 +50,15 @@ class Threads:
     mask: Any = None
     alone: bool = False
     told_apart: bool = False
+    heard: bool = True
     polls_plainly: bool = False
     idle_steps: int = 0
 
     def active(self, values: Any) -> Any:
         """Of ``values``, an array or a scalar for all, those of the threads that run."""
-        if not np.ndim(values):
+        if not values.ndim:
             count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
-            return np.full(count, values)
+            return values.repeat(count)
         return values if self.mask is None else values[self.mask]
 
     def everyone(self) -> Any:
@@ -73,8 +75,8 @@ class Threads:
             kept = self.registers[slot].copy()
             np.copyto(kept, bits, where=self.mask)
             bits = kept
-        elif not np.ndim(bits):
-            bits = np.full(len(self.numbers), bits)
+        elif not bits.ndim:
+            bits = bits.repeat(len(self.numbers))
         self.registers[slot] = bits
 
     def set_active(self, slot: int, bits: Any) -> None:
@@ -158,6 +160,7 @@ _BY_THREADS = re.compile(
 _LOOP, _STORE = re.compile(r"\bbra\b"), re.compile(r"\bst\.(?!\s)")
 
 
+@functools.lru_cache(maxsize=1024)
 def by_threads(text: str) -> str:
     """What of a piece of PTX makes threads differ, or count, or wait for each other; empty if nothing does.
 

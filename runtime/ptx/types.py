@@ -5,6 +5,8 @@ gives the numbers that an instruction of this type sees in them, ``encode`` the 
 once. Numbers of 16 bits are fp32 in between, which holds each of them.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +63,16 @@ class ScalarType:
             if wrong.any():
                 bits = np.where(wrong, self.raw.type(_NAN[self.name]), bits)
         return bits
+
+    @functools.cached_property
+    def encoder(self) -> Callable[[Array], Array]:
+        """``encode``, in a form that looks at no more than this type needs."""
+        stored, raw, encode = self.stored, self.raw, self.encode
+        if self.letter in "ub":
+            return lambda values: values if values.dtype is raw else encode(values)
+        if self.letter == "s":
+            return lambda values: values.view(raw) if values.dtype is stored else encode(values)
+        return encode
 
     def bits_of(self, value: float) -> int:
         """The bits of one number of Python's."""

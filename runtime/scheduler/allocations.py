@@ -45,7 +45,11 @@ class MemoryRange:
 
     def is_gone(self) -> bool:
         if self.owners is not None:
-            self.freed = not any(owner() is not None for owner in self.owners)
+            for owner in self.owners:
+                if owner() is not None:
+                    self.freed = False
+                    return False
+            self.freed = True
         return self.freed
 
     def has(self, low: int, high: int) -> bool:
@@ -100,6 +104,14 @@ class Allocations:
         found = self._by_base[self._bases[position]] if position >= 0 else None
         return found if found is not None and address < found.end else None
 
+    def has_all(self, addresses: Iterable[int], size: int) -> bool:
+        """Whether elements of ``size`` bytes are there at all of them, aligned."""
+        for address in addresses:
+            found = self.at(address)
+            if address % size or found is None or address + size > found.end or found.is_gone():
+                return False
+        return True
+
     def find(self, address: int) -> str | None:
         """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
         found = self.at(address)
@@ -135,7 +147,7 @@ class Allocations:
         """Somebody has asked where ``tensor`` is, and may tell a kernel when it is there no more."""
         found = self.at(address)
         if address and (found is None or found.is_gone()):
-            self.of_tensor(tensor, rank)
+            self.of_tensor(tensor if tensor._base is None else tensor._base, rank)
 
     def of_argument(self, kernel: Any, rank: int, path: str, tensor: Any) -> Origin | None:
         """Where the pointer of a launch's argument comes from."""

@@ -22,6 +22,8 @@ from interlace.runtime.scheduler.task import Task
 
 MOST = 1000  # bad accesses of a run that goes on; a program that polls out of bounds polls for ever
 WORD = 4  # bytes: the least that compiled code can swap
+APART = 4096  # bytes
+FEW = 8  # elements, of which Python finds the least sooner than numpy
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,15 @@ class MemoryCheck:
         """The mask of what may be done: ``mask`` itself, unless something is wrong."""
         data, origin = pointers.data, origin_of(pointers)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        if data.size == 1:
-            low = high = int(data.item())
+        flat = data.ravel()
+        if flat.size <= FEW:
+            some = flat.tolist()
+            low, high = min(some), max(some)
+            apart = origin is None and high - low >= APART  # as flags of several ranks are
+            if apart and self._memory.has_all(some, size):
+                return mask
         else:
-            low, high = int(data.min()), int(data.max())
+            low, high = int(np.minimum.reduce(flat)), int(np.maximum.reduce(flat))
         allocation = self._memory.at(low) if origin is None else origin.allocation
         if allocation is None or not allocation.has(low, high + size) or low % size:
             return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
@@ -128,7 +135,9 @@ class MemoryCheck:
             return np.ones(data.shape, bool)
         while (missing := data[wanted & ~known]).size:
             before = self._memory.at(int(missing[0]))
-            if self._memory.of_number(int(missing[0]), rank) in (None, before):
+            gone = before is not None and before.is_gone()
+            found = self._memory.of_number(int(missing[0]), rank)
+            if found is None or (found is before and not (gone and not found.is_gone())):
                 break
             known = self._memory.known(data, size)
         return known
@@ -154,8 +163,9 @@ class MemoryCheck:
         if allocation is None:
             named = f"0, address {address:#x}" + (", null" if address < NULL else "")
             return BadAccess(kind, does, "no allocation", 0, 0, count, named)
-        if kind == "out of bounds" and allocation.is_gone() and not (origin and origin.argument):
-            kind = "use after free"
+        if kind == "out of bounds" and not (origin and origin.argument) and allocation.is_gone():
+            self._memory.of_number(allocation.base, rank)  # other tensors may keep it
+            kind = "use after free" if allocation.is_gone() else kind
         start, name = allocation.base, ""
         if origin is not None:
             start, name = origin.start, f" of {origin.argument}" if origin.argument else ""

@@ -136,7 +136,7 @@ class ProgramHooks:
         result = perform()
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
             result = self._polled(atomic.pointers, atomic.mask, result, perform)
-        elif atomic.compare is not None and not (result.data == atomic.compare.data).any():
+        elif atomic.compare is not None and not _any(result.data == atomic.compare.data):
             # a compare-and-swap that did not swap has only read
             result = self._polled(atomic.pointers, atomic.mask, result, perform, atomic.compare)
         else:
@@ -285,7 +285,7 @@ class ProgramHooks:
             self._block_on_memory(task, dict.fromkeys(reversed(circle)), value)
             task.seen.clear()
             result = perform()
-            if tries is not None and (result.data == tries.data).any():
+            if tries is not None and _any(result.data == tries.data):
                 self.progress()
                 return result
             task.seen.append(_read(pointers, mask, result))
@@ -327,6 +327,10 @@ class ProgramHooks:
             seen = int.from_bytes(pieces[0][1], "little", signed=True)
         self.block(changed, lambda: polling(task, seen, words, self.memory))
         task.polls = False
+
+
+def _any(these: Any) -> bool:
+    return bool(np.count_nonzero(these))  # sooner than any() of a few
 
 
 def _unchanged(atomic: Atomic, before: Any) -> bool:

@@ -83,6 +83,8 @@ class Priority:
         self._point = 0
         self._lowest = 0.0
         self._last: Task | None = None
+        self._tasks: list[Task] = []  # that there were last, and their order, if it is known
+        self._order: list[Task] = []
 
     def interrupts(self) -> bool:
         # Only a change of priorities makes an interruption worthwhile.
@@ -111,12 +113,18 @@ class Priority:
         self._lowest -= 1
         if self._last is not None:
             self._priorities[self._last] = self._lowest
+            self._order = []
 
     def choose(self, tasks: Sequence[Task]) -> Task | None:
-        for task in tasks:
-            if task not in self._priorities:
-                self._priorities[task] = self._first(task)
-        for task in sorted(tasks, key=lambda task: -self._priorities[task]):
+        if tasks != self._tasks:
+            self._tasks = list(tasks)
+            for task in tasks:
+                if task not in self._priorities:
+                    self._priorities[task] = self._first(task)
+            self._order = []
+        if not self._order:
+            self._order = sorted(tasks, key=lambda task: -self._priorities[task])
+        for task in self._order:
             if task.can_run():
                 self._last = task
                 return task

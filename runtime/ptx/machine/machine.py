@@ -82,9 +82,10 @@ class PtxMachine:
             draw=random.Random(f"{hooks.seed} {hooks.current.name}"),
             shared=whole[skipped : skipped + nbytes],
         )
-        registers = [np.zeros(count, kind) for kind in kernel.kinds]
+        registers = list(kernel.registers)
         numbers = np.arange(count, dtype=np.uint32)
         self.threads = Threads(self.program, registers, numbers, count, told_apart=True)
+        self.threads.heard = hooks.observed or hooks.buffers is not None
         self.step = kernel.steps[0]
         self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
         self._arrived: dict[int, int] = {}  # by number of a barrier
@@ -116,6 +117,8 @@ class PtxMachine:
             if group.until is not None and group.until():
                 group.waits, group.until = False, None
         ready = [group for group in self._groups if not group.waits]
+        if len(ready) == 1:
+            return ready[0]
         if not ready:
             steps = sorted({self.kernel.steps[group.at].text for group in self._groups})
             raise InterlaceError(
@@ -151,7 +154,8 @@ class PtxMachine:
                 met.count += group.count
                 met.rounds = max(met.rounds, group.rounds)
                 met.waits, met.barrier, met.until = False, None, None  # perhaps all are there now
-        self._groups = list(by_place.values())
+        if len(by_place) < len(self._groups):
+            self._groups = list(by_place.values())
 
     def _go_on(self, group: _ThreadGroup) -> None:
         """Run ``group`` until it waits, splits or ends; of several groups, until the end of its block."""

@@ -5,10 +5,14 @@ order of blocks is that in which divergent threads are run: a loop before what f
 who leave it early wait there for the others.
 """
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.bits import BIT_OPERATIONS
@@ -25,7 +29,7 @@ from interlace.runtime.ptx.memory import MEMORY, SCOPES
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
 from interlace.runtime.ptx.parser import Parser
-from interlace.runtime.ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 from interlace.runtime.ptx.waits import WAITS
 
 BUILDERS: dict[str, Builder] = {
@@ -81,12 +85,20 @@ class PtxKernel:
     parameters: tuple[PtxParameter, ...]
     static_bytes: int
     steps: tuple[Instruction, ...]
-    kinds: tuple[object, ...]
+    kinds: tuple[Any, ...]
     order: tuple[int, ...]
     joins: frozenset[int]
     spinning: frozenset[int]
     warp_wide: frozenset[int]
     places: Mapping[int, tuple[SourcePlace, ...]]
+
+    @functools.cached_property
+    def registers(self) -> list[Array]:
+        """With which every program begins; nobody writes to them, a change is another array."""
+        zeros = {kind: np.zeros(self.threads, kind) for kind in self.kinds}
+        for each in zeros.values():
+            each.flags.writeable = False
+        return [zeros[kind] for kind in self.kinds]
 
 
 def read(ptx: str) -> PtxKernel:

@@ -175,6 +175,8 @@ def build_move(instruction: Instruction) -> Action:
     def move(threads: Threads) -> None:
         action(threads)
         unsettled = threads.session.unsettled
+        if not unsettled:
+            return
         for work in {unsettled[slot] for slot in sources if slot in unsettled}:
             if (work.pending & threads.everyone()).any():
                 work.copies.append(action)

@@ -34,6 +34,13 @@ def fill_address(address, BY: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def fill_each(table_ptr, N: tl.constexpr):
+    """At each of the addresses in a table, at once."""
+    rows = tl.load(table_ptr + tl.arange(0, N)).to(tl.pointer_type(tl.float32))
+    tl.store(rows, tl.full((N,), 7.0, tl.float32))
+
+
+@triton.jit
 def fill_chosen(x_ptr, y_ptr, FIRST: tl.constexpr, N: tl.constexpr):
     """Into two tensors at once."""
     offsets = tl.arange(0, N)

@@ -126,6 +126,14 @@ def freed_before_any_launch(kept: bool) -> None:
     kernels.fill_peer[(1,)](table, rank, 0, N)
 
 
+def of_a_view_in_a_table(by: int) -> None:
+    """Who was asked for the address is gone at once; the memory is not. A block has no origin."""
+    x = torch.zeros(4, N)
+    table = torch.tensor([x[row].data_ptr() + by for row in range(4)])
+    kernels.fill_each[(1,)](table, 4)
+    assert by or x.sum() == 4 * 7.0
+
+
 # What runs on every rank, an argument with which it is right, and one with which it has a fault.
 CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "store": (partial(on_tensor, kernels.fill), 0, 8, "out of bounds"),
@@ -139,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "inline PTX": (partial(on_tensor, kernels.fill_by_ptx), 0, 1, "out of bounds"),
     "vector": (partial(on_tensor, kernels.fill_by_vector), 4, 3, "misaligned"),
     "address": (by_address, 0, 4, "out of bounds"),
-    "chosen pointers": (chosen, 0, 1 << 20, "out of bounds"),
+    "chosen pointers": (chosen, 0, 1 << 40, "out of bounds"),  # where nothing is
     "peer": (of_a_peer, 0, 8, "out of bounds"),
     "far beyond a peer's buffer": (of_a_peer, 0, 1 << 20, "out of bounds"),
     "multicast": (by_switch, 4 * N - 4, 4 * N, "out of bounds"),
@@ -152,6 +160,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "misaligned": (by_address, 0, 2, "misaligned"),
     "freed buffer": (freed_buffer, True, False, "use after free"),
     "tensor freed before any launch": (freed_before_any_launch, True, False, "use after free"),
+    "rows in a table": (of_a_view_in_a_table, 0, 4 * 4 * N, "out of bounds"),
     "freed tensor": (freed_tensor, True, False, "use after free"),
 }
 MUTANTS = {name: kind for name, (*_, kind) in CASES.items()}
