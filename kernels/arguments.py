@@ -65,6 +65,15 @@ class Extents(NamedTuple):
     tiles: Any
 
 
+class OwnRows(NamedTuple):
+    """The rows of this rank among all ranks', and the chunks of ``chunk_rows`` in which they come."""
+
+    rows: Any
+    first_row: Any
+    chunk_rows: Any
+    chunks: Any
+
+
 class Experts(NamedTuple):
     """A ``Weight`` for every expert: ``[E, K, N]``."""
 

@@ -136,6 +136,14 @@ def segment_lines(
     return lines
 
 
+def shard_lines(rows: Sequence[int], block_m: int, tiles_n: int) -> list[Line]:
+    """Lines of ``shards`` of ``head_exchange.py``, by rank: rows, the first of them, first slot."""
+    lines = []
+    for rank in range(len(rows)):
+        lines.append([rows[rank], sum(rows[:rank]), tiles_of(rows[:rank], block_m, tiles_n)])
+    return lines
+
+
 def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
     """Lines of ``parts`` of ``multimem.py``, by rank: first element, elements, byte, first block."""
     lines = []

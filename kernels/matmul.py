@@ -44,8 +44,10 @@ def _accumulate(a, b, acc, TILES: tl.constexpr):
 
 
 @triton.jit
-def _multiply_pointers(a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n,
-                       TILES: tl.constexpr):  # fmt: skip
+def add_product(
+    acc, a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n, TILES: tl.constexpr
+):
+    """``acc + A[tile_m] @ B[:, tile_n]`` in fp32, by pointers."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
@@ -62,7 +64,6 @@ def _multiply_pointers(a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile
     )
     # A step may be larger than 32 bits: a K of many rows, each as long as a vocabulary.
     step_b = tl.full((), BLOCK_K, tl.int64) * weight.stride_k
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         # Both operands are zero beyond K: a garbage infinity times zero would be nan.
         mask_k = offs_k < K - k
@@ -151,7 +152,8 @@ def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl
                   first_row=0):  # fmt: skip
     """``A[tile_m] @ B[:, tile_n]`` in fp32; ``first_row``: of a descriptor, where A's rows begin."""
     if TILES.DESCRIPTORS == "":
-        acc = _multiply_pointers(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
+        zeros = tl.full((TILES.BLOCK_M, TILES.BLOCK_N), 0.0, tl.float32)
+        acc = add_product(zeros, a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
     else:
         acc = _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES)
     return acc

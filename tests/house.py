@@ -154,9 +154,9 @@ FOLDERS = {
         "interlace/collectives interlace/groups interlace/tensor runtime/core"
     ),
     "interlace/nn/layers": (
-        "interlace interlace/arguments interlace/collectives interlace/experts interlace/groups "
-        "interlace/nn/functions interlace/nn/parameters runtime/algorithms/experts runtime/core "
-        "runtime/numerics"
+        "interlace interlace/arguments interlace/collectives interlace/experts interlace/functional "
+        "interlace/groups interlace/nn/functions interlace/nn/parameters "
+        "runtime/algorithms/attention runtime/algorithms/experts runtime/core runtime/numerics"
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (
@@ -189,7 +189,7 @@ FOLDERS = {
         "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
     ),
     "interlace/verify/suite": (
-        "face interlace/attention interlace/groups interlace/verify/lint_check "
+        "face interlace/attention interlace/fused interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "
         "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler "
         "runtime/core runtime/places/sim runtime/tuning"

@@ -89,8 +89,11 @@ def reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows,
 
 @triton.jit
 def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
-                 TILES: tl.constexpr):  # fmt: skip
-    """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, to publish."""
+                 TILES: tl.constexpr, PARTIAL: tl.constexpr = True):  # fmt: skip
+    """Store this program's tiles of one owner's ``rows x N``, dense from ``to_ptr`` on, to publish.
+
+    ``PARTIAL``: contributions to a sum, which gets the bias and the activation (``reduce_tiles``).
+    """
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     # 32 bits, as the shape of a descriptor has; `rows` comes from a table of int64.
@@ -112,8 +115,7 @@ def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, row
     ):
         tile_m, tile_n = grouped_tile(number - turn.start, tiles_m, tiles_n, TILES.GROUP_M)
         acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES, a_row)
-        # The bias and the activation are for the sum: see reduce_tiles.
-        emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, True)
+        emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, PARTIAL)
     # A release does not order what TMA has under way: the caller may publish after this only.
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     complete_descriptor_stores(COMPILED_STORES)

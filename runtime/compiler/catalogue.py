@@ -29,7 +29,8 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.epilogue import ACTIVATIONS
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce, node_matmul_reduce
+from interlace.runtime.algorithms import gather_matmul, head_exchange, matmul_reduce
+from interlace.runtime.algorithms import node_matmul_reduce as node_matmul_reduce
 from interlace.runtime.algorithms import norms as normed
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.combine import Combine, Home
@@ -178,6 +179,9 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield matmul_node_reduce_scatter(arch, operands)
     for operands in shared:
         yield matmul_all_reduce(arch, operands)
+    for operands in shared:
+        if operands.bias != "m" and not operands.columns % RANKS:
+            yield from head_exchanges(arch, operands)
     for activation in ACTIVATIONS:
         yield all_gather_matmul(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
         yield matmul_reduce_scatter(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
@@ -252,6 +256,24 @@ def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
     """For 9.0: the products by warps with roles, and the sums."""
     operands = replace(operands, overrides=ROLES | operands.overrides)
     return [_fused_entry(90, operands, launch) for launch in scatters(90, operands)]
+
+
+def head_exchanges(arch: int, operands: MatmulVariant) -> Iterator[Entry]:
+    """Matmul + all-to-all; the other way round, which goes by pointers."""
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows)
+    rows, total = [operands.rows] * RANKS, RANKS * operands.rows
+    heads = meta(total, operands.columns // RANKS, dtype=operands.torch_dtype)
+    call = input, replace(linear, output=heads), rows, configuration
+    (launch,) = launched(head_exchange.to_heads_fused, *call)
+    yield _fused_entry(arch, operands, launch)
+    if not operands.tma and not operands.inner % RANKS:
+        part = meta(total, operands.inner // RANKS, dtype=operands.torch_dtype)
+        (launch,) = launched(
+            head_exchange.from_heads_fused, part, linear, rows, None, configuration
+        )
+        words = "copiers" if configuration.copiers else ""
+        yield replace(_fused_entry(arch, operands, launch, words), default=True)
 
 
 def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:

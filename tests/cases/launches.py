@@ -172,6 +172,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue_collectives.low_latency(90),
         catalogue.signals(90),
         catalogue_collectives.between_nodes(90),
+        catalogue.head_exchanges(90, replace(operands, tma=False)),
         catalogue_attention.attention_kernels(90, "bf16", 64),
         catalogue_attention.decoding(90),
     ):

@@ -3,6 +3,7 @@
 from mutants.mutations import Case, mutant_of
 
 _FORWARD, _DECODE = "kernels/attention/forward.py", "kernels/attention/decode.py"
+_HEADS = "kernels/fused/head_exchange.py"
 _SLOTS = "for slot in range(first_slot, first_slot + slots):"
 _FUSED = "attention all_gather fused"
 
@@ -42,5 +43,41 @@ CASES = [
         ),
         "schedules",
         "decode fused",
+    ),
+    Case(
+        mutant_of(
+            _HEADS,
+            "columns of another rank's rows not waited for",
+            ("(first_slot + tile) * 8, epoch)", "(first_slot + tile) * 8, epoch - 1)"),
+        ),
+        "races",
+        "matmul_all_to_all fused",
+    ),
+    Case(
+        mutant_of(
+            _HEADS,
+            "columns stored without the credit of their rank",
+            ("if wait_credit(workspace, owner, epoch) >= epoch - 1:", "if epoch > 0:"),
+        ),
+        "races",
+        "matmul_all_to_all fused",
+    ),
+    Case(
+        mutant_of(
+            _HEADS,
+            "rows multiplied before they have come",
+            ("slot * 8, epoch)", "slot * 8, epoch - 1)"),
+        ),
+        "races",
+        "all_to_all_matmul fused",
+    ),
+    Case(
+        mutant_of(
+            _HEADS,
+            "one slot for the rows of all ranks",
+            ("slot = source * own.chunks + chunk", "slot = own.chunks * (source // 2) + chunk"),
+        ),
+        "races",
+        "all_to_all_matmul fused",
     ),
 ]

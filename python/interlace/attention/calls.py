@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.arguments import checks
-from interlace.runtime.algorithms.attention import exchange, gather, travelling
-from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
+from interlace.runtime.algorithms.attention import blocks, exchange, gather, travelling
+from interlace.runtime.algorithms.attention.problem import (
+    AttentionProblem,
+    AttentionResult,
+    unit_rows,
+)
 from interlace.runtime.algorithms.attention.shards import (
     BALANCES,
     NO_LIMIT,
@@ -31,13 +35,18 @@ from interlace.runtime.tuning.table import threshold
 
 FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
 METHODS = ("auto", "all_gather", "ring", "ulysses")
+HEADS = "heads"
+"""In place of a method: a rank has all ranks' tokens already, of its heads."""
 LAYOUTS = ("bshd", "sbhd")
 RING_BYTES = threshold("ring_attention_bytes")
 Tensor = torch.Tensor
 
 
 class AttentionOptions(NamedTuple):
-    """The arguments of a call that are no tensors; see ``nn.functional.context_parallel_attention``."""
+    """The arguments of a call that are no tensors; see ``nn.functional.context_parallel_attention``.
+
+    ``length``: with ``HEADS``, how many of the tokens are this rank's, by default as many as everybody's.
+    """
 
     method: str = "auto"
     causal: bool = False
@@ -46,6 +55,7 @@ class AttentionOptions(NamedTuple):
     layout: str = "bshd"
     balance: str = "zigzag"
     algorithm: str = "auto"
+    length: int | None = None
 
 
 class CheckedAttention(NamedTuple):
@@ -77,7 +87,9 @@ def checked(
     """The arguments, if they fit together on this rank."""
     layout = checks.one_of("layout", options.layout, LAYOUTS)
     checks.one_of("balance", options.balance, BALANCES)
-    method = checks.one_of("method", options.method, METHODS)
+    method = options.method
+    if method != HEADS:
+        method = checks.one_of("method", method, METHODS)
     algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
     given = {"query": query, "key": key, "value": value}
     tensors = [checks.tensor(name, each, communicator) for name, each in given.items()]
@@ -125,6 +137,11 @@ def checked(
         if documents.is_cpu and (documents[0] != 0 or bool((documents.diff() < 0).any())):
             raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
     query, key, value = (tokens_first(each, layout) for each in tensors)
+    if method == HEADS and options.length is None and query.shape[0] % communicator.world_size:
+        raise ValueError(
+            f"query has {query.shape[0]} tokens, which world size {communicator.world_size} does not "
+            "divide; give length"
+        )
     return CheckedAttention(query, key, value, documents, mask, scale, method, algorithm)
 
 
@@ -174,8 +191,19 @@ def _agreed(
         ("cu_seqlens", documents),
         ("configuration", configuration.OVERRIDE.get()),
     )
-    lengths = tuple(communicator.parts(communicator.call_of(op, terms, rows)))
-    shards = TokenShards(lengths, options.balance)
+    ranks, own = None, rows
+    if call.method == HEADS:
+        ranks = tuple(range(communicator.world_size))
+        own = rows // len(ranks) if options.length is None else options.length
+    parts = communicator.parts(communicator.call_of(op, terms, (own, rows)))
+    shards = TokenShards(tuple(length for length, _ in parts), options.balance)
+    for rank, (_, total) in enumerate(parts if ranks else ()):
+        if total != shards.total:
+            raise ValueError(
+                f"{op}: query has {total} tokens on rank {rank}, the ranks have {shards.total} "
+                f"({list(shards.lengths)} by rank)"
+            )
+    lengths = shards.lengths
     if isinstance(documents, tuple) and documents[-1] > shards.total:
         raise ValueError(
             f"{op}: cu_seqlens ends at {documents[-1]}, the ranks have {shards.total} tokens "
@@ -184,7 +212,7 @@ def _agreed(
     per_key = heads // call.key.shape[2] if heads else 1
     return AttentionProblem(
         communicator, op, call.query, call.key, call.value, shards, call.mask, call.documents,
-        call.scale, per_key,
+        call.scale, per_key, ranks=ranks,
     )  # fmt: skip
 
 
@@ -205,9 +233,9 @@ def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
             algorithm = "pipelined"
         else:
             algorithm = "pipelined" if place.direct_access else "fused"
-        if place.nodes is not None:
+        if place.nodes is not None and call.method != HEADS:
             algorithm = "unfused"
-    if algorithm != "unfused" and place.nodes is not None:
+    if algorithm != "unfused" and place.nodes is not None and call.method != HEADS:
         raise ValueError(
             f'{problem.op}: algorithm="{algorithm}" works within one node, the group has several; use '
             '"unfused" or "auto"'
@@ -255,12 +283,17 @@ def _forward(
     if not problem.shards.total * math.prod(call.query.shape[1:]):
         return None  # no rank has anything
     method, algorithm = way_of(problem, call)
-    if algorithm == "unfused":
-        return travelling.attention_unfused(problem, output, lse)
     tiles = None
     if algorithm == "fused":
         rows, size = max(problem.shards.lengths), call.query.shape[3]
+        rows = problem.shards.total if method == HEADS else rows
         tiles = choose_attention(problem.communicator.place, call.query.dtype, size, rows)
+    if method == HEADS:
+        return blocks.attention_of_heads(problem, output, lse, tiles)
+    if algorithm == "unfused" and method == "ulysses":
+        return exchange.exchanged_attention_unfused(problem, output, lse)
+    if algorithm == "unfused":
+        return travelling.attention_unfused(problem, output, lse)
     if method == "ulysses":
         return exchange.exchanged_attention(problem, output, lse, tiles)
     if method == "all_gather" and tiles is not None:
@@ -295,18 +328,24 @@ def prepared_backward(
         # the engine may record what a backward does, but not what is done on streams
         of_output, made = (tokens_first(each.detach(), options.layout) for each in (grad, output))
         more = None if lse_grad is None else lse_grad.detach()
-        result = AttentionResult(of_output, made, lse.detach(), more)
+        result = AttentionResult(unit_rows(of_output), made, lse.detach(), more)
         of_query, of_key, of_value = (tokens_first(each, options.layout) for each in grads)
         into = of_query, of_key, of_value
-        if algorithm == "unfused":
-            return Outcome(None, travelling.attention_backward_unfused(problem, result, into))
+        if algorithm == "unfused" and method != HEADS:
+            unfused = travelling.attention_backward_unfused
+            if method == "ulysses":
+                unfused = exchange.exchanged_backward_unfused
+            return Outcome(None, unfused(problem, result, into))
         tiles = None
         size, dtype = call.query.shape[3], call.query.dtype
         if algorithm == "fused" and differentiable(dtype, size):
             rows, place = max(problem.shards.lengths), communicator.place
+            rows = problem.shards.total if method == HEADS else rows
             tiles = choose_attention(place, dtype, size, rows, backward=True)
-        # heads are not exchanged: the gradients of keys would have to be, too
-        method = "all_gather" if method == "ulysses" else method
+        if method == HEADS:
+            return Outcome(None, blocks.attention_of_heads_backward(problem, result, into, tiles))
+        if method == "ulysses":
+            return Outcome(None, exchange.exchanged_backward(problem, result, into, tiles))
         return Outcome(None, travelling.attention_backward(problem, method, result, into, tiles))
 
     return start, (), None

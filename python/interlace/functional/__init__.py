@@ -31,6 +31,7 @@ from interlace.functional.collectives import (
 )
 from interlace.functional.experts import combine, dispatch, grouped_matmul_combine
 from interlace.functional.grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
+from interlace.functional.head_exchange import all_to_all_matmul, matmul_all_to_all
 from interlace.functional.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from interlace.functional.norms import all_reduce_norm, reduce_scatter_norm
 from interlace.functional.scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
@@ -48,12 +49,14 @@ __all__ = [
     "all_reduce_norm",
     "all_to_all",
     "all_to_all_grouped_matmul",
+    "all_to_all_matmul",
     "broadcast",
     "combine",
     "dispatch",
     "gather",
     "grouped_matmul_combine",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "permute",
     "reduce",

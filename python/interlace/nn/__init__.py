@@ -16,7 +16,7 @@ from interlace.nn.functions.regions import (
     scatter_to_group,
 )
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
-from interlace.nn.layers.attention import ContextParallelAttention
+from interlace.nn.layers.attention import ContextParallelAttention, UlyssesAttention
 from interlace.nn.layers.cross_entropy import (
     VocabParallelCrossEntropy,
     vocab_parallel_cross_entropy,
@@ -48,6 +48,7 @@ __all__ = [
     "SequenceParallelMLP",
     "ShardedModule",
     "Sharding",
+    "UlyssesAttention",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "column_parallel_linear",

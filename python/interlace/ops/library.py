@@ -177,6 +177,21 @@ OPS = (
         "Tensor[]",
     ),
     Op(
+        "matmul_all_to_all",
+        attention.TO_HEADS_ARGUMENTS,
+        attention.start_to_heads,
+        attention.to_heads_result,
+        (attention.setup_to_heads, attention.to_heads_backward),
+    ),
+    Op(
+        "all_to_all_matmul",
+        attention.FROM_HEADS_ARGUMENTS,
+        attention.start_from_heads,
+        attention.from_heads_results,
+        (attention.setup_from_heads, attention.from_heads_backward),
+        "Tensor[]",
+    ),
+    Op(
         "all_gather_scaled_matmul",
         "Tensor input, Tensor[] weights, Tensor input_scale, Tensor[] weight_scales, Tensor?[] biases, "
         f"int gather_dim, bool return_gathered, {SCALED}",

@@ -9,18 +9,31 @@ which pushes them where they belong; results go back the same way::
             compute  own tokens' keys | keys of 0 | keys of 2 | merge, all tokens of heads 1
 
 Partial results are those over the keys of one rank each, as in the other methods, and so have their bits.
-``fused`` computes by Triton kernels, ``pipelined`` by torch.
+``fused`` computes by Triton kernels, ``pipelined`` by torch, ``unfused`` by torch, between plain
+collectives.
+
+Backward: with queries go the results and their gradients; back come the gradients of queries, and those of
+keys in fp32, of which there are several where ranks share a head of keys; they are added up in the order of
+the ranks. What all queries give to a key is one sum here, elsewhere one of sums by rank: other bits.
+
+Tensors that travel have tokens first and heads last but one.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 
-from interlace.runtime.algorithms.attention.kernel_blocks import KernelBlocks
-from interlace.runtime.algorithms.attention.problem import AttentionProblem, Blocks
-from interlace.runtime.algorithms.attention.torch_blocks import TorchBlocks
+from interlace.runtime.algorithms import plain
+from interlace.runtime.algorithms.attention.blocks import (
+    attend_to_all,
+    blocks_of,
+    differentiate_all,
+)
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult, Blocks
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
@@ -29,7 +42,10 @@ Tensor = torch.Tensor
 
 
 class HeadShards:
-    """Which heads are whose: ``queries[r]`` and ``keys[r]`` are slices of all heads."""
+    """Which heads are whose: ``queries[r]`` and ``keys[r]`` are slices of all heads.
+
+    ``copies[r]``: of the heads of keys of all ranks, one after another, where some are there several times.
+    """
 
     def __init__(self, world_size: int, heads: int, per_key: int) -> None:
         bounds = [rank * heads // world_size for rank in range(world_size + 1)]
@@ -41,168 +57,288 @@ class HeadShards:
         self.first = [
             q.start - k.start * per_key for q, k in zip(self.queries, self.keys, strict=True)
         ]
-
-    def queries_of(self, rank: int) -> int:
-        return self.queries[rank].stop - self.queries[rank].start
-
-    def keys_of(self, rank: int) -> int:
-        return self.keys[rank].stop - self.keys[rank].start
+        ends = accumulate((_count(each) for each in self.keys), initial=0)
+        self.copies = [slice(a, b) for a, b in pairwise(ends)]
 
 
-class HeadExchange:
-    """The rooms of every rank's workspace for what comes to it, and the sends that fill them.
+def _count(heads: slice) -> int:
+    return int(heads.stop - heads.start)
 
-    ``there``: tensors ``[tokens, batches, heads of the rank, size]`` of all tokens, such as queries, each
-    source's at its place; ``back``: of the own tokens and all heads.
-    """
 
-    def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
-        self.problem, shards = problem, problem.shards
-        world = shards.world_size
-        self.heads = HeadShards(world, problem.query.shape[2], problem.per_key)
-        self.begins = [0, *accumulate(shards.lengths)]
-        self.layout = layout
-        self.most_queries = max(self.heads.queries_of(r) for r in range(world))
-        self.most_keys = max(self.heads.keys_of(r) for r in range(world))
+class Piece(NamedTuple):
+    """A tensor that travels: ``[tokens, *between, heads, size]``; ``heads``: those of each rank."""
 
-    def room(self, rows: int, heads: int, dtype: torch.dtype) -> int:
-        _, batches, _, size = self.problem.query.shape
-        return self.layout.add_data(rows * batches * heads * size * dtype.itemsize)
+    between: tuple[int, ...]
+    size: int
+    dtype: torch.dtype
+    heads: Sequence[slice]
 
-    def view(
-        self,
-        workspace: Workspace,
-        owner: int,
-        room: int,
-        source: int,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """The part of a room of ``owner`` that is for tokens of ``source``; ``shape``: of one token."""
-        begin = self.begins[source] * torch.Size(shape).numel() * dtype.itemsize
-        rows = self.problem.shards.lengths[source]
-        return workspace.data(owner, room + begin, (rows, *shape), dtype)
+    def shape(self, rows: int, rank: int | None = None) -> tuple[int, ...]:
+        """With the heads of ``rank``, or all."""
+        heads = self.heads[-1].stop if rank is None else _count(self.heads[rank])
+        return rows, *self.between, heads, self.size
 
-    def whole(
-        self, workspace: Workspace, room: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        total = self.problem.shards.total
-        return workspace.data(self.problem.rank, room, (total, *shape), dtype)
+    def nbytes(self, rows: int, rank: int | None = None) -> int:
+        return torch.Size(self.shape(rows, rank)).numel() * self.dtype.itemsize
 
-    def others(self) -> list[int]:
-        world, rank = self.problem.shards.world_size, self.problem.rank
-        return [(rank + step) % world for step in range(1, world)]
 
-    def arrivals(self) -> list[int]:
-        world, rank = self.problem.shards.world_size, self.problem.rank
-        return [(rank - step) % world for step in range(world)]
+def piece(tensor: Tensor, heads: Sequence[slice], dtype: torch.dtype | None = None) -> Piece:
+    _, *between, _, size = tensor.shape
+    return Piece(tuple(between), size, dtype or tensor.dtype, heads)
 
-    def query_shape(self, rank: int) -> tuple[int, int, int]:
-        _, batches, _, size = self.problem.query.shape
-        return batches, self.heads.queries_of(rank), size
 
-    def key_shape(self, rank: int) -> tuple[int, int, int, int]:
-        _, batches, _, size = self.problem.key.shape
-        return 2, batches, self.heads.keys_of(rank), size
+def tokens_first(sums: Tensor) -> Tensor:
+    """``[batches, heads, tokens]`` as it travels."""
+    return sums.permute(2, 0, 1).unsqueeze(-1)
 
-    def part(self) -> AttentionProblem:
-        """The problem that this rank works on: all queries, of its heads."""
-        problem, rank = self.problem, self.problem.rank
-        own = self.heads.keys[rank]
-        key = problem.key[:, :, own]
-        return replace(
-            problem, key=key, value=problem.value[:, :, own], first_head=self.heads.first[rank]
+
+def heads_first(moved: Tensor) -> Tensor:
+    return moved.squeeze(-1).permute(1, 2, 0)
+
+
+class HeadWay(Protocol):
+    """How heads get to ranks, and back; results are there when the compute stream comes to it."""
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of each, whose tokens are the own ones, all tokens of this rank's heads."""
+
+    def to_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
+
+
+class ByPushes:
+    """Each rank stores what it has in the workspace where it is wanted, and publishes once."""
+
+    def __init__(
+        self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
+    ) -> None:
+        self._problem, lengths = problem, problem.shards.lengths
+        ranks, total = range(len(lengths)), problem.shards.total
+        self.layout = Layout(2 * len(lengths))
+        add = self.layout.add_data
+        self._there = [(each, add(max(each.nbytes(total, r) for r in ranks))) for each in there]
+        self._back = [(each, add(each.nbytes(max(lengths)))) for each in back]
+        self._begins = [0, *accumulate(lengths)]
+
+    def within(self, workspace: Workspace) -> "ByPushes":
+        self._workspace = workspace
+        return self
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        communicator, rank = self._problem.communicator, self._problem.rank
+        copying, total = communicator.copying, self._problem.shards.total
+        data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
+        copying.wait_credits(self._workspace)
+        for peer in [rank, *plain.others(communicator)]:
+            for tensor, (each, room) in zip(tensors, self._there, strict=True):
+                theirs = data(peer, room, each.shape(total, peer), each.dtype)[own]
+                part = tensor[..., each.heads[peer], :]
+                if part.numel():
+                    copying.copy(theirs, part, f"heads to rank {peer}")
+            if peer != rank:
+                copying.publish(self._workspace, peer, rank)
+        communicator.compute.wait_event(copying.record())
+        plain.wait_for_all(communicator, self._workspace, 0)
+        return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
+
+    def to_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        communicator, rank = self._problem.communicator, self._problem.rank
+        compute, lengths = communicator.compute, self._problem.shards.lengths
+        data = self._workspace.data
+        for peer in [*plain.others(communicator), rank]:
+            own = slice(self._begins[peer], self._begins[peer + 1])
+            for part, (each, room) in zip(parts, self._back, strict=True):
+                theirs = data(peer, room, each.shape(lengths[peer]), each.dtype)
+                if part[own].numel():
+                    to = theirs[..., each.heads[rank], :]
+                    compute.copy(to, part[own], f"results to rank {peer}")
+            if peer != rank:
+                compute.publish(self._workspace, peer, len(lengths) + rank)
+        plain.wait_for_all(communicator, self._workspace, len(lengths))
+        return [
+            data(rank, room, each.shape(lengths[rank]), each.dtype) for each, room in self._back
+        ]
+
+
+class ByEngine:
+    """Plain collectives."""
+
+    def __init__(
+        self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
+    ) -> None:
+        self._problem, self._there, self._back = problem, there, back
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> None:
+        communicator, op = self._problem.communicator, f"{self._problem.op} of {what}"
+        if communicator.world_size == 1:
+            communicator.compute.copy(outputs[0], inputs[0], what)
+            return
+        # an engine begins with what the caller has issued, which the parts are then among
+        communicator.place.hold_current(communicator.compute.record(), f"the parts of {op}")
+        terms = ("rows", self._problem.shards.lengths), ("dtype", inputs[0].dtype)
+        flat = [[part.view(-1) for part in parts] for parts in (outputs, inputs)]
+        event = communicator.engine.all_to_all(Call(op, terms), *flat)
+        if event is not None:
+            communicator.compute.wait_event(event)
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        problem, whole = self._problem, []
+        rank, lengths, copy = (
+            problem.rank,
+            problem.shards.lengths,
+            problem.communicator.compute.copy,
         )
+        for number, (tensor, each) in enumerate(zip(tensors, self._there, strict=True)):
+            sent = [tensor.new_empty(each.shape(lengths[rank], r)) for r in range(len(lengths))]
+            for made, heads in zip(sent, each.heads, strict=True):
+                copy(made, tensor[..., heads, :], "heads")
+            whole.append(tensor.new_empty(each.shape(sum(lengths), rank)))
+            self._exchange(torch.split(whole[-1], list(lengths)), sent, f"heads, {number}")
+        return whole
 
-    def sources(self) -> list[int]:
-        """The ranks whose keys somebody sees: all that have tokens."""
-        return [source for source, length in enumerate(self.problem.shards.lengths) if length]
+    def to_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        problem, whole = self._problem, []
+        rank, lengths, copy = (
+            problem.rank,
+            problem.shards.lengths,
+            problem.communicator.compute.copy,
+        )
+        for number, (part, each) in enumerate(zip(parts, self._back, strict=True)):
+            dense = part.new_empty(part.shape)
+            copy(dense, part, "tokens")
+            rows = lengths[rank]
+            came = [part.new_empty(each.shape(rows, r)) for r in range(len(lengths))]
+            self._exchange(came, torch.split(dense, list(lengths)), f"tokens, {number}")
+            whole.append(part.new_empty(each.shape(rows)))
+            for made, heads in zip(came, each.heads, strict=True):
+                copy(whole[-1][..., heads, :], made, "tokens")
+        return whole
 
-    def blocks(self, configuration: Configuration | None) -> Blocks:
-        part, ranks = self.part(), range(self.problem.shards.world_size)
-        spans, sources = part.spans(ranks), self.sources()
-        shape = self.problem.shards.total, *self.query_shape(self.problem.rank)
-        if configuration is None:
-            return TorchBlocks(part, shape, spans, sources, ranks)
-        return KernelBlocks(part, shape, spans, sources, configuration)
+
+class HeadProblem:
+    """This rank's heads of ``problem``, and the pieces that are exchanged for them."""
+
+    def __init__(self, problem: AttentionProblem, configuration: Configuration | None) -> None:
+        self.problem, rank = problem, problem.rank
+        world, query = problem.shards.world_size, problem.query
+        self.heads = heads = HeadShards(world, query.shape[2], problem.per_key)
+        self.packed = problem.packed()
+        self.queries, self.keys = piece(query, heads.queries), piece(self.packed, heads.keys)
+        self.sums = Piece((query.shape[1],), 1, problem.wide, heads.queries)
+        key, value = (each[:, :, heads.keys[rank]] for each in (problem.key, problem.value))
+        all_ranks, first = tuple(range(world)), heads.first[rank]
+        self.own = replace(problem, key=key, value=value, first_head=first, ranks=all_ranks)
+        shape = self.queries.shape(problem.shards.total, rank)
+        self.blocks: Blocks | None = None
+        if torch.Size(shape).numel():
+            self.blocks = blocks_of(self.own, configuration, shape)
+
+
+def _attend(own: HeadProblem, way: HeadWay, output: Tensor, lse: Tensor) -> None:
+    copy = own.problem.communicator.compute.copy
+    query, packed = way.to_heads([own.problem.query, own.packed])
+    made = torch.empty_like(query)
+    sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
+    if own.blocks is not None:
+        own.blocks.begin(query)
+        attend_to_all(own.own, own.blocks, packed, made, sums)
+    results = way.to_tokens([made, tokens_first(sums)])
+    copy(output, results[0], "results")
+    copy(tokens_first(lse), results[1], "sums")
 
 
 def exchanged_attention(
     problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration | None
 ) -> Event:
     """Results come back in the dtype of the queries, logarithms of the sums in fp32 or wider."""
-    communicator, rank, shards = problem.communicator, problem.rank, problem.shards
-    layout, dtype = Layout(), problem.query.dtype
-    exchange = HeadExchange(problem, layout)
-    heads, total = exchange.heads, shards.total
-    there, back = layout.add_slots(shards.world_size), layout.add_slots(shards.world_size)
-    query_room = exchange.room(total, exchange.most_queries, dtype)
-    key_room = exchange.room(2 * total, exchange.most_keys, dtype)
-    rows = max(shards.lengths)
-    _, batches, all_heads, size = problem.query.shape
-    output_room = layout.add_data(rows * batches * all_heads * size * dtype.itemsize)
-    lse_room = layout.add_data(rows * batches * all_heads * lse.dtype.itemsize)
-
-    blocks = exchange.blocks(configuration)
+    own = HeadProblem(problem, configuration)
+    way = ByPushes(problem, [own.queries, own.keys], [own.queries, own.sums])
 
     def body(workspace: Workspace) -> None:
-        compute, copying = communicator.compute, communicator.copying
-        copying.wait_credits(workspace)
-        for peer in [rank, *exchange.others()]:
-            if heads.queries_of(peer):
-                queries = exchange.view(
-                    workspace, peer, query_room, rank, exchange.query_shape(peer), dtype
-                )
-                copying.copy(
-                    queries, problem.query[:, :, heads.queries[peer]], f"queries to rank {peer}"
-                )
-                keys = exchange.view(
-                    workspace, peer, key_room, rank, exchange.key_shape(peer), dtype
-                )
-                for index, tensor in enumerate((problem.key, problem.value)):
-                    copying.copy(
-                        keys[:, index], tensor[:, :, heads.keys[peer]], f"keys to rank {peer}"
-                    )
-            if peer != rank:
-                copying.publish(workspace, peer, there + rank)
-        compute.wait_event(copying.record())
-        for source in exchange.arrivals():
-            if source != rank:
-                compute.wait(workspace, source, there + source)
-        own_heads = heads.queries_of(rank)
-        if own_heads:
-            query = exchange.whole(workspace, query_room, exchange.query_shape(rank), dtype)
-            made = problem.query.new_empty(query.shape)
-            sums = lse.new_empty(batches, own_heads, total)
-            blocks.begin(query)
-            for source in exchange.arrivals():
-                if shards.lengths[source]:
-                    packed = exchange.view(
-                        workspace, rank, key_room, source, exchange.key_shape(rank), dtype
-                    )
-                    blocks.attend(source, packed)
-            blocks.merge(made, sums)
-        for peer in [*exchange.others(), rank]:
-            first, last = exchange.begins[peer], exchange.begins[peer + 1]
-            if own_heads and first < last:
-                shape = last - first, batches, all_heads, size
-                theirs = workspace.data(peer, output_room, shape, dtype)
-                compute.copy(
-                    theirs[:, :, heads.queries[rank]], made[first:last], f"results to rank {peer}"
-                )
-                reach = workspace.data(
-                    peer, lse_room, (batches, all_heads, last - first), lse.dtype
-                )
-                compute.copy(
-                    reach[:, heads.queries[rank]], sums[..., first:last], f"sums to rank {peer}"
-                )
-            if peer != rank:
-                compute.publish(workspace, peer, back + rank)
-        for source in exchange.arrivals():
-            if source != rank:
-                compute.wait(workspace, source, back + source)
-        mine = workspace.data(rank, output_room, output.shape, dtype)
-        compute.copy(output, mine, "results")
-        compute.copy(lse, workspace.data(rank, lse_room, lse.shape, lse.dtype), "sums")
+        _attend(own, way.within(workspace), output, lse)
 
-    return communicator.enqueue(problem.op, layout, body)
+    return problem.communicator.enqueue(problem.op, way.layout, body)
+
+
+def exchanged_attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
+    own = HeadProblem(problem, None)
+    problem.after_the_caller()
+    way = ByEngine(problem, [own.queries, own.keys], [own.queries, own.sums])
+    _attend(own, way, output, lse)
+    return problem.communicator.compute.record()
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+class _Backward:
+    """What travels for gradients."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        result: AttentionResult,
+        grads: tuple[Tensor, Tensor, Tensor],
+        configuration: Configuration | None,
+    ) -> None:
+        self.own, self._result, self._grads = HeadProblem(problem, configuration), result, grads
+        more = [] if result.lse_grad is None else [tokens_first(result.lse_grad)]
+        self._tensors = [
+            problem.query, self.own.packed, result.grad, result.output, tokens_first(result.lse), *more,
+        ]  # fmt: skip
+        own = self.own
+        of_queries = [piece(each, own.heads.queries) for each in self._tensors[2:]]
+        self.there = [own.queries, own.keys, *of_queries]
+        self.of_keys = piece(own.packed, own.heads.copies, problem.wide)
+        self.back = [own.queries, self.of_keys]
+
+    def differentiate(self, way: HeadWay) -> None:
+        own, rank = self.own, self.own.problem.rank
+        query, packed, grad, output, *sums = way.to_heads(self._tensors)
+        of_query = torch.empty_like(query)
+        total = own.problem.shards.total
+        of_keys = query.new_empty(self.of_keys.shape(total, rank), dtype=self.of_keys.dtype)
+        if own.blocks is not None:
+            result = AttentionResult(grad, output, *map(heads_first, sums))
+            own.blocks.begin(query)
+            differentiate_all(own.own, own.blocks, packed, result, of_query, of_keys)
+        mine, parts = way.to_tokens([of_query, of_keys])
+        own.problem.communicator.compute.copy(self._grads[0], mine, "gradient of the query")
+        own.problem.give(self._added(parts), self._grads[1:])
+
+    def _added(self, parts: Tensor) -> Tensor:
+        """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
+        heads, packed = self.own.heads, self.own.packed
+        total = torch.empty_like(packed, dtype=parts.dtype)
+
+        def add_up() -> None:
+            total.zero_()
+            for keys, copies in zip(heads.keys, heads.copies, strict=True):
+                total[..., keys, :] += parts[..., copies, :]
+
+        self.own.problem.communicator.compute.call(add_up, "sums over heads")
+        return total
+
+
+def exchanged_backward(
+    problem: AttentionProblem,
+    result: AttentionResult,
+    grads: tuple[Tensor, Tensor, Tensor],
+    configuration: Configuration | None,
+) -> Event:
+    back = _Backward(problem, result, grads, configuration)
+    way = ByPushes(problem, back.there, back.back)
+
+    def body(workspace: Workspace) -> None:
+        back.differentiate(way.within(workspace))
+
+    return problem.communicator.enqueue(problem.op, way.layout, body)
+
+
+def exchanged_backward_unfused(
+    problem: AttentionProblem, result: AttentionResult, grads: tuple[Tensor, Tensor, Tensor]
+) -> Event:
+    back = _Backward(problem, result, grads, None)
+    problem.after_the_caller()
+    back.differentiate(ByEngine(problem, back.there, back.back))
+    return problem.communicator.compute.record()

@@ -104,10 +104,16 @@ class KernelBlocks:
     # -- gradients -----------------------------------------------------------------------------
 
     def begin_backward(self, result: AttentionResult) -> None:
-        self._grad, lse = unit_rows(result.grad), result.lse
-        # what sees no key has weights of 0, not of 2 ** inf
-        reach = torch.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        self._sums = RowSums(reach.float().contiguous(), result.delta(), lse.shape[2])
+        self._grad, lse = result.grad, result.lse
+        reach, delta = (lse.new_empty(lse.shape, dtype=torch.float32) for _ in range(2))
+
+        def prepare() -> None:
+            # what sees no key has weights of 0, not of 2 ** inf
+            reach.copy_(torch.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+            delta.copy_(result.delta())
+
+        self._problem.communicator.compute.call(prepare, "sums of rows")
+        self._sums = RowSums(reach, delta, lse.shape[2])
 
     def differentiate(self, source: int, packed: torch.Tensor, contribution: torch.Tensor) -> None:
         """A partial gradient of the query; ``contribution``, fp32, to that of the keys of ``source``."""

@@ -23,8 +23,8 @@ LOG2E = 1.0 / math.log(2.0)
 class AttentionResult(NamedTuple):
     """What a forward has made, with gradients: all that a backward needs beside the problem.
 
-    ``output`` and its ``grad`` are ``[tokens, b, h, d]``, ``lse``, the natural logarithm of the sums of
-    exponentials, and its gradient, if it has one, ``[b, h, tokens]``.
+    ``output`` and its ``grad`` are ``[tokens, b, h, d]``, the gradient contiguous along the last; ``lse``,
+    the natural logarithm of the sums of exponentials, and its gradient, if it has one, ``[b, h, tokens]``.
     """
 
     grad: torch.Tensor
@@ -41,7 +41,11 @@ class AttentionResult(NamedTuple):
 
 @dataclass
 class AttentionProblem:
-    """What every method works on. ``first_head``: see ``kernels/arguments.py``; ``per_key``, too."""
+    """What every method works on. ``first_head``: see ``kernels/arguments.py``; ``per_key``, too.
+
+    ``ranks``: whose tokens all tensors have, one after another; None: the query this rank's, and so the key
+    until it travels.
+    """
 
     communicator: Communicator
     op: str
@@ -54,6 +58,17 @@ class AttentionProblem:
     scale: float
     per_key: int
     first_head: int = 0
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def whose(self) -> tuple[int, ...]:
+        """The ranks whose queries these are."""
+        return (self.rank,) if self.ranks is None else self.ranks
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of partial results."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     @property
     def rank(self) -> int:
@@ -74,14 +89,28 @@ class AttentionProblem:
         return torch.stack([self.key, self.value], 1)
 
     def sources(self) -> list[int]:
-        return self.shards.sources(self.rank, self.mask)
+        """The ranks whose keys are seen, in their order."""
+        return sorted({s for rank in self.whose for s in self.shards.sources(rank, self.mask)})
 
-    def spans(self, ranks: Sequence[int] | None = None) -> torch.Tensor:
-        """What each query sees; of this rank, or of ``ranks``, one after another."""
-        who = [self.rank] if ranks is None else list(ranks)
+    def after_the_caller(self) -> None:
+        """The compute stream goes on behind what the caller has issued until now."""
+        self.communicator.compute.wait_event(self.communicator.place.record_current())
+
+    def give(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """``grads`` of keys and of values = packed sums, on the compute stream."""
+
+        def copied() -> None:
+            for index, grad in enumerate(grads):
+                grad.copy_(total[:, index])
+
+        self.communicator.compute.call(copied, "gradients of the own keys")
+
+    def spans(self) -> torch.Tensor:
+        """What each query sees."""
+        who = self.whose
         if self.documents is not None:
             return self.shards.spans(who, self.mask, self.documents)
-        key = ("attention spans", self.shards, self.mask, tuple(who))
+        key = ("attention spans", self.shards, self.mask, who)
         table = self.communicator.table(
             key, lambda: self.shards.spans(who, self.mask, None).tolist(), passing=True
         )
@@ -121,7 +150,7 @@ def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
 class Blocks(Protocol):
     """What is computed of the keys of one source after another: by kernels, or by torch.
 
-    All but ``begin`` and ``begin_backward`` goes to the compute stream.
+    All but ``begin`` goes to the compute stream.
     """
 
     def begin(self, query: torch.Tensor) -> None: ...

@@ -128,15 +128,18 @@ class TorchBlocks:
     # -- gradients -----------------------------------------------------------------------------
 
     def begin_backward(self, result: AttentionResult) -> None:
-        self._grad, self._out = (
-            each.permute(1, 2, 0, 3).to(self._wide) for each in (result.grad, result.output)
-        )
-        self._lse = torch.where(result.lse == float("-inf"), float("inf"), result.lse).to(
-            self._wide
-        )
-        # the grad of the sums' logarithms is in there, which torch's own kernel does not know
-        self._delta = None if result.lse_grad is None else result.delta().to(self._wide)
         self._of_query: dict[int, Tensor] = {}
+
+        def prepare() -> None:
+            self._grad, self._out = (
+                each.permute(1, 2, 0, 3).to(self._wide) for each in (result.grad, result.output)
+            )
+            nothing = result.lse == float("-inf")
+            self._lse = torch.where(nothing, float("inf"), result.lse).to(self._wide)
+            # the grad of the sums' logarithms is in there, which torch's own kernel does not know
+            self._delta = None if result.lse_grad is None else result.delta().to(self._wide)
+
+        self._call(prepare, "sums of rows")
 
     def differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
         def run() -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from interlace.runtime.algorithms.attention.kernel_blocks import KernelBlocks
+from interlace.runtime.algorithms.attention.blocks import blocks_of
 from interlace.runtime.algorithms.attention.moves import RingKeys, StagedKeys, Travelling
-from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult, Blocks
-from interlace.runtime.algorithms.attention.torch_blocks import TorchBlocks
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -27,18 +26,6 @@ WAYS: dict[str, Callable[[AttentionProblem, Layout], Travelling]] = {
     "all_gather": StagedKeys,
     "ring": RingKeys,
 }
-
-
-def blocks_of(problem: AttentionProblem, configuration: Configuration | None) -> Blocks:
-    """Computed by kernels with a ``configuration``, else by torch."""
-    spans, sources, shape = problem.spans(), problem.sources(), problem.query.shape
-    made: Blocks
-    if configuration is None:
-        made = TorchBlocks(problem, shape, spans, sources, [problem.rank])
-    else:
-        made = KernelBlocks(problem, shape, spans, sources, configuration)
-    made.begin(problem.query)
-    return made
 
 
 def attention_on_the_way(
@@ -75,15 +62,9 @@ def gathered_by_engine(problem: AttentionProblem) -> dict[int, Tensor]:
     return dict(enumerate(parts))
 
 
-def _after_the_caller(problem: AttentionProblem) -> None:
-    """The compute stream goes on behind what the caller has issued until now."""
-    communicator = problem.communicator
-    communicator.compute.wait_event(communicator.place.record_current())
-
-
 def attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
     blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
-    _after_the_caller(problem)
+    problem.after_the_caller()
     for source in problem.sources():
         blocks.attend(source, gathered[source])
     blocks.merge(output, lse)
@@ -98,7 +79,7 @@ class Contributions:
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self.problem, shards = problem, problem.shards
-        self.dtype = torch.float64 if problem.key.dtype == torch.float64 else torch.float32
+        self.dtype = problem.wide
         self.slots = layout.add_slots(shards.world_size)
         self.offset = layout.add_data(shards.total * problem.row_elements * self.dtype.itemsize)
         layout.pulled = True
@@ -146,11 +127,11 @@ def attention_backward(
     """``grads``, of query, key and value, as the problem has these; keys come by ``method`` once more."""
     layout, blocks = Layout(), blocks_of(problem, configuration)
     keys, contributions = WAYS[method](problem, layout), Contributions(problem, layout)
-    blocks.begin_backward(result)
 
     def body(workspace: Workspace) -> None:
         # the last op here may still be read by others
         problem.communicator.compute.wait_credits(workspace)
+        blocks.begin_backward(result)
         for source, packed in keys.travel(workspace):
             blocks.differentiate(source, packed, contributions.of(workspace, problem.rank, source))
             contributions.publish(workspace, source)
@@ -166,11 +147,11 @@ def attention_backward_unfused(
     """Plain collectives around torch."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
-    blocks.begin_backward(result)
-    dtype = torch.float64 if problem.key.dtype == torch.float64 else torch.float32
+    dtype = problem.wide
     whole = problem.key.new_zeros(problem.shards.total, *problem.key_row, dtype=dtype)
     parts = torch.split(whole, list(lengths))
-    _after_the_caller(problem)
+    problem.after_the_caller()
+    blocks.begin_backward(result)
     for source in problem.sources():
         blocks.differentiate(source, gathered[source], parts[source])
     blocks.query_gradient(grads[0])
@@ -186,10 +167,5 @@ def attention_backward_unfused(
         ended = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
         if ended is not None:
             communicator.compute.wait_event(ended)
-
-    def give() -> None:
-        for index, grad in enumerate(grads[1:]):
-            grad.copy_(total[:, index])
-
-    communicator.compute.call(give, "gradients of the own keys")
+    problem.give(total, grads[1:])
     return communicator.compute.record()

@@ -30,6 +30,7 @@ SITES = {
         f"{ALGORITHMS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
         f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
         f"{ALGORITHMS}/grouped_matmul.py::GroupedMatmul.fused.body",
+        f"{ALGORITHMS}/head_exchange.py::from_heads_fused.body",
         f"{ALGORITHMS}/low_latency.py::run_words",
         f"{ALGORITHMS}/multimem.py::BySwitch._run.body",
         f"{ALGORITHMS}/node_matmul_reduce.py::matmul_reduce_scatter.body",

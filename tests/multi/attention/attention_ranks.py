@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import interlace
 from cases.attention_cases import AttentionCase, attend
+from cases.head_exchange_cases import ExchangeCase, exchanged, layered
 from interlace import nn
 
 HOW: dict[str, Any] = {"causal": True, "window": (5, -1), "layout": "sbhd"}
@@ -15,6 +16,31 @@ HOW: dict[str, Any] = {"causal": True, "window": (5, -1), "layout": "sbhd"}
 
 def attended(case: AttentionCase, method: str, algorithm: str) -> list[torch.Tensor]:
     return attend(case, method, algorithm)
+
+
+def projected(case: ExchangeCase, algorithm: str) -> dict[str, torch.Tensor]:
+    return exchanged(case, algorithm)
+
+
+def in_layer(*case: Any) -> float:
+    return layered(*case)
+
+
+def compiled_layer() -> list[str]:
+    """As :func:`compiled`, of the layer with projections."""
+    torch.manual_seed(0)
+    module = nn.UlyssesAttention(16, 4, 2, 8, True, causal=True)
+    torch.manual_seed(interlace.get_rank())
+    x = torch.randn(2, 6, 16)
+    found = []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = call(leaf)
+        output.square().sum().backward()
+        grads = [each.grad for each in module.parameters()]
+        found.append([output.detach(), leaf.grad, *grads])
+    return [str(n) for n, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
 
 
 def _own() -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import torch
 
 import interlace
 from cases.attention_cases import METHODS, AttentionCase, ratios
+from cases.head_exchange_cases import ALGORITHMS, ExchangeCase, worst
 from multi.attention import attention_ranks as ranks
 
 CASES = {
@@ -16,7 +17,12 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("algorithm", "method"),
-    [*(("pipelined", method) for method in METHODS), ("fused", "ring"), ("unfused", "all_gather")],
+    [
+        *(("pipelined", method) for method in METHODS),
+        ("fused", "ring"),
+        ("unfused", "all_gather"),
+        ("unfused", "ulysses"),
+    ],
 )
 def test_agrees_with_the_whole_sequence(algorithm: str, method: str) -> None:
     case = CASES[algorithm]
@@ -25,9 +31,22 @@ def test_agrees_with_the_whole_sequence(algorithm: str, method: str) -> None:
     assert max(ratios(case, found).values()) <= 1
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_heads_are_exchanged(algorithm: str) -> None:
+    case = ExchangeCase((20, 0, 7), others=(2,))
+    found = interlace.run(ranks.projected, 3, case, algorithm, place="shm")
+    assert max(worst(case, found).values()) <= 1
+
+
+def test_the_layer_with_projections() -> None:
+    case = (7, 4), (4, 2), "auto", "bshd", "zigzag"
+    assert max(interlace.run(ranks.in_layer, 2, *case, place="shm")) < 1e-5
+
+
 def test_graphs_have_it() -> None:
     assert interlace.run(ranks.traced, 2, place="shm") == [[], []]
     assert interlace.run(ranks.compiled, 2, place="shm") == [[], []]
+    assert interlace.run(ranks.compiled_layer, 2, place="shm") == [[], []]
 
 
 def test_decoding() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
-from interlace.attention.calls import FORWARD
+from interlace.attention.calls import FORWARD, HEADS
 from interlace.functional.calls import check, ints, run_to_list
 from interlace.groups.groups import resolve
 from interlace.ops.async_tensor import wait
@@ -103,8 +103,8 @@ def context_parallel_attention(
 
     What is computed over the keys of each rank is kept apart in fp32 and merged in the order of the ranks:
     a result has the same bits in every run and schedule, and with every method of "fused". Differentiable;
-    gradients of keys are summed in fp32, in the order of the ranks. Those of "ulysses" go the way of
-    "all_gather".
+    gradients of keys are summed in fp32, in the order of the ranks, with "ulysses" in one sum over all
+    queries, which has bits of its own.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
@@ -128,9 +128,70 @@ def context_parallel_attention(
     check(FORWARD, group, tag, q=q, k=k, v=v)
     limits = None if window is None else ints(FORWARD, group, tag, "window", list(window))
     tensors = (q, k, v, cu_seqlens)
-    given = (method, bool(causal), scale, limits, layout, balance, algorithm)
+    given = (method, bool(causal), scale, limits, layout, balance, algorithm, None)
     output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)
     return (output, lse) if return_lse else output
+
+
+def attention_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    length: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    layout: SequenceLayout = "bshd",
+    balance: Balance = "zigzag",
+    algorithm: FusedAlgorithm = "auto",
+) -> Tensor:
+    """Softmax attention of all ranks' tokens, of the heads that this rank has; no tokens travel.
+
+    What stands between :func:`interlace.functional.matmul_all_to_all`, which brings a rank its heads of all
+    tokens, and :func:`interlace.functional.all_to_all_matmul`. Rotary embeddings go in front of it.
+
+    Parameters
+    ----------
+    q, k, v : as for :func:`context_parallel_attention`, of all ranks' tokens, one rank's after another, and
+        of this rank's heads, as many as every rank's.
+    length : how many of the tokens are this rank's, by default as many as everybody's.
+    cu_seqlens : where packed sequences begin, ``[n + 1]``, as there.
+    other parameters : as for :func:`context_parallel_attention`; ``balance`` says which tokens of the
+        sequence a rank's are.
+
+    Returns the output, of the shape of ``q``. Differentiable. Raises ValueError or TypeError naming the
+    argument, both values and the rank, on all ranks.
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, put in its order.
+
+    >>> def attended():
+    ...     q, v = torch.zeros(1, 4, 1, 4), torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 4)
+    ...     return nn.functional.attention_of_heads(q, q, v, causal=True)[0, :, 0, 0].tolist()
+    >>> interlace.run(attended, 2)[0]  # in the order of the sequence the tokens are 0, 2, 3, 1
+    [0.0, 1.5, 1.0, 1.6666666269302368]
+    """
+    check(FORWARD, group, tag, q=q, k=k, v=v)
+    limits = None if window is None else ints(FORWARD, group, tag, "window", list(window))
+    tensors = (q, k, v, cu_seqlens)
+    given = (HEADS, bool(causal), scale, limits, layout, balance, algorithm, length)
+    output: Tensor = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)[0]
+    return output
+
+
+def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -> Tensor:
+    """int64: the places in the sequence of all ranks' tokens, one rank's after another.
+
+    ``lengths``: of the ranks; ``balance`` as for :func:`context_parallel_attention`. No communication.
+
+    >>> nn.functional.positions_of_ranks([2, 2]).tolist()
+    [0, 3, 1, 2]
+    """
+    shards = TokenShards(tuple(lengths), balance)
+    return torch.tensor([p for r in range(len(shards.lengths)) for p in shards.positions(r)])
 
 
 def shard_sequence(

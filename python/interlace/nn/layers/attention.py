@@ -1,17 +1,22 @@
-"""The layer of attention over a sequence of which each rank has a part: no parameters."""
+"""Layers of attention over a sequence of which each rank has a part: without projections, and with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
+from interlace.functional.head_exchange import all_to_all_matmul, matmul_all_to_all
 from interlace.nn.functions.attention import (
     AttentionMethod,
     Balance,
     SequenceLayout,
+    attention_of_heads,
     context_parallel_attention,
+    positions_of_ranks,
 )
-from interlace.nn.parameters.sharding import OnGroup
+from interlace.nn.parameters.sharding import OnGroup, positive
+from interlace.runtime.algorithms.attention.shards import TokenShards
 
 Tensor = torch.Tensor
 
@@ -66,3 +71,156 @@ class ContextParallelAttention(OnGroup):
 
     def extra_repr(self) -> str:
         return f"{self.method}, causal={self.causal}, {self.balance}, world_size={self.group.world_size}"
+
+
+Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class UlyssesAttention(OnGroup):
+    """Self-attention of a transformer over a sequence of which each rank has a part, with its projections.
+
+    The exchange of heads for tokens runs inside the matmuls before and behind it: a tile of queries, keys
+    and values is stored where its heads are computed, and the output projection multiplies each rank's
+    heads as they come. See :func:`interlace.functional.matmul_all_to_all`.
+
+    Parameters
+    ----------
+    hidden_size : features of the input.
+    num_heads, num_kv_heads, head_dim : as for :class:`QKVParallelLinear`. The group's size divides both
+        numbers of heads; where it does not, heads are exchanged behind the projection and before the other,
+        and ``algorithm="fused"`` is refused.
+    bias : of the projections to queries, keys and values; ``out_bias`` that of the output.
+    causal, scale, window, layout, balance, algorithm : as for :class:`ContextParallelAttention`.
+
+    Weights are whole on every rank: ``nn.Linear`` modules ``q``, ``k``, ``v`` and ``out``, made in this
+    order. Their gradients are of this rank's tokens: sum them over the group as those of replicas (DDP,
+    FSDP).
+
+    Forward: ``input`` ``[batch, tokens, hidden]``, or as ``layout`` says, gives the same shape.
+    ``lengths``: every rank's number of tokens, where these differ. ``cu_seqlens``: as for the function.
+    ``rotary(q, k, positions)``: called on queries and keys in that layout, with int64 ``[tokens]``, the
+    place in the sequence of each of their tokens; returns both.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank.
+
+    >>> def forward():
+    ...     layer = nn.UlyssesAttention(8, 4, 2, causal=True)
+    ...     return layer(torch.ones(1, 3, 8)).shape
+    >>> interlace.run(forward, 2)
+    [torch.Size([1, 3, 8]), torch.Size([1, 3, 8])]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: Sequence[int] | None = None,
+        group: Group = None,
+        layout: SequenceLayout = "bshd",
+        balance: Balance = "zigzag",
+        algorithm: FusedAlgorithm = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(group)
+        with self.group.accepting("UlyssesAttention"):
+            kv = num_heads if num_kv_heads is None else num_kv_heads
+            positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=kv)
+            size = hidden_size // num_heads if head_dim is None else head_dim
+            positive(head_dim=size)
+            if num_heads % kv:
+                raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {kv}")
+            self.fusible = not (num_heads % self.group.world_size or kv % self.group.world_size)
+            if algorithm == "fused" and not self.fusible:
+                raise ValueError(
+                    f'algorithm="fused" needs heads that world size {self.group.world_size} divides, got '
+                    f'num_heads {num_heads} and num_kv_heads {kv}; use "unfused" or "auto"'
+                )
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv, size
+        self.causal, self.scale, self.window = causal, scale, window
+        self.layout, self.balance, self.algorithm = layout, balance, algorithm
+        made: Any = {"device": device, "dtype": dtype}
+        self.q = torch.nn.Linear(hidden_size, num_heads * size, bias, **made)
+        self.k = torch.nn.Linear(hidden_size, kv * size, bias, **made)
+        self.v = torch.nn.Linear(hidden_size, kv * size, bias, **made)
+        self.out = torch.nn.Linear(num_heads * size, hidden_size, out_bias, **made)
+
+    def forward(
+        self,
+        input: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        how: dict[str, Any] = {
+            "causal": self.causal, "scale": self.scale, "window": self.window, "layout": self.layout,
+            "balance": self.balance, "algorithm": self.algorithm, "group": self.group,
+            "cu_seqlens": cu_seqlens,
+        }  # fmt: skip
+        tokens = input.shape[1 if self.layout == "bshd" else 0]
+        if lengths is None:
+            lengths = [tokens] * self.group.world_size
+        if not self.fusible:
+            return self._beside(input, lengths, rotary, how)
+        x = input.transpose(0, 1) if self.layout == "bshd" else input
+        with_group: Any = {"group": self.group, "algorithm": self.algorithm}
+        total, size = sum(lengths), self.head_dim
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        weight, bias = self._by_rank()
+        mine = matmul_all_to_all(x, weight.t(), bias=bias, length=total, **with_group)
+        own = [each // self.group.world_size for each in heads]
+        q, k, v = (
+            each.view(*each.shape[:-1], -1, size)
+            for each in torch.split(mine, [n * size for n in own], -1)
+        )
+        if self.layout == "bshd":
+            q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        if rotary is not None:
+            positions = positions_of_ranks(lengths, balance=self.balance).to(input.device)
+            q, k = rotary(q, k, positions)
+        y = attention_of_heads(q, k, v, length=tokens, **how).flatten(-2)
+        y = y.transpose(0, 1) if self.layout == "bshd" else y
+        out = self.out
+        made = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
+        return made.transpose(0, 1) if self.layout == "bshd" else made
+
+    def _by_rank(self) -> tuple[Tensor, Tensor | None]:
+        """The weights and biases of queries, keys and values, those of each rank's heads together."""
+        world = self.group.world_size
+
+        def together(parts: Sequence[Tensor]) -> Tensor:
+            by_rank = [each.view(world, -1, *each.shape[1:]) for each in parts]
+            return torch.cat(by_rank, 1).flatten(0, 1)
+
+        linears = self.q, self.k, self.v
+        biases = [each.bias for each in linears if each.bias is not None]
+        return together([each.weight for each in linears]), together(biases) if biases else None
+
+    def _beside(
+        self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, how: dict[str, Any]
+    ) -> Tensor:
+        """The projections on the own tokens, and the exchange of heads in the attention."""
+        q, k, v = (
+            each(input).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v)
+        )
+        if rotary is not None:
+            shards = TokenShards(tuple(lengths), self.balance)
+            own = torch.tensor(shards.positions(self.group.rank), device=input.device)
+            q, k = rotary(q, k, own)
+        y = context_parallel_attention(q, k, v, method="ulysses", **how)
+        made: Tensor = self.out(y.flatten(-2))
+        return made
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"causal={self.causal}, {self.balance}, world_size={self.group.world_size}"
+        )

@@ -18,6 +18,7 @@ import torch
 import interlace
 from interlace.attention.calls import AttentionOptions, attention, attention_backward
 from interlace.attention.decode import decode
+from interlace.fused.head_exchange import FORMS, HeadExchangeOptions
 from interlace.groups.groups import default_group
 from interlace.kernels import signal
 from interlace.kernels.tiling import split_rows
@@ -269,6 +270,34 @@ def _decode(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     return work, lambda result: (result * seen).round(), expected.sum(1)
 
 
+def _head_exchange(op: str, rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """Rank r has 17 tokens and r more, and a head of all; the weight turns columns around."""
+    lengths = [17 + r for r in range(world_size)]
+    to_heads, columns = op == "matmul_all_to_all", world_size * INNER
+    tokens = [_numbers(r, call, lengths[r], columns) for r in range(world_size)]
+    turned = torch.eye(columns).flip(0)
+    head = slice(rank * INNER, rank * INNER + INNER)
+    heads = torch.cat(tokens)[:, head].contiguous()
+    input, expected = tokens[rank], torch.cat(tokens).flip(1)[:, head]
+    if not to_heads:
+        input, expected = heads, tokens[rank].flip(1)
+    output, received = torch.empty_like(expected), None
+    if not to_heads:
+        received = torch.empty(world_size, lengths[rank], INNER)
+    tensors = input, turned, None, output, received
+    options = HeadExchangeOptions(op, expected.shape[0], how["algorithm"])
+    with configuration.override(chunks=2):
+        work = FORMS[op](how["group"], tensors, (options,), True)
+
+    def taken(_: Any) -> torch.Tensor:
+        if received is None:
+            return output
+        return torch.cat([output, received.transpose(0, 1).reshape(-1, columns)])
+
+    whole = expected if to_heads else torch.cat([expected, tokens[rank]])
+    return work, taken, whole
+
+
 def _matmul_reduce_scatter(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     inputs = _all(world_size, call, 17 * world_size, INNER)
     work = interlace.matmul_reduce_scatter(inputs[rank], torch.eye(INNER), **how)
@@ -396,7 +425,12 @@ TARGETS = {
     "grouped_matmul_combine": _target("grouped_matmul_combine", _grouped_matmul_combine, _MATMULS),
     "attention": VerifyTarget(
         _algorithms(
-            _attention, *_METHODS, "all_gather pipelined", "ring pipelined", "auto unfused"
+            _attention,
+            *_METHODS,
+            "all_gather pipelined",
+            "ring pipelined",
+            "auto unfused",
+            "ulysses unfused",
         ),
         ("all_gather_attention_kernel", "attention_kernel", "merge_attention_kernel"),
         ("all_gather fused", "ring fused"),
@@ -406,6 +440,7 @@ TARGETS = {
             _attention_backward,
             "all_gather fused",
             "ring fused",
+            "ulysses fused",
             "all_gather pipelined",
             "auto unfused",
         ),
@@ -415,6 +450,10 @@ TARGETS = {
     "decode": VerifyTarget(
         _algorithms(_decode, "fused"), ("decode_attention_kernel", "decode_exchange_kernel")
     ),
+    **{
+        op: _target(op, functools.partial(_head_exchange, op), _MATMULS)
+        for op in ("matmul_all_to_all", "all_to_all_matmul")
+    },
     "matmul_reduce_scatter": _target("matmul_reduce_scatter", _matmul_reduce_scatter, _MATMULS),
     "matmul_all_reduce": _target("matmul_all_reduce", _matmul_all_reduce, _MATMULS),
     **{

@@ -1,0 +1,193 @@
+"""Heads for tokens, with the projections around: results, gradients, bits, misuse; the layer around it."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from cases.head_exchange_cases import ALGORITHMS, ExchangeCase, exchanged, layered, worst
+from interlace import functional, nn
+from interlace.groups.groups import default_group
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.sim.several_nodes import separate_nodes
+from support import failure, noise, poisoned, slow_rank, starved
+from tiers import thorough
+
+EVEN = ExchangeCase((20, 20, 20))
+UNEVEN = ExchangeCase((33, 0, 5), columns=9, others=(2,), weight="contiguous", copiers=0)
+WIDE = ExchangeCase((18, 40), columns=64, dtype=torch.bfloat16, bias=False)
+CASES = {"even": EVEN, "uneven": UNEVEN, "wide": WIDE, "alone": ExchangeCase((7,))}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_whole(name: str, algorithm: str) -> None:
+    case = CASES[name]
+    with poisoned():
+        found = interlace.run(exchanged, len(case.lengths), case, algorithm)
+    ratios = worst(case, found)
+    assert len(ratios) == (8 if case.bias else 6) and max(ratios.values()) <= 1, ratios
+
+
+@thorough
+def test_every_dtype_and_layout() -> None:
+    dtypes = torch.float64, torch.float16, torch.bfloat16
+    layouts = "contiguous", "strided", "offset", "expanded"
+    for dtype, layout, algorithm in itertools.product(dtypes, layouts, ALGORITHMS):
+        case = ExchangeCase((9, 4, 0, 2, 17), dtype=dtype, weight=layout, columns=7, hidden=5)
+        if dtype != torch.float64 or algorithm != "fused":
+            ratios = worst(case, interlace.run(exchanged, 5, case, algorithm))
+            assert max(ratios.values()) <= 1, (case, algorithm, ratios)
+
+
+def test_a_wrong_result_is_beyond_the_bound() -> None:
+    found = interlace.run(exchanged, 3, EVEN, "fused")
+    for name in found[0]:
+        wrong = [{key: value.clone() for key, value in each.items()} for each in found]
+        wrong[1][name][(0,) * wrong[1][name].dim()] *= 1.001
+        assert worst(EVEN, wrong)[name] > 1, name
+
+
+def test_schedules_have_the_same_bits() -> None:
+    """Sums are in the order of the ranks, not in that of their arrival."""
+    first = interlace.run(exchanged, 3, EVEN, "fused", seed=0)
+    with starved(slow_rank(1)):
+        again = [interlace.run(exchanged, 3, EVEN, "fused", seed=1)]
+    again.append(interlace.run(exchanged, 3, replace(EVEN, copiers=0), "fused", seed=5))
+    for found in again:
+        for mine, other in zip(first, found, strict=True):
+            assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def _plain(
+    name: str, inputs: list[torch.Tensor], weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What every rank gets, of two ranks' own inputs and weights."""
+    if name == "matmul_all_to_all":
+        rows = [x @ w for x, w in zip(inputs, weights, strict=True)]
+        return [torch.cat([each[:, 2 * r : 2 * r + 2] for each in rows]) for r in range(2)]
+    parts = [[x[4 * s : 4 * s + 4] for x in inputs] for s in range(2)]
+    return [torch.cat(own, 1) @ w for own, w in zip(parts, weights, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["matmul_all_to_all", "all_to_all_matmul"])
+def test_gradients_of_gradients(name: str) -> None:
+    """Numbers by autograd of the plain formula."""
+    shapes = ((4, 6), (6, 4)) if name == "matmul_all_to_all" else ((8, 3), (6, 5))
+
+    def on_rank() -> list[torch.Tensor]:
+        leaves = [
+            noise(interlace.get_rank(), n, shape).requires_grad_() for n, shape in enumerate(shapes)
+        ]
+        loss = getattr(functional, name)(*leaves).square().sum()
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        (grads[0].square().sum() + grads[1].square().sum()).backward()
+        return [each.grad for each in leaves if each.grad is not None]
+
+    leaves = [
+        [noise(r, n, shape).double().requires_grad_() for r in range(2)]
+        for n, shape in enumerate(shapes)
+    ]
+    flat = [*leaves[0], *leaves[1]]
+    losses = [each.square().sum() for each in _plain(name, *leaves)]
+    grads = torch.autograd.grad(losses[0] + losses[1], flat, create_graph=True)
+    torch.stack([each.square().sum() for each in grads]).sum().backward()
+    for rank, found in enumerate(interlace.run(on_rank, 2)):
+        for made, right in zip(found, (leaves[0][rank], leaves[1][rank]), strict=True):
+            assert right.grad is not None
+            torch.testing.assert_close(made.double(), right.grad, rtol=1e-4, atol=1e-3)
+
+
+def _called(op: str, **changes: Any) -> None:
+    rank = interlace.get_rank()
+    given = {"input": torch.zeros(4, 6), "weight": torch.zeros(6, 8)}
+    if op == "all_to_all_matmul":
+        given["weight"] = torch.zeros(12, 8)
+    for name, value in changes.items():
+        given[name] = value[rank] if isinstance(value, tuple) else value
+    getattr(functional, op)(**given)
+
+
+TO, FROM = "matmul_all_to_all", "all_to_all_matmul"
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "kind", "text"),
+    [
+        (TO, {"input": torch.zeros(6)}, ValueError, "input must have at least 2 dimensions"),
+        (TO, {"weight": torch.zeros(5, 8)}, ValueError, "weight has 5 rows, input has k = 6"),
+        (TO, {"weight": torch.zeros(6, 9)}, ValueError, "9 columns, which world size 2 does not divide"),
+        (TO, {"weight": torch.zeros(6, 8).double()}, TypeError, "weight is torch.float64, input is"),
+        (TO, {"bias": torch.zeros(7)}, ValueError, "bias must have shape (8,)"),
+        (TO, {"length": 9}, ValueError, "length is for 9 on rank 0, the ranks have 8 ([4, 4] by rank)"),
+        (TO, {"length": -1}, ValueError, "length must be None or not negative"),
+        (TO, {"length": "8"}, TypeError, "length must be an int, got str"),
+        (TO, {"input": (torch.zeros(4, 6), torch.zeros(5, 6))}, ValueError, "length is for 8 on rank 0"),
+        (TO, {"algorithm": ("fused", "unfused")}, ValueError, "algorithm differs between ranks"),
+        (TO, {"bias": (torch.zeros(8), None)}, ValueError, "bias differs between ranks"),
+        (FROM, {"weight": torch.zeros(6, 8)}, ValueError, "weight has 6 rows, 2 ranks with k = 6"),
+        (FROM, {"input": torch.zeros(5, 6)}, ValueError, "does not divide; give length"),
+        (FROM, {"length": (1, 2)}, ValueError, "input is for 4 on rank 0, the ranks have 3 ([1, 2]"),
+        (FROM, {"algorithm": "ring"}, ValueError, "algorithm must be one of"),
+        (FROM, {"input": (torch.zeros(4, 6), torch.zeros(4, 6).int())}, TypeError, "input must be float32"),
+    ],
+)  # fmt: skip
+def test_misuse_is_named_on_all_ranks(op: str, changes: Any, kind: type, text: str) -> None:
+    error = failure(_called, 2, op, **changes)
+    assert isinstance(error, kind) and text in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "algorithm", "layout", "balance"),
+    [
+        ((5, 5, 5), (6, 3), "auto", "bshd", "zigzag"),
+        ((7, 0, 4), (3, 3), "pipelined", "sbhd", "contiguous"),
+        ((4, 9), (4, 2), "unfused", "bshd", "zigzag"),
+        ((6, 5), (4, 1), "auto", "sbhd", "zigzag"),  # heads that the ranks do not divide
+    ],
+)
+def test_the_layer_is_an_attention(
+    lengths: tuple[int, ...], heads: tuple[int, int], algorithm: str, layout: str, balance: str
+) -> None:
+    errors = interlace.run(layered, len(lengths), lengths, heads, algorithm, layout, balance)
+    assert max(errors) < 1e-5
+
+
+def test_the_layer_says_what_it_refuses() -> None:
+    def on_rank(*heads: int, **how: Any) -> None:
+        nn.UlyssesAttention(8, *heads, **how)
+
+    for heads, how, text in (
+        ((4, 1), {"algorithm": "fused"}, 'algorithm="fused" needs heads that world size 2 divides'),
+        ((4, 3), {}, "num_kv_heads must divide num_heads 4, got 3"),
+        ((0,), {}, "num_heads"),
+    ):
+        assert text in str(failure(on_rank, 2, *heads, **how))
+
+
+def test_heads_of_all_tokens_say_what_they_refuse() -> None:
+    def on_rank(tokens: int, **how: Any) -> None:
+        q = torch.zeros(1, tokens, 2, 8)
+        nn.functional.attention_of_heads(q, q, q, **how)
+
+    assert "which world size 2 does not divide; give length" in str(failure(on_rank, 2, 5))
+    assert "query has 5 tokens on rank 0, the ranks have 6" in str(failure(on_rank, 2, 5, length=3))
+
+
+def test_several_nodes() -> None:
+    def on_rank(algorithm: str) -> list[tuple[int, ...]]:
+        ranks = tuple(range(4))
+        place = default_group().place.subgroup(ranks, 1)
+        group: Any = Communicator(separate_nodes(place, [0, 0, 1, 1], "late"), ranks)
+        how: Any = {"group": group, "algorithm": algorithm}
+        y = functional.matmul_all_to_all(torch.ones(2, 4), torch.ones(4, 8), **how)
+        z = functional.all_to_all_matmul(y, torch.full((8, 3), 1.0 + group.rank), **how)
+        assert torch.equal(y, torch.full((8, 2), 4.0))
+        assert torch.equal(z, torch.full((2, 3), 32.0 * (1 + group.rank)))
+        return [tuple(y.shape), tuple(z.shape)]
+
+    assert interlace.run(on_rank, 4, "auto") == [[(8, 2), (2, 3)]] * 4
+    assert "works within one node" in str(failure(on_rank, 4, "fused"))
