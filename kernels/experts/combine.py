@@ -50,8 +50,9 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
                 pointers = home_ptr + row[:, None] * N + column[None, :]
                 value = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
                 if SLOTS.WEIGHTED:
+                    # Of a slot without a row the weight may be anything, not a number too.
                     weight_ptr = combined.slot_weights_ptr + token * TOPK + slot
-                    value *= tl.load(weight_ptr, mask=mask, other=0.0)[:, None]
+                    value *= tl.load(weight_ptr, mask=row >= 0, other=0.0)[:, None]
                 total += value
             pointers = combined.output_ptr + token[:, None] * N + column[None, :]
             tl.store(

@@ -76,5 +76,6 @@ def low_latency_combine(
     >>> interlace.run(on_rank, 2)
     [[[4.0, 4.0]], [[4.0, 4.0]]]
     """
-    handle = handle._replace(topk_idx=topk_idx, topk_weights=topk_weights)
+    if isinstance(handle, DispatchHandle):  # else combine refuses it
+        handle = handle._replace(topk_idx=topk_idx, topk_weights=topk_weights)
     return combine(y, handle, async_op=async_op, algorithm=algorithm)

@@ -21,7 +21,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"hidden must be a multiple of {BLOCK}, got x of shape {tuple(x.shape)}")
-    blocks = x.detach().to(torch.float32).contiguous().view(*x.shape[:-1], -1, BLOCK)
+    blocks = (
+        x.detach().to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    )
     scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
     values = (blocks / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(-2), scales
@@ -39,5 +41,5 @@ def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -
         raise ValueError(
             f"x of shape {tuple(x.shape)} needs a scale per {BLOCK} channels, got {tuple(scales.shape)}"
         )
-    blocks = x.to(torch.float32).contiguous().view(*x.shape[:-1], -1, BLOCK)
+    blocks = x.to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -131,6 +131,8 @@ def dispatched(
                     "use_fp8 quantizes x, which is a pair of values and scales already"
                 )
             x = quantize(x)
+        if isinstance(x, (tuple, list)) and len(x) != 2:
+            raise ValueError(f"x must be a tensor or a pair (values, scales), got {len(x)} of them")
         data, scales = x if isinstance(x, (tuple, list)) else (x, None)
         routing = routing_of(*given)._replace(algorithm=algorithm)
     tensors = (data, scales, topk_idx, topk_weights)
@@ -229,6 +231,8 @@ def combine(
     >>> interlace.run(on_rank, 2)
     [[[3.0, 3.0]], [[3.0, 3.0]]]
     """
+    if not isinstance(handle, DispatchHandle):  # whose group this rank does not know
+        raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
     communicator = resolve(handle.group)
     weights = handle.topk_weights if weighted else None
     with communicator.accepting(COMBINE):

@@ -145,6 +145,8 @@ def routing_of(
         wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
         if value is not None and wrong:
             raise ValueError(f"{name} must be a positive int or None, got {value!r}")
+    if not isinstance(num_experts, torch.SymInt):
+        num_experts = checks.integer("num_experts", num_experts)
     if packed and max_tokens is None:
         raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
     bound = (capacity or max_tokens) if packed else capacity
@@ -224,8 +226,8 @@ def agreed(
         *terms,
         ("k of topk_idx", shape[1]),
         ("num_experts", routing.num_experts),
-        ("capacity", routing.capacity),
         ("num_max_dispatch_tokens_per_rank", routing.max_tokens),
+        ("capacity", routing.capacity),
         ("whether it is low latency", routing.packed),
         ("algorithm", routing.algorithm),
         ("configuration", configuration.OVERRIDE.get()),
@@ -243,10 +245,7 @@ def assignment_of(
     communicator: Communicator, routing: Routing, topk_idx: Any, tokens: int | None
 ) -> Assignment:
     """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
-    experts, world_size = (
-        checks.integer("num_experts", routing.num_experts),
-        communicator.world_size,
-    )
+    experts, world_size = routing.num_experts, communicator.world_size
     if experts < 1 or experts % world_size:
         raise ValueError(
             f"num_experts must be a multiple of the world size {world_size}, got {experts}"
@@ -264,6 +263,12 @@ def assignment_of(
         )
     if idx.numel() and communicator.place.interpreted and int(idx.max()) >= experts:
         raise ValueError(f"topk_idx has expert {int(idx.max())}, there are {experts}")
+    if communicator.place.interpreted and routing.packed:
+        ordered = idx.sort(1).values
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+            raise ValueError(
+                "topk_idx names an expert twice for one token, for which low latency has no room"
+            )
     return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
 
 

@@ -1,0 +1,93 @@
+"""Edges of dispatch and combine: no tokens, no slots, odd numbers and arguments."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import interlace
+from interlace import experts
+from support import failure
+
+ALGORITHMS = ("fused", "pipelined", "unfused")
+NAN = float("nan")
+
+
+def test_a_rank_without_tokens_sends_fp8() -> None:
+    def on_rank() -> Any:
+        tokens = 2 * interlace.get_rank()
+        x, idx = torch.ones(tokens, 128), torch.zeros(tokens, 1, dtype=torch.int64)
+        received, _ = experts.low_latency_dispatch(x, idx, 2, 2)
+        back = experts.dequantize(received.x, received.scales, torch.float32)
+        empty = experts.quantize(torch.ones(0, 256))
+        return received.num_tokens_per_expert.tolist(), back[0, :2].sum().item(), empty[1].shape
+
+    counts, total, shape = interlace.run(on_rank, 2)[0]
+    assert counts == [2] and total == pytest.approx(256) and tuple(shape) == (0, 2)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_weight_of_a_slot_without_a_row_is_not_looked_at(algorithm: Any) -> None:
+    """It has no expert, or its expert is full."""
+
+    def on_rank() -> list[list[float]]:
+        idx = torch.tensor([[0, -1], [-1, -1], [0, 1]])
+        weights = torch.tensor([[2.0, NAN], [NAN, torch.inf], [NAN, 3.0]])
+        how: Any = {"capacity": 1, "algorithm": algorithm}
+        received, handle = experts.dispatch(torch.ones(3, 2), idx, weights, 2, **how)
+        return experts.combine(received.x, handle, algorithm=algorithm).tolist()
+
+    assert interlace.run(on_rank, 2) == [[[2.0, 2.0], [0.0, 0.0], [3.0, 3.0]]] * 2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_an_expert_that_is_named_twice_counts_twice(algorithm: Any, dtype: Any) -> None:
+    def on_rank() -> list[list[float]]:
+        idx = torch.tensor([[1, 1, 0]], dtype=dtype)
+        given = torch.full((1, 2), 2.0), idx, None, np.int64(2)
+        received, handle = experts.dispatch(*given, algorithm=algorithm)
+        output = experts.combine(received.x, handle, algorithm=algorithm)
+        eye = torch.eye(2).unsqueeze(0)
+        how: Any = {"algorithm": algorithm}
+        return (output + interlace.grouped_matmul_combine(received.x, eye, handle, **how)).tolist()
+
+    assert interlace.run(on_rank, 2) == [[[12.0, 12.0]]] * 2
+
+
+def dispatched(**given: Any) -> Any:
+    x, idx = torch.ones(2, 128), torch.tensor([[0, 1], [1, -1]])
+    return experts.low_latency_dispatch(**{"x": x, "topk_idx": idx, "num_experts": 2} | given)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("topk_idx names an expert twice", {"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}),
+        ("num_max_dispatch_tokens_per_rank differs", {"num_max_dispatch_tokens_per_rank": 3}),
+        ("num_max_dispatch_tokens_per_rank is 1", {"num_max_dispatch_tokens_per_rank": 1}),
+        (
+            "x must be a tensor or a pair (values, scales), got 3",
+            {"x": (torch.ones(2, 128),) * 3, "use_fp8": False},
+        ),
+    ],
+)
+def test_misuse_of_low_latency_is_named(text: str, given: dict[str, Any]) -> None:
+    def on_rank() -> None:
+        dispatched(
+            **{"num_max_dispatch_tokens_per_rank": 2} | (given if interlace.get_rank() else {})
+        )
+
+    assert text in str(failure(on_rank, 2))
+
+
+@pytest.mark.parametrize("combined", [experts.combine, experts.low_latency_combine])
+def test_a_handle_is_that_of_a_dispatch(combined: Any) -> None:
+    def on_rank() -> None:
+        more = (
+            [torch.zeros(1, 1, dtype=torch.int64), None] if combined is not experts.combine else []
+        )
+        combined(torch.ones(1, 2), *more, None)
+
+    assert "handle must be that of a dispatch, got NoneType" in str(failure(on_rank, 1))
