@@ -48,7 +48,7 @@ class Collective:
 
 
 def find(graph: fx.Graph) -> list[Collective]:
-    return [made for node in graph.nodes if (made := _at(node)) is not None]
+    return [made for node in graph.nodes if (made := at(node)) is not None]
 
 
 STARTS = {  # of an op: the kind of collective, and the names of its arguments
@@ -83,12 +83,12 @@ def others(graph: fx.Graph) -> list[fx.Node]:
             continue
         if name.endswith("_norm"):
             continue
-        if _at(node) is None:
+        if at(node) is None:
             left.append(node)
     return left
 
 
-def _at(node: fx.Node) -> Collective | None:
+def at(node: fx.Node) -> Collective | None:
     """The collective that ``node`` starts, with its wait, and what torch does for other dims than 0."""
     called = named_call(node)
     if called is None or called.name not in STARTS:

@@ -18,7 +18,7 @@ from torch import fx
 
 from interlace.compile import graph_nodes as nodes
 from interlace.compile import norms
-from interlace.compile.collectives import Collective, find, others
+from interlace.compile.collectives import Collective, at, find, others
 from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
 from interlace.compile.prediction import Machine, machine_for, predict
 from interlace.compile.report import Candidate, Report
@@ -63,7 +63,9 @@ def fuse(
         nodes.without_copies(graph)
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
-    for collective in collectives:
+    for found in collectives:
+        # what it reads may have been replaced since: a gather's input is what was normed before
+        collective = at(found.start) or found
         candidate, products, norm = _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused:
@@ -191,7 +193,8 @@ def _with_own_scale(
     scales = product.scales
     if scales is None or nodes.value(scales.left).numel() == 1:
         return product
-    gather = gathers.get(nodes.through_reshapes(scales.left)[0])
+    known = gathers.get(nodes.through_reshapes(scales.left)[0])
+    gather = None if known is None else at(known.start)
     rows = [*nodes.shape(collective.input)[:-1], 1]
     alike = gather is not None and (gather.dim, gather.name) == (collective.dim, collective.name)
     if gather is None or not alike or nodes.shape(gather.input) != rows:

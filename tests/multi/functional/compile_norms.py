@@ -63,6 +63,12 @@ def sequence_parallel(x: Tensor) -> tuple[Tensor, Tensor]:
     return funcol.all_gather_tensor(y.flatten(0, 1), 0, dist.group.WORLD) @ numbers(6, 5), h
 
 
+def gathered_at_once(x: Tensor) -> Tensor:
+    """The gather reads the normed rows themselves."""
+    y = F.rms_norm(scattered(x @ numbers(8, 6)), (6,), numbers(6, seed=2), EPS)
+    return funcol.all_gather_tensor(y, 0, dist.group.WORLD) @ numbers(6, 5)
+
+
 def without_matmul(x: Tensor) -> Tensor:
     return F.rms_norm(funcol.all_reduce(x.sin(), "avg", dist.group.WORLD), (8,), None, EPS)
 
@@ -90,6 +96,10 @@ NORMED: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
     "normed, 3-D": (in_three_dimensions, [("matmul_all_reduce_norm", 1)]),
     "normed shard": (
         sequence_parallel,
+        [("matmul_reduce_scatter_norm", 1), ("all_gather_matmul", 1)],
+    ),
+    "normed shard, gathered": (
+        gathered_at_once,
         [("matmul_reduce_scatter_norm", 1), ("all_gather_matmul", 1)],
     ),
     "normed without matmul": (without_matmul, [("all_reduce_norm", 0)]),

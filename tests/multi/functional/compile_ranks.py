@@ -351,7 +351,8 @@ def patterns(path: str, names: list[str], codegen: str) -> dict[str, Any]:
             left = sum(report.after.count(each) for report in reports for each in MOVING)
             assert left == sum(not c.fused for c in candidates), (name, reports[0].after)
             became = [(c.op if c.fused else "-", c.matmuls) for c in candidates]
-            found[name] = (became, worst, alike, [str(c) for c in candidates])
+            code = "".join(report.after for report in reports)
+            found[name] = (became, worst, alike, [str(c) for c in candidates], code)
     return found
 
 

@@ -46,6 +46,15 @@ def by_ir(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     return h, residual, torch.ops.vllm_ir.rms_norm(product(x.cos()), gain, EPS)
 
 
+def in_shards(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """As vLLM's pass for sequence parallelism leaves it."""
+    size = dist.get_world_size()
+    own = residual.chunk(size)[dist.get_rank()]
+    h = torch.ops.vllm.reduce_scatter(x @ numbers(8, 6), 0, size, "tp:0")
+    h, own = torch.ops.vllm_ir.fused_add_rms_norm(h, own, gain, EPS)
+    return torch.ops.vllm.all_gather(h, 0, world_size=size, group_name="tp:0") @ numbers(6, 5), own
+
+
 def as_native(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     """``RMSNorm.forward_native`` and ``QuantFP8.forward_native``, with a scale for every token."""
     residual = product(x) + residual
@@ -94,6 +103,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] =
     "ops": (by_ops, [(NORM, (TAKEN,))]),
     "one op": (by_one_op, [(NORM, (TAKEN,)), (NORM, ())]),
     "IR": (by_ir, [(NORM, ()), (NORM, ())]),
+    "shards": (in_shards, [("matmul_reduce_scatter_norm", ()), ("all_gather_matmul", ())]),
     "native": (as_native, [(NORM, (TAKEN,))]),
     "static": (static, [(NORM, (LEFT,))]),
     "other scales": (other_scales, [(NORM, (LEFT,)), (NORM, (LEFT,))]),

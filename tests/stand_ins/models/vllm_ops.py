@@ -13,6 +13,8 @@ SMALLEST_SCALE = 1 / (448 * 512)
 Tensor = torch.Tensor
 SCHEMAS = {
     "vllm::all_reduce": "(Tensor tensor, str group_name) -> Tensor",
+    "vllm::reduce_scatter": "(Tensor tensor, int dim, int world_size, str group_name) -> Tensor",
+    "vllm::all_gather": "(Tensor tensor, int dim, int world_size, str group_name) -> Tensor",
     "vllm_ir::rms_norm": (
         "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor"
     ),
@@ -40,6 +42,17 @@ def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
     made = tensor.clone()
     dist.all_reduce(made)
     return made
+
+
+def reduce_scatter(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
+    return all_reduce(tensor, group_name).chunk(world_size, dim)[dist.get_rank()].clone()
+
+
+def all_gather(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
+    assert group_name == "tp:0"
+    parts = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts, dim)
 
 
 def normed(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: Any = None) -> Tensor:
@@ -83,12 +96,9 @@ def normed_by_row(
     by_row(result, normed(total, weight, epsilon), scale, ub)
 
 
-KERNELS = dict(
-    zip(
-        SCHEMAS,
-        (all_reduce, normed, added, rms_norm, fused_add_rms_norm, by_row, static, normed_by_row),
-        strict=True,
-    )
+KERNELS = (
+    *(all_reduce, reduce_scatter, all_gather, normed, added),
+    *(rms_norm, fused_add_rms_norm, by_row, static, normed_by_row),
 )
 _libraries: list[Any] = []
 
@@ -97,10 +107,13 @@ def define() -> None:
     """Once in a process."""
     if _libraries:
         return
-    for name, schema in SCHEMAS.items():
+    for (name, schema), kernel in zip(SCHEMAS.items(), KERNELS, strict=True):
         namespace, op = name.split("::")
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(op + schema)
-        library.impl(op, KERNELS[name], "CompositeExplicitAutograd")
+        library.impl(op, kernel, "CompositeExplicitAutograd")
         _libraries.append(library)
-    torch.library.register_fake("vllm::all_reduce", lambda tensor, _: torch.empty_like(tensor))
+    register: Any = torch.library.register_fake
+    register("vllm::all_reduce", lambda tensor, _: torch.empty_like(tensor))
+    register("vllm::reduce_scatter", lambda x, dim, n, _: torch.empty_like(x.chunk(n, dim)[0]))
+    register("vllm::all_gather", lambda x, dim, n, _: torch.empty_like(torch.cat([x] * n, dim)))
