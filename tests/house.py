@@ -197,7 +197,7 @@ FOLDERS = {
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
         "interlace/verify/suite runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core "
-        "runtime/numerics"
+        "runtime/numerics runtime/tuning"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups "

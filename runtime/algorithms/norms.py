@@ -27,6 +27,7 @@ from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.norms import wide
 from interlace.runtime.tuning.configuration import Configuration, choose
 from interlace.runtime.tuning.table import threshold
+from interlace.runtime.tuning.tuning import UNMEASURED, Measured
 
 ONE_SHOT_BYTES = threshold("one_shot_bytes")
 MOST_ROWS = 16  # of a slice: more leave programs without one
@@ -257,6 +258,7 @@ class RowReduction:
     """A reduction of rows that are there already, with a norm; ``segments`` None: all ranks get all rows.
 
     ``input`` is dense. ``linear`` has no product, but the bias and all that becomes of the sum.
+    ``measured``: what tuning has found for the kernel.
     """
 
     communicator: Communicator
@@ -265,6 +267,7 @@ class RowReduction:
     linear: Linear
     segments: Segments | None
     whole: WholeRows | None
+    measured: Measured = UNMEASURED
 
     def run(self, algorithm: str) -> Event:
         """By "fused", "pipelined", "unfused" or "low_latency"; nothing moves of no elements."""
@@ -289,7 +292,8 @@ class RowReduction:
     def fused(self) -> Event:
         """One kernel: few rows in one shot, where every rank norms all; else every rank norms its own."""
         place, rows = self.communicator.place, self.input.shape[0]
-        configuration = choose(place, self.input.dtype, rows, self.input.shape[1], 1)
+        default = choose(place, self.input.dtype, rows, self.input.shape[1], 1)
+        configuration = self.measured.over(default)
         linear, whole = self.linear, None
         segments: Segments = [(0, rows)] * self.communicator.world_size
         if self.segments is not None or self.input.nbytes > ONE_SHOT_BYTES:

@@ -8,6 +8,7 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import OVERRIDE, Configuration, capability_of
 
+METHODS = ("all_gather", "ring", "ulysses")
 LARGEST_HEAD = 256
 LARGEST_FP32_BACKWARD = 128
 """Of larger heads the gradients' kernels would spill registers: their products are not of tensor cores."""

@@ -28,6 +28,7 @@ import torch
 
 from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core import plain
+from interlace.runtime.tuning.attention import METHODS
 from interlace.runtime.tuning.configuration import check_values
 from interlace.runtime.tuning.files import MeasuredFile, is_count, is_figure, require
 
@@ -35,6 +36,13 @@ FORMAT, VERSION = "interlace tuning", 1
 VARIABLE = "INTERLACE_TUNE_CACHE"
 Algorithm = Literal["fused", "pipelined", "unfused"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+_BY_METHOD = tuple(f"{method} {way}" for way in ("fused", "pipelined") for method in METHODS)
+BY_OP = {
+    "all_reduce_norm": (*ALGORITHMS, "low_latency"),
+    **{f"context_parallel_attention{way}": (*_BY_METHOD, "unfused") for way in ("", "_backward")},
+    "distributed_decode": ("fused", "unfused"),
+}
+"""Where others can be chosen than those."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +134,11 @@ def _row(facts: dict[str, Any]) -> CacheRow:
         require(name, value := getattr(row, name), is_count(value) and value & (value - 1) == 0)
     require("shape", row.shape, all(map(is_count, row.shape)))
     require("ranks", row.ranks, row.ranks == 0 or is_count(row.ranks))
+    known = BY_OP.get(row.op, ALGORITHMS)
     for name in ("values", "microseconds"):
         require(name, given := getattr(row, name), isinstance(given, dict))
-        require(name, list(given), set(given) <= set(ALGORITHMS))
-    require("algorithm", row.algorithm, row.algorithm in ALGORITHMS)
+        require(name, list(given), set(given) <= set(known))
+    require("algorithm", row.algorithm, row.algorithm in known)
     for time in (row.default_us, *row.microseconds.values()):
         require("a time", time, is_figure(time))
     for values in row.values.values():

@@ -49,9 +49,14 @@ class Problem:
     extents: str = ""
 
     @property
+    def product(self) -> str:
+        """The op without a norm in its tail: its products are the same."""
+        return self.op.removesuffix("_norm")
+
+    @property
     def whole(self) -> int:
         """Shards that a rank multiplies."""
-        return 1 if self.op == "matmul_all_reduce" else self.world_size
+        return 1 if self.product == "matmul_all_reduce" else self.world_size
 
 
 def tile_rate(chip: Chip, configuration: Configuration) -> float:

@@ -116,15 +116,20 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
     return best, rank(best)[0]
 
 
-def cached_rows(rows: Sequence[cache.CacheRow], problem: Problem) -> list[cache.CacheRow]:
-    kind = (problem.op, dtype_name(problem), extents_of(problem))
-    return [row for row in rows if (row.op, row.dtype, row.extents) == kind]
+def cached(rows: Sequence[cache.CacheRow], problem: Problem) -> tuple[cache.CacheRow, int] | None:
+    """The nearest row of a cache. An op with a norm that has none takes that of the op without."""
+    kind = dtype_name(problem), extents_of(problem)
+    for op in dict.fromkeys((problem.op, problem.product)):
+        own = [row for row in rows if (row.op, row.dtype, row.extents) == (op, *kind)]
+        if (found := nearest(own, bucket_of(problem))) is not None:
+            return found
+    return None
 
 
 def table_rows(capability: int, problem: Problem) -> list[tuning_table.Shape]:
     """Likewise; the table's rows are all for extents that are multiples of 16."""
     dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
-    kind = (problem.op, capability, dtype)
+    kind = (problem.product, capability, dtype)
     rows = tuning_table.SHAPES if extents_of(problem) == "even" else ()
     return [row for row in rows if (row.op, row.arch, row.dtype) == kind]
 
@@ -267,7 +272,12 @@ class _Agreed:
     rows: tuple[cache.CacheRow, ...]
     asks: bool  # rank 0, because caches differ
     gather: GatherTime | None = None
-    chosen: dict[Any, Choice] = field(default_factory=dict)
+    chosen: dict[Any, Any] = field(default_factory=dict)
+
+    def keep(self, key: Any, choice: Any) -> None:
+        if len(self.chosen) >= MOST_CHOICES:  # on all ranks at once
+            self.chosen.clear()
+        self.chosen[key] = choice
 
 
 _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
@@ -293,19 +303,68 @@ def forget() -> None:
     _groups.clear()
 
 
-def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
-    """For ``problem`` by ``algorithm``, the same on every rank. Collective at the first call of a kind."""
+@dataclass(frozen=True)
+class Measured:
+    """A row of the cache for an op that is no matmul: the fastest algorithm, and values for its kernel.
+
+    Both empty where there is no row.
+    """
+
+    algorithm: str = ""
+    values: configuration.Override = ()
+
+    def over(self, base: Configuration) -> Configuration:
+        """``base``, which has the overrides already, with these values behind them."""
+        return replace(base, **{**dict(self.values), **dict(configuration.OVERRIDE.get())})  # type: ignore[arg-type]
+
+
+UNMEASURED = Measured()
+
+
+def measured(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Measured:
+    """As :func:`choose`, for an op whose own default is taken where there is no row; collective likewise.
+
+    The simulator runs kernels, whatever is faster.
+    """
+    agreed = _agreed(communicator, problem)
+    key = ("measured", problem, algorithm)
+    found = agreed.chosen.get(key)
+    if found is None:
+        found = UNMEASURED
+        if (nearest_row := _found(communicator, agreed, problem)) is not None:
+            row = nearest_row[0]
+            values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
+            named = "" if communicator.place.simulated else row.algorithm
+            found = Measured(named, tuple(sorted(values.items())))
+        agreed.keep(key, found)
+    return found
+
+
+def _agreed(communicator: Communicator, problem: Problem) -> _Agreed:
     agreed = _groups.get(communicator)
     if agreed is None:
         agreed = _groups[communicator] = _agree(communicator, problem.op)
+    return agreed
+
+
+def _found(
+    communicator: Communicator, agreed: _Agreed, problem: Problem
+) -> tuple[cache.CacheRow, int] | None:
+    """The nearest row, the same on all ranks."""
+    found = cached(agreed.rows, problem)
+    if agreed.asks:
+        found = plain.loads(communicator.place.exchange(plain.dumps(found), problem.op)[0])
+    return found
+
+
+def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
+    """For ``problem`` by ``algorithm``, the same on every rank. Collective at the first call of a kind."""
+    agreed = _agreed(communicator, problem)
     explicit = configuration.OVERRIDE.get()
     key = (problem, algorithm, explicit)
-    choice = agreed.chosen.get(key)
+    choice: Choice | None = agreed.chosen.get(key)
     if choice is None:
-        place = communicator.place
-        found = nearest(cached_rows(agreed.rows, problem), bucket_of(problem))
-        if agreed.asks:
-            found = plain.loads(place.exchange(plain.dumps(found), problem.op)[0])
+        place, found = communicator.place, _found(communicator, agreed, problem)
         gather, one_node, chip = agreed.gather, place.nodes is None, agreed.capability
         choice = decide(chip, problem, found, algorithm=algorithm, one_node=one_node, gather=gather)
         on_cpus = place.direct_access and problem.op == "all_gather_matmul"
@@ -317,9 +376,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             if agreed.capability and (why := valid.without_effect(made, agreed.capability)):
                 raise ValueError(f"{problem.op}: {why}, on all ranks")
             choice = replace(choice, configuration=made, source="explicit")
-        if len(agreed.chosen) >= MOST_CHOICES:  # on all ranks at once
-            agreed.chosen.clear()
-        agreed.chosen[key] = choice
+        agreed.keep(key, choice)
     return choice
 
 

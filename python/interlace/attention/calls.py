@@ -28,13 +28,14 @@ from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import attention as tuned_attention
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention, differentiable
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.table import threshold
 
 FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
-METHODS = ("auto", "all_gather", "ring", "ulysses")
+METHODS = ("auto", *tuned_attention.METHODS)
 HEADS = "heads"
 """In place of a method: a rank has all ranks' tokens already, of its heads."""
 LAYOUTS = ("bshd", "sbhd")
@@ -217,10 +218,15 @@ def _agreed(
 
 
 class Way(NamedTuple):
-    """How a call is done."""
+    """How a call is done; ``measured``: what tuning has found for its kernels."""
 
     method: str
     algorithm: str
+    measured: tuning.Measured
+
+
+def _name(method: str, algorithm: str) -> str:
+    return algorithm if algorithm == "unfused" else f"{method} {algorithm}"
 
 
 def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
@@ -252,9 +258,33 @@ def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
                 method = "ulysses"
             elif shards.total * row > RING_BYTES:
                 method = "ring"
+    measured = tuning.UNMEASURED
+    if method != HEADS:
+        heads = call.query.shape[1] * call.query.shape[2]
+        about = max(shards.lengths), heads, size, shards.world_size
+        named = tuning.Problem(problem.op, dtype, *about)
+        if place.nodes is None and "auto" in (call.method, call.algorithm):
+            found = tuning.measured(problem.communicator, named).algorithm
+            method, algorithm = _faster(call, found, method, algorithm, shards.world_size)
+        measured = tuning.measured(problem.communicator, named, _name(method, algorithm))
     if op_ranges := profiled_op.get():
         op_ranges.begin(f"{method} {algorithm}")
-    return Way(method, algorithm)
+    return Way(method, algorithm, measured)
+
+
+def _faster(
+    call: CheckedAttention, found: str, method: str, algorithm: str, world_size: int
+) -> tuple[str, str]:
+    """Method and algorithm of the way that was ``found`` to be fastest, where it does for this call."""
+    if not found:
+        return method, algorithm
+    *named, by = found.split()
+    way = named[0] if named else method
+    (heads, size), key_heads = call.query.shape[2:], call.key.shape[2]
+    asked = call.method in ("auto", way) and call.algorithm in ("auto", by)
+    kernels = by != "fused" or (call.query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD)
+    even = way != "ulysses" or not (heads % world_size or key_heads % world_size)
+    return (way, by) if asked and kernels and even else (method, algorithm)
 
 
 def prepared(
@@ -282,12 +312,13 @@ def _forward(
 ) -> Event | None:
     if not problem.shards.total * math.prod(call.query.shape[1:]):
         return None  # no rank has anything
-    method, algorithm = way_of(problem, call)
+    method, algorithm, measured = way_of(problem, call)
     tiles = None
     if algorithm == "fused":
         rows, size = max(problem.shards.lengths), call.query.shape[3]
         rows = problem.shards.total if method == HEADS else rows
-        tiles = choose_attention(problem.communicator.place, call.query.dtype, size, rows)
+        place, dtype = problem.communicator.place, call.query.dtype
+        tiles = measured.over(choose_attention(place, dtype, size, rows))
     if method == HEADS:
         return blocks.attention_of_heads(problem, output, lse, tiles)
     if algorithm == "unfused" and method == "ulysses":
@@ -324,7 +355,7 @@ def prepared_backward(
         problem = _agreed(communicator, BACKWARD, call, options)
         if not problem.shards.total * math.prod(call.query.shape[1:]):
             return Outcome(None, None)
-        method, algorithm = way_of(problem, call)
+        method, algorithm, measured = way_of(problem, call)
         # the engine may record what a backward does, but not what is done on streams
         of_output, made = (tokens_first(each.detach(), options.layout) for each in (grad, output))
         more = None if lse_grad is None else lse_grad.detach()
@@ -341,7 +372,7 @@ def prepared_backward(
         if algorithm == "fused" and differentiable(dtype, size):
             rows, place = max(problem.shards.lengths), communicator.place
             rows = problem.shards.total if method == HEADS else rows
-            tiles = choose_attention(place, dtype, size, rows, backward=True)
+            tiles = measured.over(choose_attention(place, dtype, size, rows, backward=True))
         if method == HEADS:
             return Outcome(None, blocks.attention_of_heads_backward(problem, result, into, tiles))
         if method == "ulysses":

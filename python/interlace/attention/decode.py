@@ -17,7 +17,7 @@ from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
@@ -99,6 +99,8 @@ def prepared_decode(
             ("configuration", configuration.OVERRIDE.get()),
         )
         communicator.parts(communicator.call_of(OP, terms, None))
+        queries, world_size = query.shape[0] * query.shape[1], communicator.world_size
+        named = tuning.Problem(OP, query.dtype, queries, heads, size, world_size)
         place, wide = communicator.place, query.dtype == torch.float64
         grouped = problem.by_key_head()
         made = torch.empty_like(grouped)
@@ -109,6 +111,8 @@ def prepared_decode(
                 query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD and not place.direct_access
             )
             chosen = "fused" if kernels else "unfused"
+            if kernels and place.nodes is None:
+                chosen = tuning.measured(communicator, named).algorithm or chosen
         if op_ranges := profiled_op.get():
             op_ranges.begin(chosen)
         event = None
@@ -118,6 +122,7 @@ def prepared_decode(
                 tiles = choose_attention(
                     place, query.dtype, size, rows, keys=key.shape[1], decode=True
                 )
+                tiles = tuning.measured(communicator, named, chosen).over(tiles)
                 event = decode_fused(problem, made, lse, tiles)
             else:
                 event = decode_unfused(problem, made, lse)

@@ -32,7 +32,7 @@ from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 MATMUL_COMBINE = OP
@@ -198,7 +198,13 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
     if call.algorithm != "auto" and not empty:
         return call.algorithm
     wide = torch.float64 if call.dtype == torch.float64 else call.input.dtype
-    return choose_algorithm(place, wide, most, 0, empty=empty)
+    tuned = ""
+    if not empty:
+        about = most, columns, inner, communicator.world_size
+        tuned = tuning.measured(
+            communicator, tuning.Problem(OP, call.input.dtype, *about)
+        ).algorithm
+    return choose_algorithm(place, wide, most, 0, empty=empty, tuned=tuned)
 
 
 def _configured(

@@ -29,7 +29,7 @@ from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES, LARGEST_LOW_LATENCY_BYTES
 
 Tensor = torch.Tensor
@@ -37,6 +37,8 @@ Buffers = Sequence[Tensor] | None
 """Matrices for the results' rows: the normed, the sums, and, quantised, the scales."""
 
 ALL_REDUCE_NORM, SCATTER_NORM = "all_reduce_norm", "reduce_scatter_norm"
+GATHER_NORMED = "gather_normed"
+"""What the latter is called in rows of ``tune`` where all ranks get the normed rows."""
 NO_FP8 = 'algorithm="{}" with quantize="fp8" needs compute capability 8.9 or more; use "unfused" or "auto"'
 SMALLEST_FP8 = 89  # the compute capability from which on kernels can make fp8
 
@@ -231,7 +233,7 @@ class _NormedReduce(reduce.CheckedReduce):
     ) -> Event:
         """``left @ linear``, reduced and normed; with ``whole`` all ranks get what it has."""
         rows, columns = left.shape[0], linear.weight.shape[1]
-        choice = self.choice(SCATTER, max(count for _, count in segments), columns)
+        choice = self.choice(f"{SCATTER}_norm", max(count for _, count in segments), columns)
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
         if algorithm == "fused":
             _told(algorithm)
@@ -248,7 +250,7 @@ class _NormedReduce(reduce.CheckedReduce):
         communicator, output, tail = self.communicator, linear.output, linear.tail
         assert tail is not None
         rows, columns = left.shape[0], linear.weight.shape[1]
-        choice = self.choice(ALL_REDUCE, rows, columns)
+        choice = self.choice(f"{ALL_REDUCE}_norm", rows, columns)
         algorithm = self.chosen(rows, columns, choice.algorithm)
         if algorithm == "unfused" and self._by_words(output):
             _told("low_latency")
@@ -338,7 +340,7 @@ class _CheckedRows:
         self.norm = arguments.checked(communicator, *normed[1:], columns, dtype, norm)
         shape = (*lengths, columns)
         self.residual = arguments.residual_of(communicator, normed[0], shape, dtype)
-        self.own_lengths = lengths
+        self.own_lengths, self.free = lengths, False
         self.algorithm = self._algorithm(options.algorithm)
 
     def _algorithm(self, given: Any) -> str:
@@ -365,11 +367,27 @@ class _CheckedRows:
             return algorithm
         if not in_kernel or not makes_fp8:
             return "unfused"
+        self.free = True
         if place.direct_access:
             return "pipelined"
         small = self.input.nbytes <= LARGEST_LOW_LATENCY_BYTES
-        small = small and not low_latency.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
-        return "low_latency" if small else "fused"
+        return "low_latency" if small and self._in_words() else "fused"
+
+    def _in_words(self) -> bool:
+        """Whether one low-latency exchange does."""
+        return not low_latency.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
+
+    def _measured(self) -> tuple[str, tuning.Measured]:
+        """The algorithm, and what was measured of it; the same on all ranks, which have agreed."""
+        op = GATHER_NORMED if self.options.gather_normed else self.op
+        rows, size = self.input.numel() // max(1, self.columns), self.communicator.world_size
+        problem = tuning.Problem(op, self.input.dtype, rows, self.columns, 1, size)
+        algorithm = self.algorithm
+        if self.free:
+            found = tuning.measured(self.communicator, problem).algorithm
+            if found and (found != "low_latency" or self._in_words()):
+                algorithm = found
+        return algorithm, tuning.measured(self.communicator, problem, algorithm)
 
     def _parts(self) -> list[tuple[int, int]]:
         parts: list[tuple[int, int]] = split_rows(
@@ -414,10 +432,11 @@ class _CheckedRows:
         nothing = self.input.new_empty(0, columns)
         average = self.reduction == "avg"
         linear = Linear(nothing, self.bias, rows.sum, average=average, tail=rows.tail)
-        _told(self.algorithm)
+        algorithm, measured = self._measured()
+        _told(algorithm)
         event = algorithms.RowReduction(
-            communicator, self.op, left, linear, segments, rows.whole
-        ).run(self.algorithm)
+            communicator, self.op, left, linear, segments, rows.whole, measured
+        ).run(algorithm)
         if buffers is not None:
             return Outcome(None, event)
         if self.input.dim() == 1:

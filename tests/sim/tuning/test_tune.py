@@ -18,7 +18,8 @@ import interlace
 from interlace.benchmark.runs import tune as measuring
 from interlace.benchmark.runs import tune_candidates
 from interlace.benchmark.runs.tune import CandidateError, Timed, Tuned, TuneRequest, search
-from interlace.benchmark.runs.tune_candidates import TuneCandidate, made, problem_of, untuned
+from interlace.benchmark.runs.tune_candidates import TuneCandidate, made, untuned
+from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli import main
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
@@ -79,8 +80,13 @@ def test_what_is_not_near_is_not_taken() -> None:
     ):
         found = tuning.nearest(rows, tuning.bucket_of(other))
         assert (found and found[1]) == steps, other
+    normed = replace(GATHER, op="matmul_reduce_scatter_norm")
+    plain, own = row(replace(normed, op="matmul_reduce_scatter")), row(normed, "unfused")
+    assert tuning.cached([plain], normed) == (plain, 0), "the products are the same"
+    assert tuning.cached([plain, own], normed) == (own, 0)
+    assert tuning.cached([own], replace(normed, op="matmul_reduce_scatter")) is None
     for change in ({"dtype": torch.float16}, {"op": "matmul_reduce_scatter"}, {"columns": 3583}):
-        assert tuning.cached_rows(rows, replace(GATHER, **change)) == []
+        assert tuning.cached(rows, replace(GATHER, **change)) is None
 
 
 def test_ties_do_not_depend_on_the_order_of_rows() -> None:
@@ -319,7 +325,7 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pa
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 999])
 def test_candidates_for_a_gpu(op: str, capability: int) -> None:
-    problem = problem_of(op, torch.bfloat16, 8192, 3584, 8192, 8)
+    problem = TUNED[op].problem(torch.bfloat16, (8192, 3584, 8192), 8)
     found = tune_candidates.candidates("cuda", capability, problem)
     assert found[0].default and not any(each.default for each in found[1:])
     assert len({(each.algorithm, each.values) for each in found}) == len(found)
@@ -334,7 +340,7 @@ def test_candidates_for_a_gpu(op: str, capability: int) -> None:
 
 def test_a_candidate_that_cannot_run_is_skipped_with_its_reason() -> None:
     tried = [made("fused", Configuration(chunks=n)) for n in (1, 2, 3)]
-    request = TuneRequest("all_gather_matmul", torch.float32, 8, 8, 8, tuple(tried), 1.0)
+    request = TuneRequest("all_gather_matmul", torch.float32, (8, 8, 8), tuple(tried), 1.0)
     runs: list[int] = []
 
     def run(given: TuneRequest) -> list[Timed]:
@@ -399,7 +405,7 @@ def test_the_command_in_the_simulator(
     def on_rank() -> tuple[bool, str, dict[str, Any]]:
         x, w = torch.ones(8, 16), torch.ones(16, 16)
         right = bool(interlace.all_gather_matmul(x, w).eq(16).all())
-        problem = problem_of("all_gather_matmul", torch.float32, 16, 16, 16, 2)
+        problem = TUNED["all_gather_matmul"].problem(torch.float32, (16, 16, 16), 2)
         choice = tuning.choose(interlace.groups.groups.default_group(), problem)
         return right, choice.source, vars(choice.configuration)
 
@@ -412,7 +418,7 @@ def test_the_command_in_the_simulator(
 
 def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the check: an op that is wrong by more than rounding."""
-    op = measuring.FUSED["all_gather_matmul"]
+    op = measuring.TUNED["all_gather_matmul"]
     right = op.ours
 
     def wrong(self: Any, algorithm: str) -> Callable[..., Any]:

@@ -175,11 +175,13 @@ def test_a_link_stays_a_link(tmp_path: pathlib.Path) -> None:
 def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "shapes"
     file.write_text("# Llama\n1K 3584 8192\n\n2048x1792x4096  # small\n")
-    given = TuneOptions(shapes=str(file), place="shm")
-    assert tune_options.shapes_of(given) == [(1024, 3584, 8192), (2048, 1792, 4096)]
+    shapes = [(1024, 3584, 8192), (2048, 1792, 4096)]
+    given = TuneOptions(("all_gather_matmul", "all_reduce_norm"), shapes=str(file), place="shm")
+    jobs = [(op, shape[:end]) for op, end in zip(given.op, (3, 2), strict=True) for shape in shapes]
+    assert tune_options.jobs_of(given) == jobs, "each takes the sizes that it has"
     file.write_text("1 2 3\n4 5\n")
     with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
-        tune_options.shapes_of(TuneOptions(shapes=str(file), place="sim"))
+        tune_options.jobs_of(TuneOptions(shapes=str(file), place="sim"))
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: pathlib.Path) -> None:

@@ -19,13 +19,14 @@ import torch
 
 from interlace.benchmark.runs.measure import Tick, rank_0, sets_of
 from interlace.benchmark.runs.tune_candidates import SENDING, TuneCandidate, combined
-from interlace.benchmark.subjects.requests import FUSED
+from interlace.benchmark.subjects.requests import TUNED
 from interlace.benchmark.timing import protocol
 from interlace.groups import groups
 from interlace.runtime.tuning import configuration
 
 FINAL_BLOCKS = 7
 LEAST_BLOCKS = 3
+AUTO = "auto"  # stands for what runs untuned, where that has no other name here
 FINALISTS = 3
 EARLY = 0.6  # of the budget, for the first round
 WORTH_IT = 0.98  # of the default's time; what is nearer than that is noise
@@ -44,13 +45,11 @@ class CandidateError(Exception):
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """One op at one shape; ``m`` are all rows, ``n`` and ``k`` a rank's."""
+    """One op at one shape: its sizes, of which the first are all rows."""
 
     op: str
     dtype: torch.dtype
-    m: int
-    n: int
-    k: int
+    sizes: tuple[int, ...]
     candidates: tuple[TuneCandidate, ...]
     seconds: float
     virtual: bool = False
@@ -83,7 +82,7 @@ class _Search:
     def __init__(self, request: TuneRequest, tick: Tick) -> None:
         place = groups.default_group().place
         self._request, self._tick = request, tick
-        self._op = FUSED[request.op](place, request.dtype, request.m, request.n, request.k)
+        self._op = TUNED[request.op](place, request.dtype, *request.sizes)
         self._timed = [Timed(each) for each in request.candidates]
         self._start = time.perf_counter()
         self._first = self._op.inputs(0)
@@ -211,6 +210,7 @@ class Tuned:
         for each in sorted(ran, key=lambda each: each.median):
             found.setdefault(each.candidate.algorithm, each)
         found[self.best.candidate.algorithm] = self.best
+        found.pop(AUTO, None)
         return found
 
 

@@ -4,6 +4,9 @@ sim   the fused kernel with other blocks and more or fewer programs: what the in
 shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
 cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and with shards sent otherwise
 
+Of an op that is no matmul: every algorithm and method that the place runs, beside what "auto" does; of the
+first kernel some other values.
+
 Candidates that the chip cannot run are left out by arithmetic (``tuning/valid_configurations.py``), and of
 the rest those that the cost model thinks least of. Of unknown chips it ranks by another's figures.
 """
@@ -14,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from interlace.benchmark.subjects.by_rows import ByRows
+from interlace.benchmark.subjects.requests import TRITON
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.runtime.tuning import chips, cost_model, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES, choose_algorithm
@@ -53,6 +58,8 @@ class TuneCandidate:
             return self.algorithm
         if self.algorithm == "pipelined":
             return f"pipelined, {v['chunks']} chunks"
+        if "chunks" not in v:
+            return ", ".join([self.algorithm, *(f"{name} {value}" for name, value in v.items())])
         text = f"fused {v['block_m']}x{v['block_n']}x{v['block_k']}"
         text += f", {v['num_warps']} warps, {v['num_stages']} stages, group {v['group_m']}"
         return f"{text}, {v['chunks']} chunks, {v['copiers']} copiers, {v['programs']} programs"
@@ -62,10 +69,25 @@ def made(algorithm: str, configuration: Configuration, *, default: bool = False)
     return TuneCandidate(algorithm, tuple(sorted(asdict(configuration).items())), default)
 
 
-def problem_of(op: str, dtype: Any, m: int, n: int, k: int, world_size: int) -> Problem:
-    """``m`` are all rows; an all-reduce shards none."""
-    rows = m if op == "matmul_all_reduce" else m // world_size
-    return Problem(op, dtype, rows, n, k, world_size)
+def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
+    """Candidates for an op that no cost model knows: its algorithms, the kernels' with other values.
+
+    The default is what "auto" runs.
+    """
+    names = [name for name in kind.algorithms if name != "auto"]
+    kernels = [name for name in names if name.split()[-1] in TRITON]
+    if place == "shm":
+        names = [name for name in names if name not in kernels]
+    elif place == "sim":
+        names = kernels
+    fused = [name for name in kernels if name in names and name.endswith("fused")]
+    # a method is chosen with its default tiles first; those of the others are not tried
+    varied = [(name, values) for name in fused[:1] for values in kind.varied]
+    return [
+        TuneCandidate("auto", (), True),
+        *(TuneCandidate(name) for name in names),
+        *(TuneCandidate(name, tuple(sorted(values.items()))) for name, values in varied),
+    ]
 
 
 def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
@@ -73,7 +95,7 @@ def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, 
     choice = tuning.decide(capability, problem, None)
     kind: Any = SimpleNamespace(simulated=place == "sim", direct_access=place == "shm", nodes=None)
     rows, size = problem.rows * problem.whole, problem.world_size
-    gathers = problem.op == "all_gather_matmul"
+    gathers = problem.product == "all_gather_matmul"
     received = (size - 1) * problem.rows * problem.inner * problem.dtype.itemsize if gathers else 0
     algorithm = choose_algorithm(
         kind, problem.dtype, rows, received, empty=False, tuned=choice.algorithm
@@ -103,7 +125,7 @@ def candidates(
     gathers = problem.op == "all_gather_matmul"
     parts = (1, 2, 4, 8) if gathers else (base.chunks,)
     found += [made("pipelined", replace(base, chunks=chunks)) for chunks in parts]
-    if problem.op == "matmul_all_reduce" and not one_shot:
+    if problem.product == "matmul_all_reduce" and not one_shot:
         return list(dict.fromkeys([*found, made("fused", base)]))
     itemsize = problem.dtype.itemsize
     tiles = _ranked(problem, capability, tile_candidates(base, capability, itemsize), MOST_TILES)

@@ -10,7 +10,7 @@ Elsewhere keys and values are gathered, and then it is torch's attention.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +25,9 @@ from interlace.benchmark.subjects.plain import AllGather, ReduceScatter, Tensors
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor
 from interlace.runtime.core.place import Place
+from interlace.runtime.tuning.cache import BY_OP
+from interlace.runtime.tuning.tuning import Problem
 
-METHODS = ("all_gather", "ring", "ulysses")
 QUERY, KEY, VALUE, GRAD = range(4)
 LARGEST = 2.0  # of a payload
 _aten: Any = torch.ops.aten
@@ -48,6 +49,9 @@ class _HeadTensors(ByRows):
     without = "has tokens (--m), heads (--n) and their size (--k)"
     defaults: ClassVar = {"n": "8", "k": "64"}
     settings: tuple[str, ...] = ("batch", "key_heads")
+    varied = tuple(
+        {"block_m": block_m, "block_n": block_n} for block_m in (64, 128) for block_n in (32, 64)
+    )
 
     def __init__(
         self,
@@ -100,9 +104,9 @@ class AttentionRows(_HeadTensors):
     """Algorithms are those of the op, after a method where that makes a difference."""
 
     op = "context_parallel_attention"
-    algorithms = ("auto", *(f"{m} {a}" for a in ("fused", "pipelined") for m in METHODS), "unfused")
+    algorithms = ("auto", *BY_OP["context_parallel_attention"])
     settings = (*_HeadTensors.settings, "mask")
-    scatters = True
+    scatters = shards = True
     passes = 2.0  # products of queries and keys, and of weights and values
 
     def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
@@ -309,6 +313,7 @@ class DecodeRows(_HeadTensors):
 
     op = "distributed_decode"
     algorithms = ("auto", "fused", "unfused")
+    varied = ({"block_n": 32}, {"block_n": 64}, {"block_n": 128})
 
     def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
         super().__init__(place, dtype, *sizes, **settings)
@@ -316,6 +321,11 @@ class DecodeRows(_HeadTensors):
         self.nbytes = 2 * read * self.key_heads * dtype.itemsize
         self.bus_factor, self.flops = None, 4 * read * self.n
         self.result_rows = (0, self.batch)
+
+    @classmethod
+    def problem(cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int) -> Problem:
+        """Ranks do not know how long each other's caches are: of one token."""
+        return Problem(cls.op, dtype, 1, sizes[1], sizes[2], world_size)
 
     def _query(self, call: int) -> torch.Tensor:
         return self.tokens(QUERY, torch.zeros(1, device=self.device).long(), self.n, call)[:, 0]

@@ -6,7 +6,7 @@ Results are compared with float64 in 1 row of 16, others in every call, all colu
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from interlace.arguments import checks
 from interlace.benchmark.subjects.plain import Tensors
 from interlace.benchmark.timing import payload
 from interlace.runtime.core.place import Place
+from interlace.runtime.tuning.tuning import Problem
 
 ALL_ROWS = 512
 ROW_STEP = 16
@@ -32,6 +33,8 @@ class ByRows(ABC):
     without = "has a shape; it takes --m, --n and --k"  # of other sizes
     defaults: ClassVar[dict[str, str]] = {}  # of sizes
     settings: tuple[str, ...] = ()
+    shards = False  # whether the rows of a tuned problem are those of one rank
+    varied: tuple[dict[str, int], ...] = ()  # values that tune tries with the kernels
     scatters = False  # whether a result has this rank's rows only
     nbytes: int
     bus_factor: float | None
@@ -67,6 +70,13 @@ class ByRows(ABC):
     def elements(cls, *sizes: int, **settings: Any) -> int:
         """The elements of a rank's tensors, or more: whether there is memory for them is asked before."""
         return math.prod(sizes)
+
+    @classmethod
+    def problem(cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int) -> Problem:
+        """What ``tune`` keeps of the op at these sizes, as the op itself asks for it."""
+        m, n, k = (*sizes, 1)[:3]
+        rows = m // world_size if cls.shards else m
+        return Problem(cls.op, dtype, rows, n, k, world_size)
 
     @abstractmethod
     def inputs(self, call: int) -> Tensors:

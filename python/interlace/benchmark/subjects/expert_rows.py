@@ -150,6 +150,7 @@ class GroupedMatmulCombineRows(Fused):
     """M are the rows that a rank's expert multiplies, as many as it sends."""
 
     op = "grouped_matmul_combine"
+    shards = False
     communication = AllToAll
 
     def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:

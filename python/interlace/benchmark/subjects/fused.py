@@ -23,6 +23,7 @@ class Fused(ByRows):
 
     communication: type[Plain]
     communicated = "n"
+    shards = True
 
     def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
         super().__init__(place, dtype, m, n, k)
@@ -141,6 +142,7 @@ class MatmulReduceScatter(_MatmulReduce):
 
 class MatmulAllReduce(_MatmulReduce):
     op = "matmul_all_reduce"
+    shards = False
     communication = AllReduce
 
     def inputs(self, call: int) -> Tensors:

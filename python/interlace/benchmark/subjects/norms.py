@@ -132,6 +132,11 @@ class _Sums(ByRows):
 
 
 class _SumsWithNorm(_WithNorm, _Sums):
+    varied = tuple(
+        {"block_elements": elements, "num_warps": warps}
+        for elements in (1024, 2048, 4096)
+        for warps in (4, 8)
+    )
     more: ClassVar[dict[str, Any]] = {}
 
     def ours(self, algorithm: str) -> Callable[..., Any]:

@@ -28,13 +28,15 @@ _FUSED: tuple[type[Fused], ...] = (
     fused.MatmulAllReduce,
 )
 _BY_ROWS: tuple[type[ByRows], ...] = (
-    norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,  # tuned as those without a norm
+    norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,
     norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
     expert_rows.GroupedMatmulCombineRows,
     attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
 )  # fmt: skip
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
-"""Those that ``tune`` knows."""
+"""Those that ``tune`` measures if none is named."""
+TUNED: dict[str, type[ByRows]] = {kind.op: kind for kind in (*_FUSED, *_BY_ROWS)}
+"""Those that it knows."""
 _ALL: tuple[type[Plain | ByRows], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
 OPS: dict[str, type[Plain | ByRows]] = {kind.op: kind for kind in _ALL}
 

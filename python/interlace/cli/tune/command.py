@@ -12,27 +12,27 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.benchmark.runs.tune import Timed, Tuned, TuneRequest, on_rank, search
-from interlace.benchmark.runs.tune_candidates import TuneCandidate, candidates, problem_of, untuned
+from interlace.benchmark.runs.tune import AUTO, Timed, Tuned, TuneRequest, on_rank, search
+from interlace.benchmark.runs.tune_candidates import TuneCandidate, by_name, candidates, untuned
+from interlace.benchmark.subjects.requests import FUSED, TUNED
 from interlace.cli.output import bars
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import file_to_write, refuse_outputs, tell_written
 from interlace.cli.output.progress import Progress
 from interlace.cli.tune import options as tune_options
-from interlace.cli.tune.options import TuneOptions, dtype_of, ops_of, place_of, world_size_of
+from interlace.cli.tune.options import TuneJob, TuneOptions, dtype_of, place_of, world_size_of
 from interlace.fused.reduce import ONE_SHOT_BYTES
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.files import NotOursError
 from interlace.runtime.tuning.tuning import Problem
 
 GRACE = 300.0  # seconds over the budget after which a run is given up: compiling is slow
-TuneJob = tuple[str, tune_options.MatmulShape]
 
 
 def tune(console: Any, options: TuneOptions) -> int:
     """Measure, write, print; 1 if any default is wrong, else 0. Raises ValueError or OSError."""
     tune_options.check(options)
-    jobs = [(op, shape) for op in ops_of(options) for shape in tune_options.shapes_of(options)]
+    jobs = tune_options.jobs_of(options)
     if options.dry_run:
         _list(console, options, jobs)
         return 0
@@ -53,7 +53,7 @@ def tune(console: Any, options: TuneOptions) -> int:
             progress.begin(number, _text(job))
             outcome = _measured(options, job, len(jobs), progress)
             outcomes.append((job, outcome))
-            if outcome.best.right:
+            if outcome.best.right and outcome.best.candidate.algorithm != AUTO:
                 unwritten.append(_row(options, job, outcome))
             try:
                 if unwritten:
@@ -87,26 +87,33 @@ def _capability(options: TuneOptions) -> int | None:
 
 
 def _problem(options: TuneOptions, job: TuneJob) -> Problem:
-    op, (m, n, k) = job
-    return problem_of(op, dtype_of(options), m, n, k, world_size_of(options))
+    op, shape = job
+    return TUNED[op].problem(dtype_of(options), shape, world_size_of(options))
+
+
+def _of_products(op: str) -> bool:
+    """Whether tiles and cost model are those of a matmul."""
+    return op.removesuffix("_norm") in FUSED
 
 
 def _tried(options: TuneOptions, job: TuneJob) -> list[TuneCandidate]:
-    op, (m, n, _) = job
-    dtype = dtype_of(options)
-    one_shot = op != "matmul_all_reduce" or m * n * dtype.itemsize <= ONE_SHOT_BYTES
-    problem = _problem(options, job)
+    op, (m, n, *_) = job
+    if not _of_products(op):
+        return by_name(place_of(options), TUNED[op])
+    dtype, problem = dtype_of(options), _problem(options, job)
+    all_rows = problem.product == "matmul_all_reduce"
+    one_shot = not all_rows or m * n * dtype.itemsize <= ONE_SHOT_BYTES
     return candidates(place_of(options), _capability(options), problem, one_shot=one_shot)
 
 
 def _measured(options: TuneOptions, job: TuneJob, count: int, progress: Progress) -> Tuned:
     """One ``interlace.run``, or as many as candidates cannot be run."""
-    op, (m, n, k) = job
+    op, shape = job
     place, size = place_of(options), world_size_of(options)
     processes = place == "cuda" and torch.cuda.device_count() >= size > 1
     seconds, apart = options.budget / count, place == "shm" or processes
     request = TuneRequest(
-        op, dtype_of(options), m, n, k, tuple(_tried(options, job)), seconds,
+        op, dtype_of(options), shape, tuple(_tried(options, job)), seconds,
         virtual=place == "cuda" and not processes,
     )  # fmt: skip
 
@@ -190,14 +197,20 @@ def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
         rows = cache.rows_for(_machine(options), file)
     for job in jobs:
         problem = _problem(options, job)
-        cached = tuning.nearest(tuning.cached_rows(rows, problem), tuning.bucket_of(problem))
-        algorithm, choice = untuned(place, capability, problem)
-        if cached is not None:
-            choice = tuning.decide(capability, problem, cached)
-            algorithm = choice.algorithm if place != "sim" and choice.algorithm else algorithm
+        cached = tuning.cached(rows, problem)
         console.print(f"[bold]{_text(job)}[/bold], {_name(options)}")
-        lines = [f"now: {algorithm}, by {choice.source}"]
-        lines += [f"  {choice.configuration}"] if algorithm != "unfused" else []
+        if not _of_products(job[0]):
+            row = None if cached is None else cached[0]
+            lines = [
+                "now: what auto takes" if row is None else f"now: {row.algorithm}, {row.values}"
+            ]
+        else:
+            algorithm, choice = untuned(place, capability, problem)
+            if cached is not None:
+                choice = tuning.decide(capability, problem, cached)
+                algorithm = choice.algorithm if place != "sim" and choice.algorithm else algorithm
+            lines = [f"now: {algorithm}, by {choice.source}"]
+            lines += [f"  {choice.configuration}"] if algorithm != "unfused" else []
         tried = _tried(options, job)
         lines += [f"would try {len(tried)}:", *(f"  {each.describe()}" for each in tried)]
         for text in lines:

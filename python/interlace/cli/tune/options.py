@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import RunPlace
-from interlace.benchmark.subjects.requests import DTYPES, FUSED
+from interlace.benchmark.subjects.by_rows import ByRows
+from interlace.benchmark.subjects.requests import DTYPES, FUSED, TUNED
 from interlace.benchmark.timing.sizes import parse_size, parse_sizes
 from interlace.cli.bench.options import MOST_RANKS, under_torchrun
 from interlace.cli.output.files import refuse_unreadable
-from interlace.cli.output.machine import refuse_matmul
+from interlace.cli.output.machine import refuse_size
 from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import PLACES
 from interlace.runtime.tuning.chips import BUILDABLE
@@ -21,6 +22,7 @@ from interlace.runtime.tuning.chips import BUILDABLE
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}
 MOST_BUDGET = 1e5
 MatmulShape = tuple[int, int, int]
+TuneJob = tuple[str, tuple[int, ...]]
 
 MEANING = """\
 what a figure means:
@@ -37,17 +39,19 @@ exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors
 class TuneOptions(CommandOptions):
     """Measure which configuration of a fused op is fastest here, and remember it.
 
-    OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; all three if none is given. Every
-    candidate is checked against float64. The fastest go into a cache file, where calls of about the same
-    shape, on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or interlace/tune.json in
-    the user's cache folder. Ranks of a group never choose differently; where their files differ, rank 0's
-    counts.
+    OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce, all three if none is given;
+    matmul_reduce_scatter_norm, matmul_all_reduce_norm, all_reduce_norm, reduce_scatter_norm, gather_normed;
+    grouped_matmul_combine; context_parallel_attention, context_parallel_attention_backward,
+    distributed_decode. Every candidate is checked against float64. The fastest go into a cache file, where
+    calls of about the same shape, on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE,
+    or interlace/tune.json in the user's cache folder. Ranks of a group never choose differently; where
+    their files differ, rank 0's counts.
     """
 
     epilog = MEANING
 
     op: tuple[str, ...] = option(
-        (), positional=True, nargs="*", metavar="OP", help=", ".join(FUSED)
+        (), positional=True, nargs="*", metavar="OP", help=", ".join(TUNED)
     )
     m: str | None = option(None, metavar="ROWS", help="all rows; a list or range, as bench has it")
     n: str | None = option(None, metavar="COLUMNS", help="columns of a rank's weight")
@@ -110,8 +114,8 @@ def dtype_of(options: TuneOptions) -> torch.dtype:
 def check(options: TuneOptions) -> None:
     """Raise ValueError for what cannot be, before anything runs."""
     for op in options.op:
-        if op not in FUSED:
-            raise ValueError(f"{op}: is none of {', '.join(FUSED)}")
+        if op not in TUNED:
+            raise ValueError(f"{op}: is none of {', '.join(TUNED)}")
     if under_torchrun():
         raise ValueError("tune starts its ranks, one process per GPU: start it without torchrun")
     if not 0 < options.budget <= MOST_BUDGET:
@@ -127,15 +131,25 @@ def check(options: TuneOptions) -> None:
             "--place cuda needs a CUDA device, and torch sees none; use --place shm or sim, or "
             "--dry-run --arch 90"
         )
-    shapes = shapes_of(options)
-    if not options.dry_run:
-        for shape in shapes:
-            itemsize, place = dtype_of(options).itemsize, place_of(options)
-            refuse_matmul(shape, itemsize, world_size_of(options), place)
+    for op, shape in jobs_of(options):
+        nbytes = TUNED[op].elements(*shape) * dtype_of(options).itemsize
+        if not options.dry_run:
+            text = " x ".join(map(str, shape))
+            refuse_size(text, nbytes, world_size_of(options), place_of(options))
 
 
-def shapes_of(options: TuneOptions) -> list[MatmulShape]:
-    """(m, n, k) of each. Raises ValueError or OSError."""
+def jobs_of(options: TuneOptions) -> list[TuneJob]:
+    """Every op with every shape, as far as it has these sizes. Raises ValueError or OSError."""
+    found = [
+        (op, shape[: len(TUNED[op].sizes)])
+        for op in ops_of(options)
+        for shape in _shapes_of(options, TUNED[op])
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]]:
+    """(m, n, k) of each."""
     sizes = (options.m, options.n, options.k)
     if options.shapes is not None:
         if any(each is not None for each in sizes):
@@ -144,16 +158,16 @@ def shapes_of(options: TuneOptions) -> list[MatmulShape]:
         shapes = read_shapes(pathlib.Path(options.shapes))
     else:
         defaults = SHAPES[place_of(options)]
-        parsed = [
-            parse_sizes(text, f"--{name}") if text is not None else [default]
+        texts = [
+            text if text is not None else kind.defaults.get(name, str(default))
             for name, text, default in zip("mnk", sizes, defaults, strict=True)
         ]
+        parsed = [parse_sizes(text, f"--{name}") for name, text in zip("mnk", texts, strict=True)]
         shapes = [(m, n, k) for m, n, k in itertools.product(*parsed)]
     dtype, size = options.dtype or "float32", world_size_of(options)
-    for op in ops_of(options):
-        for m, _, _ in shapes:
-            FUSED[op].refuse(size, m, dtype)
-    return shapes
+    for m, *_ in shapes:
+        kind.refuse(size, m, dtype)
+    return list(shapes)
 
 
 def read_shapes(path: pathlib.Path) -> list[MatmulShape]:

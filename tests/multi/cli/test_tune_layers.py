@@ -1,0 +1,119 @@
+"""``tune`` of ops that are no matmuls: what was measured is what ``auto`` then takes."""
+
+import io
+import os
+import pathlib
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils._pytree import tree_map
+
+import interlace
+from interlace.benchmark.runs.tune_candidates import by_name
+from interlace.benchmark.subjects.requests import TUNED
+from interlace.cli.tune.command import tune
+from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.core import hooks
+from interlace.runtime.tuning import cache, tuning
+from interlace.runtime.tuning.cache import CacheRow
+
+NORM = interlace.RMSNorm(None, 1e-6)
+# what auto would not take on CPUs
+FASTEST = {
+    "all_reduce_norm": "unfused",
+    "reduce_scatter_norm": "unfused",
+    "gather_normed": "unfused",
+    "matmul_all_reduce_norm": "pipelined",
+    "context_parallel_attention": "ring pipelined",
+    "context_parallel_attention_backward": "ring pipelined",
+}
+SIZES = {"m": 8, "n": 16, "k": 8}
+
+
+def call(op: str, **how: Any) -> Any:
+    """Of the sizes of ``SIZES``, as ``tune`` has them."""
+    m, n, k = SIZES.values()
+    if "attention" in op:
+        attend: Any = interlace.nn.functional.context_parallel_attention
+        q, *rest = torch.ones(3, 1, m // 2, n, k).requires_grad_(op.endswith("backward"))
+        made = attend(q, *rest, **how)
+        return torch.autograd.grad(made.sum(), q) if op.endswith("backward") else made
+    if op == "matmul_all_reduce_norm":
+        return interlace.matmul_all_reduce(torch.ones(m, k), torch.ones(k, n), norm=NORM, **how)
+    given: Any = {"norm": NORM, **how}
+    if op == "all_reduce_norm":
+        return interlace.all_reduce_norm(torch.ones(m, n), **given)
+    gathers = op == "gather_normed"
+    return interlace.reduce_scatter_norm(torch.ones(m, n), gather_normed=gathers, **given)
+
+
+def told(op: str, file: str, **how: Any) -> list[str]:
+    """The algorithms that a call tells a profile of, with ``file`` as the cache."""
+    said: list[str] = []
+    with mock.patch.dict(os.environ, {cache.VARIABLE: file}):
+        tuning.forget()
+        ranges: Any = SimpleNamespace(begin=said.append)
+        token = hooks.profiled_op.set(ranges)
+        try:
+            tree_map(lambda each: each.sum(), call(op, **how))
+        finally:
+            hooks.profiled_op.reset(token)
+            tuning.forget()
+    return said
+
+
+def row(op: str, named: str) -> CacheRow:
+    kind = TUNED[op]
+    sizes = tuple(SIZES.values())[: len(kind.sizes)]
+    problem = kind.problem(torch.float32, sizes, 2)
+    about = tuning.dtype_name(problem), tuning.extents_of(problem)
+    return CacheRow(op, *about, *tuning.bucket_of(problem), named, {named: {}})
+
+
+@pytest.mark.parametrize("op", FASTEST)
+def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
+    """A call of one's own choice is not overruled."""
+    here, file = cache.machine("shm", torch.device("cpu")), tmp_path / "tune.json"
+    cache.add(here, [row(op, FASTEST[op])], file)
+    for said, expected in (
+        (interlace.run(told, 2, op, "off", place="shm"), False),
+        (interlace.run(told, 2, op, str(file), place="shm"), True),
+    ):
+        assert [FASTEST[op] in each for each in said] == [expected] * 2
+    how = {"method": "all_gather"} if "attention" in op else {"algorithm": "unfused"}
+    (mine, _) = interlace.run(told, 2, op, str(file), place="shm", **how)
+    chosen = next(iter(how.values()))
+    assert any(chosen in each for each in mine)
+
+
+def run_tune(**options: Any) -> tuple[int, str]:
+    out = io.StringIO()
+    return tune(Console(file=out, width=250), TuneOptions(**options)), out.getvalue()
+
+
+def test_the_command(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    given: Any = {"budget": 0.5, "cache": str(file), "m": "8", "n": "16"}
+    code, text = run_tune(op=("all_reduce_norm",), place="shm", **given)
+    assert code == 0 and "default" in text and "auto" in text
+    machine = cache.machine("shm", torch.device("cpu"))
+    for found in cache.rows_for(machine, file):  # none, if nothing is faster than what auto does
+        assert (found.op, found.rows, found.columns) == ("all_reduce_norm", 8, 16)
+    code, text = run_tune(op=("context_parallel_attention",), dry_run=True, arch=90, world_size=8)
+    assert code == 0 and "ring fused" in text and "block_m 64" in text
+
+
+def test_candidates_go_by_names_that_a_cache_takes() -> None:
+    for kind in TUNED.values():
+        for place in ("sim", "shm", "cuda"):
+            found = by_name(place, kind)
+            assert found[0].default and len(set(found)) == len(found)
+            known = {"auto", *cache.BY_OP.get(kind.op, cache.ALGORITHMS)}
+            assert {each.algorithm for each in found} <= known
+            for each in found:
+                if each.values:
+                    assert each.configuration.keys() <= vars(tuning.Configuration()).keys()
