@@ -13,6 +13,7 @@ docs/experts.md.
 """
 
 from interlace.experts.low_latency import low_latency_combine, low_latency_dispatch
+from interlace.experts.products import multiply
 from interlace.experts.quantized import dequantize, quantize
 from interlace.experts.rows import combine, dispatch, permute
 from interlace.fused.routing import DispatchHandle, Received
@@ -25,6 +26,7 @@ __all__ = [
     "dispatch",
     "low_latency_combine",
     "low_latency_dispatch",
+    "multiply",
     "permute",
     "quantize",
 ]

@@ -346,7 +346,7 @@ def _products(
         many, wide = input.view(experts, -1, inner), rows.view(experts, -1, columns)
         of_input = torch.bmm(wide, weight.transpose(1, 2)).view(input.shape)
         return [of_input, torch.bmm(many.transpose(1, 2), wide), wide.sum(1)]
-    if _on_device(input, rows, weight):
+    if grouped_on_device(input, rows, weight):
         ends = segments[..., 1].sum(1).cumsum(0).to(torch.int32)
         row = torch.arange(input.shape[0], device=input.device)
         of_input = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
@@ -364,7 +364,7 @@ def _products(
     return [F.pad(of_input, (0, 0, 0, rest)), of_weight, of_bias]
 
 
-def _on_device(*tensors: Tensor) -> bool:
+def grouped_on_device(*tensors: Tensor) -> bool:
     """Whether torch has a grouped matmul for these that reads its counts on the device."""
     return all(
         each.is_cuda

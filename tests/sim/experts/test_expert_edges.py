@@ -56,6 +56,45 @@ def test_an_expert_that_is_named_twice_counts_twice(algorithm: Any, dtype: Any) 
     assert interlace.run(on_rank, 2) == [[[12.0, 12.0]]] * 2
 
 
+def test_products_whose_counts_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the host's counts, with their gradients: torch's grouped matmul runs here, too."""
+    called: list[int] = []
+
+    def grouped(*tensors: torch.Tensor) -> bool:
+        called.append(len(tensors))
+        return True
+
+    def on_rank() -> list[torch.Tensor]:
+        torch.manual_seed(interlace.get_rank())
+        made = [torch.randn(each) for each in ((5, 16), (2, 16, 8), (2, 8, 16), (2, 16), (5, 2))]
+        x, up, down, bias = (each.bfloat16().requires_grad_() for each in made[:4])
+        weights = made[4].requires_grad_()
+        idx = torch.tensor([[0, 3], [1, -1], [-1, -1], [3, 2], [0, 1]])
+        received, handle = experts.dispatch(x, idx, weights, 4, num_max_dispatch_tokens_per_rank=6)
+        hidden = experts.multiply(received, up).relu()
+        y = interlace.grouped_matmul_combine(hidden, down, handle, bias=bias)
+        y.float().square().sum().backward()
+        return [y.detach(), *(each.grad for each in (x, up, down, bias, weights))]  # type: ignore[misc]
+
+    expected = interlace.run(on_rank, 2)
+    for module in ("interlace.experts.products", "interlace.ops.experts"):
+        monkeypatch.setattr(f"{module}.grouped_on_device", grouped)
+    found = interlace.run(on_rank, 2)
+    assert sorted(called) == [2, 2, 3, 3]
+    for one, other in zip(expected, found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            # sums of bf16 in another order
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * float(a.abs().max()))
+
+
+def test_multiply_names_shapes_that_do_not_fit() -> None:
+    def on_rank() -> None:
+        received, _ = experts.dispatch(torch.ones(1, 4), torch.tensor([[0]]), None, 1)
+        experts.multiply(received, torch.ones(1, 3, 4))
+
+    assert "weight must have shape (1, 4, n)" in str(failure(on_rank, 1))
+
+
 def dispatched(**given: Any) -> Any:
     x, idx = torch.ones(2, 128), torch.tensor([[0, 1], [1, -1]])
     return experts.low_latency_dispatch(**{"x": x, "topk_idx": idx, "num_experts": 2} | given)

@@ -113,6 +113,8 @@ def compared(options: dict[str, Any]) -> list[str]:
         {"expert_bias": True, "capacity_factor": 0.8, "gated": True},
         {"capacity_factor": 0.5, "drop": "position", "normalize": False},
         {"capacity_factor": 9.0},
+        {"num_max_dispatch_tokens_per_rank": 8, "gated": True, "expert_bias": True},
+        {"num_max_dispatch_tokens_per_rank": 7, "capacity_factor": 0.7, "algorithm": "pipelined"},
     ],
 )
 def test_as_one_process(options: dict[str, Any]) -> None:
@@ -206,6 +208,18 @@ def test_a_bias_evens_experts_out() -> None:
     assert min(unevenness) < unevenness[0] / 2
 
 
+def test_autocast_leaves_the_router_in_fp32() -> None:
+    def on_rank() -> bool:
+        layer, x = made().float(), tokens(2).float()
+        layer(x)
+        chosen, share = layer._routed
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        return torch.equal(chosen, layer._routed[0]) and torch.equal(share, layer._routed[1])
+
+    assert interlace.run(on_rank, 1) == [True]
+
+
 def test_a_layer_without_a_bias_says_so() -> None:
     def on_rank() -> None:
         with pytest.raises(RuntimeError, match="no expert_bias"):
@@ -224,6 +238,18 @@ def test_a_layer_without_a_bias_says_so() -> None:
         ("num_experts 4 must be a multiple of groups, got 3", (8, 4, 4, 1, {"groups": 3})),
         ("topk is 3, topk_groups is 1 of 2", (8, 4, 4, 3, {"groups": 2, "topk_groups": 1})),
         ("capacity_factor must be positive", (8, 4, 4, 1, {"capacity_factor": 0.0})),
+        ("scale must be a number, got None", (8, 4, 4, 1, {"scale": None})),
+        ("capacity_factor must be positive", (8, 4, 4, 1, {"capacity_factor": "1"})),
+        (
+            "num_max_dispatch_tokens_per_rank must be positive",
+            (
+                8,
+                4,
+                4,
+                1,
+                {"num_max_dispatch_tokens_per_rank": 0},
+            ),
+        ),
         ("drop must be one of probs, position", (8, 4, 4, 1, {"drop": "last"})),
     ],
 )

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.collectives.rootless import _all_reduce
-from interlace.experts.rows import permute
+from interlace.experts.products import multiply
+from interlace.experts.rows import dispatch, permute
 from interlace.grouped_matmuls import all_to_all_grouped_matmul, grouped_matmul_combine
 from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.regions import copy_to_group
@@ -65,6 +66,9 @@ class MoE(ShardedModule):
         stays in fp32 and that :meth:`update_expert_bias` moves; weights are scores without it.
     capacity_factor : of this rank's rows an expert gets at most ``capacity_factor`` times the mean, rounded
         up; others are dropped, and count as 0 in a token's sum. None: dropless.
+    num_max_dispatch_tokens_per_rank : a bound of every rank's tokens. Rows are dispatched and multiplied by
+        :func:`interlace.experts.multiply`, and no host waits for counts where that does not; results
+        between are as long as they can get. None: by the two fused ops, whose counts the host reads.
     drop : which stay, those with the largest weights, "probs", or those of the first tokens, "position".
     sequence_parallel : ranks have different tokens, so gradients of the router and the shared expert are
         summed over the group; else all ranks have all tokens, and the sum already.
@@ -111,6 +115,7 @@ class MoE(ShardedModule):
         expert_bias: bool = False,
         capacity_factor: float | None = None,
         drop: str = "probs",
+        num_max_dispatch_tokens_per_rank: int | None = None,
         group: Group = None,
         sequence_parallel: bool = True,
         algorithm: FusedAlgorithm = "auto",
@@ -128,7 +133,13 @@ class MoE(ShardedModule):
             self.activation = checks.activation("activation", activation)
             chosen_groups = groups if topk_groups is None else topk_groups
             _check_groups(num_experts, topk, groups, chosen_groups)
-            if capacity_factor is not None and not capacity_factor > 0:
+            if num_max_dispatch_tokens_per_rank is not None:
+                positive(num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank)
+            numbers = (int, float)
+            if not isinstance(scale, numbers):
+                raise TypeError(f"scale must be a number, got {scale!r}")
+            fits = isinstance(capacity_factor, numbers) and capacity_factor > 0
+            if capacity_factor is not None and not fits:
                 raise ValueError(
                     f"capacity_factor must be positive or None, got {capacity_factor!r}"
                 )
@@ -145,6 +156,7 @@ class MoE(ShardedModule):
             )
         self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
         self.gated, self.algorithm = gated, algorithm
+        self.most_tokens = num_max_dispatch_tokens_per_rank
         self.sequence_parallel = sequence_parallel
         first, shared = (2 if gated else 1) * intermediate_size, (2 if gated else 1) * shared_size
         made = {"device": device, "dtype": dtype}
@@ -200,7 +212,8 @@ class MoE(ShardedModule):
 
     def _routing(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token, -1 of a row that is dropped, and weights, ``(t, topk)``."""
-        routed = self.router_options(F.linear(x.float(), router.float()), self.expert_bias)
+        with torch.autocast(x.device.type, enabled=False):
+            routed = self.router_options(F.linear(x.float(), router.float()), self.expert_bias)
         self._routed = routed.chosen, routed.share
         if self._chosen is not None and self.training:
             self._chosen += _counted(routed.chosen, self.num_experts)
@@ -217,20 +230,26 @@ class MoE(ShardedModule):
         chosen, weights = self._routing(x, router)
         up, down = (self._parameters[name] for name in ("up", "down"))
         assert up is not None and down is not None
-        how: Any = {"group": self.group, "algorithm": self.algorithm}
-        rows, sent = permute(x, chosen, self.num_experts)
-        activation: Any = None if self.gated else self.activation
-        hidden, splits = all_to_all_grouped_matmul(
-            rows, up.transpose(1, 2), sent, activation=activation, **how
-        )
-        if self.gated:
-            hidden = self._between(hidden)
-        output: Any = grouped_matmul_combine(
-            hidden, down.transpose(1, 2), splits, chosen, weights, **how
-        )
+        output = self._by_experts(x, chosen, weights, up.transpose(1, 2), down.transpose(1, 2))
         if shared_up is not None:
             output = output + F.linear(self._between(F.linear(x, shared_up)), shared_down)
         return output.view(input.shape)  # type: ignore[no-any-return]
+
+    def _by_experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor
+    ) -> Any:
+        how: Any = {"group": self.group, "algorithm": self.algorithm}
+        if self.most_tokens is not None:
+            how["num_max_dispatch_tokens_per_rank"] = self.most_tokens
+            received, handle = dispatch(x, chosen, weights, self.num_experts, **how)
+            hidden = self._between(multiply(received, up))
+            return grouped_matmul_combine(hidden, down, handle, algorithm=self.algorithm)
+        activation: Any = None if self.gated else self.activation
+        rows, sent = permute(x, chosen, self.num_experts)
+        hidden, splits = all_to_all_grouped_matmul(rows, up, sent, activation=activation, **how)
+        if self.gated:
+            hidden = self._between(hidden)
+        return grouped_matmul_combine(hidden, down, splits, chosen, weights, **how)
 
     def load_balance(self) -> LoadBalance:
         """Of the last forward, over the group. Collective. Raises RuntimeError before the first."""
