@@ -73,6 +73,25 @@ def profiled() -> tuple[list[str], list[str]]:
     return [name for name in names if not name.startswith("interlace:new_group")], left
 
 
+def test_reductions_with_norms_are_in_a_profile_with_what_was_chosen() -> None:
+    expected = [
+        "all_reduce_norm:pipelined",
+        "all_reduce_norm:low_latency",
+        "matmul_all_reduce:unfused",
+    ]
+    for names in interlace.run(profiled_norms, 2, place="shm"):
+        assert [name for name in expected if f"interlace:{name}" in names] == expected
+
+
+def profiled_norms() -> set[str]:
+    rows, norm = torch.ones(2, 8), interlace.RMSNorm()
+    with torch.profiler.profile() as profile:
+        interlace.all_reduce_norm(rows, norm=norm)
+        interlace.all_reduce_norm(rows, norm=norm, algorithm="low_latency")
+        interlace.matmul_all_reduce(rows, torch.ones(8, 4), norm=norm)
+    return {event.name for event in profile.events()}
+
+
 def test_ops_in_a_thread_of_their_own_are_in_a_profile_of_all_threads() -> None:
     assert interlace.run(profiled_later, 2, place="shm") == [True, True]
 
