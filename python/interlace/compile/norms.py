@@ -1,7 +1,7 @@
 """Norms that read what a collective has reduced: with the residual before them, they go into the op's tail.
 
-After the reduction, and reshapes of it, comes an addition of the residual, or none, and then a norm of the
-last dimension, in the ops of which torch's, and those that are written by hand, are made::
+After the reduction, and reshapes of it, come additions of a bias and the residual, or of one, or none, and
+then a norm of the last dimension, in the ops of which torch's, and those written by hand, are made::
 
     x = h, or h in fp32
     rms     mul(x, rsqrt(add(mean(pow(x, 2) or mul(x, x)), eps)))
@@ -52,7 +52,8 @@ ADDS = (aten.add.Tensor, aten.add.Scalar, aten.add_.Scalar, aten.add_.Tensor)
 class GraphNorm:
     """``normed`` = norm of ``total``, which is the reduced + ``residual``; ``kind``: "rms" or "layer".
 
-    With ``scale`` what is normed is fp8. None for what nobody reads. ``notes``: what was left out.
+    ``added`` is a bias of what is reduced. With ``scale`` what is normed is fp8. None for what nobody
+    reads. ``notes``: what was left out.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class GraphNorm:
     residual: fx.Node | None
     weight: fx.Node | None
     bias: fx.Node | None = None
+    added: fx.Node | None = None
     scale: fx.Node | None = None
     notes: tuple[str, ...] = ()
 
@@ -73,13 +75,17 @@ def find(collective: Collective) -> GraphNorm | None:
         if not keeps_columns(user):
             return None
         reduced = user
-    for made in _norms(reduced):
-        if made.residual is not None and len(reduced.users) > 1:
+    for source, added in _biased(reduced):
+        made = next(_norms(source), None)
+        if made is None:
+            continue
+        if made.residual is not None and len(source.users) > 1:
             raise Unfit("what is reduced is read by others, too, without the residual")
-        needed = [each for each in (made.residual, made.weight, made.bias) if each is not None]
+        vectors = made.residual, made.weight, made.bias, added
+        needed = [each for each in vectors if each is not None]
         if ancestors(needed) & {collective.result}:
             raise Unfit("the residual or the norm's weight comes from what is reduced")
-        return made
+        return replace(made, added=added)
     return None
 
 
@@ -94,6 +100,16 @@ def keep_sums(joint: fx.Graph) -> None:
             norm = find(collective)
             if norm is not None and norm.total is not None:
                 norm.total.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _biased(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """What may get a residual, and the bias that it has."""
+    yield reduced, None
+    user = only_user(reduced)
+    if is_call(user, aten.add.Tensor) and user is not None:
+        bias = _vector_beside(user, reduced)
+        if bias is not None and value(bias).dtype == value(reduced).dtype:
+            yield user, bias
 
 
 def _norms(reduced: fx.Node) -> Iterator[GraphNorm]:

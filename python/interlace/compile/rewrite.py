@@ -114,7 +114,7 @@ def fuse_rows(collective: Collective, norm: GraphNorm) -> None:
     with collective.result.graph.inserting_before(collective.result):
         op = getattr(_ops, f"{collective.kind}_norm").default
         options = collective.reduce_op, *dims, ALGORITHM
-        arguments = (collective.input, None, *_normed(collective, norm), *options)
+        arguments = (collective.input, norm.added, *_normed(collective, norm), *options)
         _norm_outputs(op, arguments, collective, norm)
 
 
@@ -157,6 +157,9 @@ def fuse_reduction(
         if len(products) > 1:
             right = call(aten.cat.default, ([p.right for p in products], 0), right)
         bias = _reduced_bias(collective, products)
+        if norm is not None and norm.added is not None:
+            both = (bias, norm.added)
+            bias = norm.added if bias is None else call(aten.add.Tensor, both, norm.added)
         reduce_op, dim, scales = collective.reduce_op, collective.dim, products[0].scales
         options: tuple[Any, ...] = (ALGORITHM, None, size, name)
         if scales is not None:

@@ -63,6 +63,14 @@ def sequence_parallel(x: Tensor) -> tuple[Tensor, Tensor]:
     return funcol.all_gather_tensor(y.flatten(0, 1), 0, dist.group.WORLD) @ numbers(6, 5), h
 
 
+def behind_a_bias(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As Megatron: a bias that the layer leaves to be added with the residual; and one before the sum."""
+    reduced = funcol.all_reduce(F.linear(x, numbers(6, 8), numbers(6)), "avg", dist.group.WORLD)
+    h = reduced + numbers(6, seed=4) + numbers(4, 6, seed=1)
+    rows = funcol.all_reduce(x.sin(), "avg", dist.group.WORLD) + numbers(8, seed=4)
+    return F.layer_norm(h, (6,), numbers(6, seed=2), None, EPS), F.rms_norm(rows, (8,), None, EPS)
+
+
 def gathered_at_once(x: Tensor) -> Tensor:
     """The gather reads the normed rows themselves."""
     y = F.rms_norm(scattered(x @ numbers(8, 6)), (6,), numbers(6, seed=2), EPS)
@@ -97,6 +105,10 @@ NORMED: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
     "normed shard": (
         sequence_parallel,
         [("matmul_reduce_scatter_norm", 1), ("all_gather_matmul", 1)],
+    ),
+    "normed behind a bias": (
+        behind_a_bias,
+        [("matmul_all_reduce_norm", 1), ("all_reduce_norm", 0)],
     ),
     "normed shard, gathered": (
         gathered_at_once,
