@@ -7,7 +7,7 @@ In both the compute stream works on what is there while the copy stream brings w
 streams run their items at once and a peer's memory is as good as the own, staged keys are not copied.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -16,13 +16,23 @@ from interlace.runtime.algorithms.attention.problem import AttentionProblem
 from interlace.runtime.core.memory import Layout, Workspace
 
 Tensor = torch.Tensor
+Behind = Callable[[Workspace, int], None]
+
+
+def no_step(workspace: Workspace, step: int) -> None:
+    return
 
 
 class Travelling(Protocol):
     """A way for keys. ``Layout`` of the op: what it needs is added there when it is made."""
 
-    def travel(self, workspace: Workspace) -> Iterator[tuple[int, Tensor]]:
-        """(source, its packed keys) in the order of arrival; they stay until the next is asked for."""
+    def travel(
+        self, workspace: Workspace, behind: Behind = no_step
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(source, its packed keys) in the order of arrival; they stay until the next is asked for.
+
+        ``behind``: what is done behind every step.
+        """
 
 
 class StagedKeys:
@@ -40,7 +50,9 @@ class StagedKeys:
         shape = problem.shards.lengths[source], *problem.key_row
         return workspace.data(source, self._offset, shape, problem.key.dtype)
 
-    def travel(self, workspace: Workspace) -> Iterator[tuple[int, Tensor]]:
+    def travel(
+        self, workspace: Workspace, behind: Behind = no_step
+    ) -> Iterator[tuple[int, Tensor]]:
         problem, communicator = self._problem, self._problem.communicator
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
         copying.wait_credits(workspace)
@@ -86,7 +98,9 @@ class RingKeys:
         shape = problem.shards.lengths[source], *problem.key_row
         return workspace.data(owner, self._buffers[step % 2], shape, problem.key.dtype)
 
-    def travel(self, workspace: Workspace) -> Iterator[tuple[int, Tensor]]:
+    def travel(
+        self, workspace: Workspace, behind: Behind = no_step
+    ) -> Iterator[tuple[int, Tensor]]:
         problem, communicator, steps = self._problem, self._problem.communicator, self._steps
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
         after, before = (rank + 1) % steps, (rank - 1) % steps
@@ -107,6 +121,7 @@ class RingKeys:
                 copying.publish(workspace, after, self._arrived + step + 1)
             if source in needed:
                 yield source, packed
+            behind(workspace, step)
             if 0 < step < steps - 2:
                 copying.wait_event(compute.record())
                 copying.publish(workspace, before, self._free + step)

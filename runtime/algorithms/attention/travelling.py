@@ -4,8 +4,8 @@
 ``pipelined``  torch likewise
 ``unfused``    a plain all-gather first, then torch; any dtype
 
-Gradients come back the same way for all: contributions to those of a rank's keys are staged where they are
-made, and the rank adds them up, in fp32, in the order of the ranks.
+Contributions to the gradients of a rank's keys are staged where they are made, and the rank adds them up,
+in fp32 (``returns.py``).
 """
 
 from collections.abc import Callable
@@ -15,16 +15,20 @@ import torch
 from interlace.runtime.algorithms.attention.blocks import blocks_of
 from interlace.runtime.algorithms.attention.moves import RingKeys, StagedKeys, Travelling
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
+from interlace.runtime.algorithms.attention.returns import KeySums, RingSums, StagedSums
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
-from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
 WAYS: dict[str, Callable[[AttentionProblem, Layout], Travelling]] = {
     "all_gather": StagedKeys,
     "ring": RingKeys,
+}
+BACK: dict[str, Callable[[AttentionProblem, Layout], KeySums]] = {
+    "all_gather": StagedSums,
+    "ring": RingSums,
 }
 
 
@@ -74,49 +78,6 @@ def attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) ->
 # -- backward --------------------------------------------------------------------------------------
 
 
-class Contributions:
-    """Gradients of all ranks' keys, fp32 or wider, where they are made and where they are added up."""
-
-    def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
-        self.problem, shards = problem, problem.shards
-        self.dtype = problem.wide
-        self.slots = layout.add_slots(shards.world_size)
-        self.offset = layout.add_data(shards.total * problem.row_elements * self.dtype.itemsize)
-        layout.pulled = True
-
-    def of(self, workspace: Workspace, maker: int, owner: int) -> Tensor:
-        problem, lengths = self.problem, self.problem.shards.lengths
-        begin = sum(lengths[:owner]) * problem.row_elements * self.dtype.itemsize
-        shape = lengths[owner], *problem.key_row
-        return workspace.data(maker, self.offset + begin, shape, self.dtype)
-
-    def publish(self, workspace: Workspace, owner: int) -> None:
-        rank = self.problem.rank
-        if owner != rank:
-            self.problem.communicator.compute.publish(workspace, owner, self.slots + rank)
-
-    def sum_up(self, workspace: Workspace, grads: tuple[Tensor, Tensor]) -> None:
-        """``grads`` of the own keys and values = the sums, in the order of the ranks."""
-        problem, compute = self.problem, self.problem.communicator.compute
-        rank = problem.rank
-        makers = sorted([*problem.readers(), *({rank} & set(problem.sources()))])
-        for maker in makers:
-            if maker != rank:
-                compute.wait(workspace, maker, self.slots + maker)
-        parts = [self.of(workspace, maker, rank) for maker in makers]
-
-        def add_up() -> None:
-            total = grads[0].new_zeros(
-                problem.shards.lengths[rank], *problem.key_row, dtype=self.dtype
-            )
-            if parts:
-                fold("sum", parts, total)
-            for index, grad in enumerate(grads):
-                grad.copy_(total[:, index])
-
-        compute.call(add_up, "gradients of the own keys")
-
-
 def attention_backward(
     problem: AttentionProblem,
     method: str,
@@ -126,17 +87,18 @@ def attention_backward(
 ) -> Event:
     """``grads``, of query, key and value, as the problem has these; keys come by ``method`` once more."""
     layout, blocks = Layout(), blocks_of(problem, configuration)
-    keys, contributions = WAYS[method](problem, layout), Contributions(problem, layout)
+    keys = WAYS[method](problem, layout)
+    sums = BACK[method](problem, layout)
 
     def body(workspace: Workspace) -> None:
         # the last op here may still be read by others
         problem.communicator.compute.wait_credits(workspace)
         blocks.begin_backward(result)
-        for source, packed in keys.travel(workspace):
-            blocks.differentiate(source, packed, contributions.of(workspace, problem.rank, source))
-            contributions.publish(workspace, source)
+        for source, packed in keys.travel(workspace, sums.step):
+            blocks.differentiate(source, packed, sums.room(workspace, source))
+            sums.made(workspace, source)
         blocks.query_gradient(grads[0])
-        contributions.sum_up(workspace, grads[1:])
+        problem.give(sums.total(workspace), grads[1:])
 
     return problem.communicator.enqueue(problem.op, layout, body)
 

@@ -1,31 +1,52 @@
-"""The ring of keys: its order holds on four ranks, and each of its waits is needed."""
+"""The ring of keys, and of their gradients: its order holds on four ranks, each of its waits is needed."""
 
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from interlace.runtime.algorithms.attention import moves, travelling
+import interlace
+from interlace import nn
+from interlace.groups.groups import default_group
+from interlace.runtime.algorithms.attention import moves, returns, travelling
 from interlace.verify import races
 from interlace.verify.suite.targets import TARGETS
 
 RING = TARGETS["attention"].variants["ring fused"]
+BACK = TARGETS["attention_backward"].variants["ring fused"]
 
 
-def changed(old: str, new: str) -> Callable[..., Any]:
-    """``RingKeys`` with this line of its source replaced."""
-    source = inspect.getsource(moves)
+def changed(module: ModuleType, name: str, old: str, new: str) -> Callable[..., Any]:
+    """A class of ``module`` with this line of its source replaced."""
+    source = inspect.getsource(module)
     assert source.count(old) == 1
-    names: dict[str, Any] = {"__name__": moves.__name__}
-    exec(compile(source.replace(old, new), moves.__file__, "exec"), names)
-    ring: Callable[..., Any] = names["RingKeys"]
+    names: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(source.replace(old, new), str(module.__file__), "exec"), names)
+    ring: Callable[..., Any] = names[name]
     return ring
 
 
-def test_four_ranks_have_no_race() -> None:
-    report = races(RING, 4, seeds=2)
+@pytest.mark.parametrize("target", [RING, BACK], ids=["forward", "backward"])
+def test_four_ranks_have_no_race(target: Callable[[], Any]) -> None:
+    report = races(target, 4, seeds=2)
     assert report.clean, report
+
+
+@pytest.mark.parametrize("line", ["self._taken + before)", "self._made + step)"])
+def test_gradients_that_go_round_are_waited_for(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(returns)
+    waits = [each for each in source.splitlines() if "compute.wait(" in each and line in each]
+    (wait,) = waits
+    mutant = changed(returns, "RingSums", wait, wait.split("compute")[0] + "pass")
+    monkeypatch.setitem(travelling.BACK, "ring", mutant)
+    for seed in range(6):
+        report = races(BACK, 4, seeds=[seed])
+        if not report.clean:
+            return
+    raise AssertionError("no race was found")
 
 
 @pytest.mark.parametrize(
@@ -42,10 +63,24 @@ def test_without_one_of_its_waits_there_is_a_race(
 ) -> None:
     indent = line[: len(line) - len(line.lstrip())]
     rest = "\n        for step" if "for step" in line else ""
-    monkeypatch.setitem(travelling.WAYS, "ring", changed(line, f"{indent}pass{rest}"))
+    mutant = changed(moves, "RingKeys", line, f"{indent}pass{rest}")
+    monkeypatch.setitem(travelling.WAYS, "ring", mutant)
     for seed in range(6):
         report = races(RING, 4, seeds=[seed])
         if not report.clean:
             assert any(kind in str(finding) for finding in report.findings), report
             return
     raise AssertionError("no race was found")
+
+
+def test_its_memory_does_not_grow_with_the_ranks() -> None:
+    def on_rank(method: str) -> int:
+        q = torch.zeros(1, 64, 2, 64, requires_grad=True)
+        how: Any = {"method": method, "algorithm": "pipelined"}
+        nn.functional.context_parallel_attention(q, q, q, **how).sum().backward()
+        return default_group().workspace_bytes
+
+    held = {
+        (m, w): max(interlace.run(on_rank, w, m)) for m in ("ring", "all_gather") for w in (3, 8)
+    }
+    assert held["ring", 8] == held["ring", 3] and held["all_gather", 8] > held["all_gather", 3]

@@ -103,8 +103,8 @@ def context_parallel_attention(
 
     What is computed over the keys of each rank is kept apart in fp32 and merged in the order of the ranks:
     a result has the same bits in every run and schedule, and with every method of "fused". Differentiable;
-    gradients of keys are summed in fp32, in the order of the ranks, with "ulysses" in one sum over all
-    queries, which has bits of its own.
+    gradients of keys are summed in fp32, each method in an order of its own: by ranks, with "ring" from the
+    own one on, and with "ulysses" over all queries at once.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
