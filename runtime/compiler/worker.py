@@ -37,7 +37,7 @@ from interlace.runtime.compiler.lint.lines import Frame, describe
 from interlace.runtime.compiler.lint.loops import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Compilation, Measurement
-from interlace.runtime.core.errors import RankError, SourceText
+from interlace.runtime.core.errors import PlaceUnavailableError, RankError, SourceText
 from interlace.runtime.core.kernel_arguments import joined, leaves
 
 # Set in compiling processes. A script that compiles at its top level would otherwise start another.
@@ -121,9 +121,10 @@ def _loaded(path: str, kernel: str) -> ModuleType:
     try:
         loader.exec_module(module)
     except BaseException as error:
-        # of a script that runs ranks at its top level it is the error of one
+        # of a script that runs ranks at its top level it may be the error of one, or that none can be run
         raised = error.original if isinstance(error, RankError) else error
-        if not isinstance(raised, ReenteredError) or not hasattr(module, kernel):
+        wanted_ranks = isinstance(raised, (ReenteredError, PlaceUnavailableError))
+        if not wanted_ranks or not hasattr(module, kernel):
             del sys.modules[name]
             raise
     return module

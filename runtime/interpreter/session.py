@@ -315,7 +315,9 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
         for hook in kernel.pre_run_hooks:
             hook(*args, **given)
         extents = tuple(grid(bound.arguments) if callable(grid) else grid)
-        assert 1 <= len(extents) <= 3, f"grid must have 1 to 3 dimensions, got {extents}"
+        whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in extents)
+        if not whole or not 1 <= len(extents) <= 3:
+            raise ValueError(f"grid must be 1 to 3 whole numbers from 0 on, got {extents}")
         hooks.launch(kernel, extents, dict(bound.arguments), options)
 
     return run

@@ -130,7 +130,8 @@ class Allocations:
     def of_tensor(self, tensor: torch.Tensor, rank: int) -> MemoryRange:
         """The memory of ``tensor``, a view of which may go as far as the storage does."""
         storage = tensor.untyped_storage()
-        base, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        base = storage.data_ptr()
+        end = base + storage.nbytes() if base else 0  # of device meta: there is no memory
         found = self.at(base)
         known = found is not None and (found.owners is not None or not found.freed)
         if found is None or not known or not found.has(base, end):

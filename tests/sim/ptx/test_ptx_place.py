@@ -134,7 +134,8 @@ def on_rank():
     fill_kernel[(1,)](x, 16)
     return int(x.sum())
 
-print(interlace.run(on_rank, 2, place="ptx"))
+for place in ("sim", "ptx"):
+    print(interlace.run(on_rank, 2, place=place))
 """
 
 
@@ -150,4 +151,4 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: pathlib.Path) -> None:
         text=True,
         env=os.environ | {"PYTHONPATH": paths},
     )
-    assert run.stdout == "[16, 16]\n", run.stderr
+    assert run.stdout == "[16, 16]\n" * 2, run.stderr

@@ -31,6 +31,12 @@ def test_own_kernels_between_ops(world_size: int) -> None:
     assert launch_own_kernel() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("grid", [(-1,), (1.5,), (1, 1, 1, 1), ()])
+def test_a_grid_that_is_none_is_named(grid: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="grid must be 1 to 3 whole numbers from 0 on, got"):
+        interlace.run(lambda: add_program_id[grid](torch.zeros(32), 32, BLOCK=32), 2)
+
+
 def test_own_kernels_are_corrupted_without_the_grid_of_the_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

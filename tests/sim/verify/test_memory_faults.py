@@ -134,6 +134,10 @@ def of_a_view_in_a_table(by: int) -> None:
     assert by or x.sum() == 4 * 7.0
 
 
+def on_device(device: str) -> None:
+    kernels.fill[(1,)](torch.zeros(N, device=device), 0, N)
+
+
 # What runs on every rank, an argument with which it is right, and one with which it has a fault.
 CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "store": (partial(on_tensor, kernels.fill), 0, 8, "out of bounds"),
@@ -161,6 +165,7 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "freed buffer": (freed_buffer, True, False, "use after free"),
     "tensor freed before any launch": (freed_before_any_launch, True, False, "use after free"),
     "rows in a table": (of_a_view_in_a_table, 0, 4 * 4 * N, "out of bounds"),
+    "tensor without memory": (on_device, "cpu", "meta", "out of bounds"),
     "freed tensor": (freed_tensor, True, False, "use after free"),
 }
 MUTANTS = {name: kind for name, (*_, kind) in CASES.items()}

@@ -427,6 +427,22 @@ def test_a_worker_that_ends_is_named_with_what_it_ran() -> None:
         list(numbers)
 
 
+def test_what_is_lost_with_a_worker_is_one_seed() -> None:
+    def run(seed: int) -> int:
+        return os._exit(9) if seed == 5 else seed
+
+    found = dict(parallel.map_seeds(run, range(40), workers=2, lost=lambda seed, how: how))
+    assert found.pop(5) == "its process ended with exit code 9"
+    assert found == {seed: seed for seed in range(40) if seed != 5}
+
+
+def test_schedules_whose_process_ends_are_not_checked() -> None:
+    here = os.getpid()
+    report = schedules(lambda: os.getpid() == here or os._exit(9), 1, n=4, workers=2)
+    assert report.refused == (1, 2, 3) and not report.failing and not report.clean
+    assert "its process ended with exit code 9" in str(report)
+
+
 def test_a_worker_that_nobody_uses_ends() -> None:
     """As one does if Ctrl-C comes before it is known to whoever would kill it."""
     worker = parallel._ForkedWorker(abs)

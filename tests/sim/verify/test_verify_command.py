@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -212,6 +213,12 @@ def test_what_one_check_cannot_do_leaves_the_results_of_the_others(
 
     (result,) = suite.run_jobs([suite.Job("op", "races", "", broken)])
     assert result.refusals == ("the check ended with KeyError: 'no such thing'",)
+    ended = suite.Job("op", "races", "2 ranks", lambda: os._exit(9))
+    others = suite.run_jobs([ended, suite.Job("op", "races", "", broken)])
+    assert [each.refusals for each in others] == [
+        ("its process ended with exit code 9",),
+        result.refusals,
+    ]
     out = io.StringIO()
     render(Console(file=out, width=160), [result])
     assert "not checked: the check ended" in out.getvalue() and "1 not checked." in out.getvalue()

@@ -200,6 +200,7 @@ def schedules(  # type: ignore[misc]
             [] if first_outcome.refusal else chosen[1:],
             workers=workers,
             on_progress=lambda done: on_progress(done + 1),
+            lost=lambda seed, how: (None, how),
         )
         kinds = [(chosen[0], first_outcome.verdict), *later]
     refusals = {seed: refusal for seed, (_, refusal) in kinds if refusal is not None}

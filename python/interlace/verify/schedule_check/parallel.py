@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
@@ -36,11 +37,13 @@ def map_seeds(
     chunk: int = LARGEST_CHUNK,
     name: Callable[[int], str] = "seed {}".format,
     on_progress: Callable[[int], None] = lambda done: None,
+    lost: Callable[[int, str], Any] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
 
-    A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here. Raises
-    InterlaceError if a worker ends, with the ``name`` of what it was about to run.
+    A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here. If a worker
+    ends, the result of the seed with which it does is that of ``lost``, given how it ended; without
+    ``lost`` it is an InterlaceError with the ``name`` of what it was about to run.
     """
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     count = min(count, len(seeds))
@@ -50,23 +53,39 @@ def map_seeds(
             on_progress(done)
         return
     size = max(1, min(chunk, -(-len(seeds) // (count * CHUNKS_PER_WORKER))))
-    chunks = iter([seeds[first : first + size] for first in range(0, len(seeds), size)])
+    chunks = deque(seeds[first : first + size] for first in range(0, len(seeds), size))
     with contextlib.ExitStack() as leaving:
         # all are killed, also if Ctrl-C comes meanwhile
         started = [
             leaving.enter_context(contextlib.closing(_ForkedWorker(function))) for _ in range(count)
         ]
-        busy = {worker.connection: worker for worker in started if worker.take(next(chunks, None))}
+        busy = {worker.connection: worker for worker in started if worker.take(chunks)}
         done = 0
         while busy:
             for ready in mp_connection.wait(list(busy)):
-                worker = busy[ready]  # type: ignore[index]  # nothing else was waited for
-                results = worker.results(name)
-                if not worker.take(next(chunks, None)):
-                    del busy[worker.connection]
+                worker = busy.pop(ready)  # type: ignore[call-overload]  # nothing else was waited for
+                try:
+                    results = worker.results(name)
+                except _WorkerEnded as ended:
+                    if lost is None:
+                        raise
+                    results, alone = [], worker.seeds
+                    if len(alone) == 1:
+                        results = [(alone[0], lost(alone[0], ended.how))]
+                    else:  # which of them it was shows when each is run by itself
+                        chunks.extendleft([seed] for seed in reversed(alone))
+                    worker = leaving.enter_context(contextlib.closing(_ForkedWorker(function)))
+                if worker.take(chunks):
+                    busy[worker.connection] = worker
                 yield from results
                 done += len(results)
                 on_progress(done)
+
+
+class _WorkerEnded(InterlaceError):
+    def __init__(self, names: str, how: str) -> None:
+        self.how = how
+        super().__init__(f"{names}: {how}")
 
 
 class _ForkedWorker:
@@ -74,7 +93,7 @@ class _ForkedWorker:
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         context = multiprocessing.get_context("fork")
-        self._seeds: Sequence[int] = ()
+        self.seeds: Sequence[int] = ()
         self.connection, theirs = context.Pipe()
         # the child lets them through when they do not go to the parent's handlers any more
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -87,21 +106,22 @@ class _ForkedWorker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
 
-    def take(self, seeds: Sequence[int] | None) -> bool:
-        """Begin with these seeds; whether there are any."""
-        if seeds is not None:
-            self._seeds = seeds
-            with contextlib.suppress(OSError):  # it has ended, which is found when it should answer
-                self.connection.send(seeds)
-        return seeds is not None
+    def take(self, chunks: deque[Sequence[int]]) -> bool:
+        """Begin with the next of ``chunks``; whether there is one."""
+        if not chunks:
+            return False
+        self.seeds = chunks.popleft()
+        with contextlib.suppress(OSError):  # it has ended, which is found when it should answer
+            self.connection.send(self.seeds)
+        return True
 
     def results(self, name: Callable[[int], str]) -> list[tuple[int, Any]]:
         """Of the seeds that it took, when it has answered. Raises what the function raised."""
         try:
             report: TaskReport = self.connection.recv()
         except (EOFError, OSError):
-            names = " to ".join(dict.fromkeys(map(name, (self._seeds[0], self._seeds[-1]))))
-            raise InterlaceError(f"{names}: {worker_process.ended(self._process)}") from None
+            names = " to ".join(dict.fromkeys(map(name, (self.seeds[0], self.seeds[-1]))))
+            raise _WorkerEnded(names, worker_process.ended(self._process)) from None
         if report.failed:
             raise report.exception() from InterlaceError(report.details)
         results: list[tuple[int, Any]] = report.result()

@@ -111,10 +111,16 @@ class Job(NamedTuple):
         try:
             count, findings, report, refusals = self.run()
         except Exception as error:  # the other jobs' results are not lost for it
-            text = f"the check ended with {type(error).__name__}: {error}"
-            count, findings, report, refusals = "0 runs", (), None, (text,)
+            return replace(
+                self.lost(f"the check ended with {type(error).__name__}: {error}"),
+                seconds=time.monotonic() - begin,
+            )
         done = count, tuple(findings), time.monotonic() - begin, report, tuple(refusals)
         return JobResult(self.subject, self.check, self.variant, *done)
+
+    def lost(self, how: str) -> JobResult:
+        """Nothing came of it: ``how`` it ended."""
+        return JobResult(self.subject, self.check, self.variant, "0 runs", (), 0.0, None, (how,))
 
 
 def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
@@ -188,6 +194,7 @@ def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None)
         chunk=1,
         name=lambda index: jobs[index].title,
         on_progress=lambda done: on_done(),
+        lost=lambda index, how: jobs[index].lost(how),
     )
     return _by_cause([result for _, result in sorted(results, key=itemgetter(0))])
 
