@@ -318,7 +318,7 @@ def grouped_matmul_combine(
             )
         topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
         segments, routing, input = handle.segments, handle.routing, flat(handle, input)
-        splits = segments[..., 1]
+        splits = ()
     options = grouped_combine.CombineOptions(splits, algorithm, out_dtype, routing)
     tensors: Any = (input, weight, bias, topk_idx, topk_weights)
     communicator = resolve(group).on(input)

@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 class CombineOptions(NamedTuple):
     """The arguments of a call that are no tensors of values.
 
-    ``routing``: that of the dispatch; if it had a bound of tokens, its segments count, not ``splits``.
+    ``routing``: that of the dispatch, whose segments the call gets instead of ``splits``.
     """
 
     splits: Any
@@ -92,7 +92,8 @@ def _prepared(
     call = checked(communicator, input, weight, bias, topk_idx, topk_weights, options)
     routing = options.routing
     if routing is None or not routing.max_tokens:
-        splits = checked_splits(communicator, call, options.splits)
+        given = options.splits if segments is None else segments[..., 1]
+        splits = checked_splits(communicator, call, given)
         return _by_splits, (outputs,), (call, splits)
     assert segments is not None
     check_segments(communicator, segments, routing, "input", call.input)

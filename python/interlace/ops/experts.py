@@ -283,7 +283,7 @@ def start_routed(communicator: Communicator, *args: Any) -> Started:
     with communicator.accepting(MATMUL_COMBINE):
         outputs = routed_products(*args, communicator.world_size)
     given = Routing(*routing)
-    options = CombineOptions(segments[..., 1], given.algorithm, out_dtype, given)
+    options = CombineOptions(None, given.algorithm, out_dtype, given)
     tensors = (input, weight, bias, idx, weights, segments, outputs)
     return Started(outputs, grouped_matmul_combine(communicator, tensors, (options,), True))
 
