@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from interlace.arguments import norms
 from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
@@ -203,7 +204,7 @@ def matmul_reduce_scatter(
         how = (norm, residual, reduce_op, (scatter_dim, algorithm, out_dtype), quantize)
         tensors = (input, weight, bias)
         return run_normed(f"{op}_norm", group, tag, tensors, *how, gather_normed)  # type: ignore[no-any-return]
-    _without_norm(op, group, tag, residual, quantize or gather_normed)
+    _without_norm(op, group, tag, residual, quantize, gather_normed)
     given = (name_of(reduce_op), scatter_dim, algorithm, out_dtype)
     return run(op, group, tag, input, weight, bias, *given, tensors=3)
 
@@ -270,13 +271,15 @@ def matmul_all_reduce(
     if norm is not None:
         how = (norm, residual, reduce_op, (algorithm, out_dtype), quantize)
         return run_normed(f"{op}_norm", group, tag, (input, weight, bias), *how)  # type: ignore[no-any-return]
-    _without_norm(op, group, tag, residual, quantize)
+    _without_norm(op, group, tag, residual, quantize, False)
     given = (name_of(reduce_op), algorithm, out_dtype)
     return run(op, group, tag, input, weight, bias, *given, tensors=3)
 
 
-def _without_norm(op: str, group: FunctionalGroup, tag: str, residual: Any, other: Any) -> None:
-    """Raise ValueError for what only a call with a norm takes."""
-    if residual is not None or other:
-        text = "residual, quantize and gather_normed are for a call with norm, which is None"
-        refuse(op, group, tag, ValueError(text))
+def _without_norm(op: str, group: FunctionalGroup, tag: str, *normed: Any) -> None:
+    """Raise ValueError for what only a call with a norm takes: a residual, quantize, gather_normed."""
+    residual, *others = normed
+    try:
+        norms.given(residual, None, *others)
+    except ValueError as error:
+        refuse(op, group, tag, error)
