@@ -142,6 +142,9 @@ class TritonIR:
     def _decides(self, body: list[str], load: str, carried: list[str]) -> bool:
         """Whether the loop ends by what ``load`` gives, now or a round later; a counter's bound is none."""
         known, counters = _results(load), set(carried)
+        for line in body[1:]:  # what every round reads anew is waited for, not its bound
+            if _STRONGER.search(self._with_callee(line)):
+                counters |= _results(line)
         while True:
             size = len(known) - len(counters)
             for line in body[1:]:

@@ -308,6 +308,11 @@ ADDRESSED = (
     "      %7 = arith.cmpi ne, %6, %c : i32 loc(#loc1)\n      scf.condition(%7) loc(#loc1)\n"
     "    }} do {{\n      scf.yield loc(#loc1)\n    }} loc(#loc1)\n  }} loc(#loc1)\n"
 )
+EPOCH = (  # which is in memory, too
+    "  scf.while : () -> () {{\n      %6 = {} %flag : x loc(#loc1)\n"
+    "      %5 = tt.load %epoch : x loc(#loc1)\n      %7 = arith.cmpi slt, %6, %5 : i32 loc(#loc1)\n"
+    "      scf.condition(%7) loc(#loc1)\n  }} do {{\n      scf.yield loc(#loc1)\n  }} loc(#loc1)\n"
+)
 CALL = "    {} = tt.call @k.peek__Pi32(%flag) : (!tt.ptr<i32>) -> i32 loc(#loc1)\n"
 CALLED = (
     "  tt.func private @k.peek__Pi32(%p: x) -> i32 {{\n    %0 = {} loc(#loc2)\n  }} loc(#loc2)\n"
@@ -330,6 +335,8 @@ CALLED = (
         (plain_poll("    {} = tt.load %b : !tt.ptr<i32> loc(#loc1)\n"), "", 0),
         (plain_poll("    {} = arith.addi %b, %c : i32 loc(#loc1)\n"), "", 0),
         ("  %5 = tt.load %flag : !tt.ptr<i32> loc(#loc1)\n", "", 0),
+        (EPOCH.format("tt.atomic_rmw add, acquire, sys,"), at(3, ACQUIRE), 0),
+        (EPOCH.format("tt.load"), "", 2),  # either may be the flag
         (ADDRESSED.format("tt.load"), "", 1),
         (
             ADDRESSED.format("tt.load"),
