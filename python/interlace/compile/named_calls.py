@@ -38,7 +38,8 @@ def named_call(node: fx.Node) -> NamedCall | None:
         return NamedCall(schema.name, given_to(node.target, node.args, node.kwargs), made)
     op: Any = arguments(node)[0]
     given, items = dict(node.kwargs), _items(node)
-    changed = [each.name for each in op._schema.arguments if each.is_write]
+    kinds = {each.name: each.alias_info for each in op._schema.arguments}
+    changed = [name for name, kind in kinds.items() if kind is not None and kind.is_write]
     first = max(1, len(op._schema.returns))
     places: dict[str, Any] = {name: index for index, name in enumerate(changed)}
     if node.target is FUNCTIONALISED[1]:
