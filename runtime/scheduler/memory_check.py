@@ -146,7 +146,8 @@ class MemoryCheck:
         self, kind: str, does: str, pointers: Any, found: Any, size: int, rank: int
     ) -> BadAccess:
         position = int(np.flatnonzero(found)[0])
-        address, count = int(pointers.data.ravel()[position]), int(found.sum())
+        # several threads may do the same: elements are those of memory
+        address, count = int(pointers.data.ravel()[position]), len(np.unique(pointers.data[found]))
         origin = origin_of(pointers)
         allocation: MemoryRange | None
         if origin is None:

@@ -219,6 +219,11 @@ def test_a_finding_counts_elements_that_there_are() -> None:
     assert (finding.kind, finding.offset, finding.count) == ("write-write", 0, 1)
 
 
+@pytest.mark.parametrize("arch", [None, 80])
+def test_elements_are_counted_once_however_many_threads_access_them(arch: int | None) -> None:
+    assert found(races(on_tensor, 1, kernels.fill, 8, seeds=1, arch=arch)).count == 8
+
+
 def test_a_line_is_told_once_for_all_elements_programs_and_ranks() -> None:
     def on_rank() -> None:
         kernels.add[(4,)](torch.zeros(N), 1, N)
