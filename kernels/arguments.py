@@ -347,6 +347,17 @@ class Queries(NamedTuple):
     stride_h: Any
 
 
+class Pages(NamedTuple):
+    """Where a sequence's keys lie: pages of ``size`` tokens, int32 or int64 ``[batches, stride]`` of them.
+
+    ``size`` 0: there are none, keys of a batch lie together.
+    """
+
+    ptr: Any
+    stride: Any
+    size: Any
+
+
 class Spans(NamedTuple):
     """int64 ``[batches, rows, 2]``: the positions of the keys that a query row sees, from one to below the
     other. ``span_stride``: elements between batches, 0 where all are alike."""

@@ -13,30 +13,42 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Lot
-from interlace.kernels.attention.tiles import attend_run, load_rows, store_partial
+from interlace.kernels.attention.tiles import attend_run, attend_tile, load_rows, store_partial
 from interlace.kernels.collectives.low_latency import (
     block_epoch,
     end_block,
     payload_of,
     send_to_all,
 )
+from interlace.kernels.matmul import tile_offsets
 from interlace.kernels.signal import count_program
 
 DECODE_LANES = 128
 _LANES = tl.constexpr(DECODE_LANES)
-_FAR = tl.constexpr((1 << 31) - 1)
 
 
-@triton.jit(do_not_specialize=["lengths_ptr", "partials", "heads", "most", "piece"])
+@triton.jit(do_not_specialize=["lengths_ptr", "partials", "heads", "pages", "most", "piece"])
 def decode_attention_kernel(
-    keys, value_ptr, queries, lengths_ptr, partials, heads, most, piece, scale, TILES: tl.constexpr
+    keys,
+    value_ptr,
+    queries,
+    lengths_ptr,
+    partials,
+    heads,
+    pages,
+    most,
+    piece,
+    scale,
+    PAGED: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Partial results of all queries over pieces of ``piece`` keys, a multiple of tiles.
 
-    Legend: ``keys`` and the values are ``[most, batches, heads, D]`` with the same strides. ``queries``:
-    ``[rows, batches, heads, D]``, the heads those of the keys, a row per query head that sees it and token.
-    ``lengths``, int64 ``[batches]``: how many of the keys are there. The grid is (tiles of rows,
-    batches * heads, pieces).
+    Legend: ``keys`` and the values are ``[most, batches, heads, D]`` with the same strides; with ``PAGED``
+    ``[pages.size, all pages, heads, D]``, of which ``pages`` says which a sequence has, in its order.
+    ``queries``: ``[rows, batches, heads, D]``, the heads those of the keys, a row per query head that sees
+    it and token. ``lengths``, int64 ``[batches, rows]``: how many of the keys a row sees. The grid is
+    (tiles of rows, batches * heads, pieces).
 
     Ordering: nothing here waits or signals.
 
@@ -45,19 +57,40 @@ def decode_attention_kernel(
     """
     tile_m, number = tl.program_id(0), tl.program_id(2)
     batch, head = tl.program_id(1) // heads.heads, tl.program_id(1) % heads.heads
-    length = tl.minimum(tl.load(lengths_ptr + batch), most).to(tl.int32)
+    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    of_rows = lengths_ptr + batch.to(tl.int64) * partials.rows + offs_m
+    lengths = tl.load(of_rows, mask=offs_m < partials.rows, other=0)
     first = number * piece
-    rows = tl.maximum(tl.minimum(length - first, piece), 0)
+    # Of this piece.
+    high = tl.minimum(tl.minimum(lengths, most).to(tl.int32) - first, piece)
+    rows = tl.maximum(tl.max(high), 0)
     query = load_rows(queries, partials.rows, batch, head, tile_m, TILES)
-    offset = batch.to(tl.int64) * keys.stride_b + head.to(tl.int64) * keys.stride_h
-    offset += first.to(tl.int64) * keys.stride
-    # All queries see all keys; as a vector, because that is how spans come.
-    low = tl.full((TILES.BLOCK_M,), 0, tl.int32)
+    offset = head.to(tl.int64) * keys.stride_h
     acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
-    acc, largest, total = attend_run(query, acc, largest, total, low, low + _FAR, keys.ptr + offset,
-                                     value_ptr + offset, keys.stride, rows, 0, scale, TILES)  # fmt: skip
+    if PAGED:
+        key_ptr = keys.ptr + offset
+        value_ptr += offset
+        table_ptr = pages.ptr + batch.to(tl.int64) * pages.stride
+        offs_d = tl.arange(0, TILES.BLOCK_D)
+        for n in range(0, rows, TILES.BLOCK_N):
+            offs_n = n + tl.arange(0, TILES.BLOCK_N)
+            there = offs_n < rows
+            token = first + offs_n
+            page = tl.load(table_ptr + token // pages.size, mask=there, other=0).to(tl.int64)
+            place = page * keys.stride_b + (token % pages.size).to(tl.int64) * keys.stride
+            places = place[:, None] + offs_d[None, :]
+            mask = there[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
+            valid = offs_n[None, :] < high[:, None]
+            acc, largest, total = attend_tile(query, acc, largest, total, key_ptr + places,
+                                              value_ptr + places, mask, valid, scale, TILES)  # fmt: skip
+    else:
+        offset += batch.to(tl.int64) * keys.stride_b + first.to(tl.int64) * keys.stride
+        low = tl.full((TILES.BLOCK_M,), 0, tl.int32)
+        acc, largest, total = attend_run(query, acc, largest, total, low, high, keys.ptr + offset,
+                                         value_ptr + offset, keys.stride, rows, 0, scale,
+                                         TILES)  # fmt: skip
     all_heads = heads.batches * heads.heads
     store_partial(partials, acc, largest, total, number, tl.program_id(1), all_heads, tile_m, TILES)
 

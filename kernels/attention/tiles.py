@@ -109,6 +109,24 @@ def scores(query, key, valid, scale, TILES: tl.constexpr):
 
 
 @triton.jit
+def attend_tile(query, acc, largest, total, key_ptrs, value_ptrs, mask, valid, scale,
+                TILES: tl.constexpr):  # fmt: skip
+    """The online softmax goes on over one tile of keys; state as of ``attend_run``."""
+    key = tl.load(key_ptrs, mask=mask, other=0.0)
+    score = scores(query, key, valid, scale, TILES)
+    highest = tl.maximum(largest, tl.max(score, 1))
+    # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(score - base[:, None])
+    before = tl.exp2(largest - base)
+    total = total * before + tl.sum(weight, 1)
+    value = tl.load(value_ptrs, mask=mask, other=0.0)
+    acc = acc * before[:, None]
+    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=TILES.INPUT_PRECISION)
+    return acc, highest, total
+
+
+@triton.jit
 def attend_run(query, acc, largest, total, low, high, key_ptr, value_ptr, stride, rows, position, scale,
                TILES: tl.constexpr):  # fmt: skip
     """The online softmax goes on over ``rows`` keys of a head, from ``position`` of the sequence on.
@@ -122,19 +140,9 @@ def attend_run(query, acc, largest, total, low, high, key_ptr, value_ptr, stride
         offs_n = n + tl.arange(0, TILES.BLOCK_N)
         mask = (offs_n < rows)[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
         places = offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
-        key = tl.load(key_ptr + places, mask=mask, other=0.0)
         valid = sees(low, high, position + offs_n) & (offs_n < rows)[None, :]
-        score = scores(query, key, valid, scale, TILES)
-        highest = tl.maximum(largest, tl.max(score, 1))
-        # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(score - base[:, None])
-        before = tl.exp2(largest - base)
-        total = total * before + tl.sum(weight, 1)
-        value = tl.load(value_ptr + places, mask=mask, other=0.0)
-        acc = acc * before[:, None]
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=TILES.INPUT_PRECISION)
-        largest = highest
+        acc, largest, total = attend_tile(query, acc, largest, total, key_ptr + places,
+                                          value_ptr + places, mask, valid, scale, TILES)  # fmt: skip
     return acc, largest, total
 
 

@@ -21,6 +21,7 @@ def distributed_decode(
     kv_cache: Sequence[Tensor],
     *,
     lengths: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     scale: float | None = ...,
     group: Group = ...,
     algorithm: ScaledAlgorithm = ...,
@@ -32,6 +33,7 @@ def distributed_decode(
     kv_cache: Sequence[Tensor],
     *,
     lengths: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     scale: float | None = ...,
     group: Group = ...,
     algorithm: ScaledAlgorithm = ...,
@@ -42,6 +44,7 @@ def distributed_decode(
     kv_cache: Sequence[Tensor],
     *,
     lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
     scale: float | None = None,
     group: Group = None,
     algorithm: ScaledAlgorithm = "auto",
@@ -51,12 +54,16 @@ def distributed_decode(
 
     Parameters
     ----------
-    q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` of several tokens, of which
-        each sees all keys. The same on all ranks.
+    q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` of several tokens (that were
+        guessed, for instance). The same on all ranks.
     kv_cache : keys and values of this rank's part of the sequences, each ``[batch, tokens, heads, size]``,
-        read in place. Tokens may differ between ranks; heads divide those of ``q``.
-    lengths : int32 or int64 ``[batch]``: how many of this rank's tokens are there, the rest is not read;
-        by default all. None at all is fine.
+        read in place. Tokens may differ between ranks; heads divide those of ``q``. With ``block_table``
+        each ``[pages, tokens of a page, heads, size]``.
+    lengths : int32 or int64 ``[batch]``, or ``[batch, tokens]``, for every token of ``q``: how many of this
+        rank's keys are seen, the rest is not read; by default all. None at all is fine. Of n new tokens
+        whose keys are the last of this rank's L, the i-th sees ``L - n + 1 + i``.
+    block_table : int32 or int64 ``[batch, n]``: the pages of this rank that have a sequence's keys, in its
+        order, as vLLM and FlashInfer have them. What is behind ``lengths`` may have any number.
     scale : of the scores, by default ``1 / sqrt(size)``.
     algorithm : "fused" (Triton kernels over the own keys, and one low-latency exchange of partial results
         and their logarithms; of more than 64 KiB a plain all-gather), "unfused" (torch), "auto".
@@ -73,7 +80,7 @@ def distributed_decode(
 
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache; split as in flash
     decoding. Triton-distributed's distributed flash decode and FlashInfer's ``merge_state`` have the same
-    parts; here the exchange and the merge are one kernel, and caches are not paged.
+    parts; here the exchange and the merge are one kernel.
 
     >>> def decoded():
     ...     keys, values = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1, 4), 1.0 + interlace.get_rank())
@@ -87,5 +94,5 @@ def distributed_decode(
             raise TypeError(
                 f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
             )
-    tensors = q, *kv_cache, lengths
+    tensors = q, *kv_cache, lengths, block_table
     return decode(communicator, tensors, (scale, algorithm, return_lse), False)  # type: ignore[return-value]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from interlace.runtime.algorithms.attention import gather, travelling
-from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
+from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused, own_part
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
 from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.request import Entry
-from interlace.runtime.tuning.attention import differentiable, gpu_attention
+from interlace.runtime.tuning.attention import differentiable, for_decoding, gpu_attention
 
 _ROWS = 4096
 _HEADS, _KEY_HEADS = 8, 2
@@ -92,22 +92,32 @@ def decoding(arch: int) -> Iterator[Entry]:
     """One token of a few sequences; the polls of its exchange are those of words (``catalogue.py``)."""
     for name, size in (("bf16", 128), ("bf16", 64), ("fp32", 128)):
         yield from decode_kernels(arch, name, size)
+    yield from decode_kernels(arch, "bf16", 128, paged=True)
 
 
-def decode_kernels(arch: int, name: str, size: int, **overrides: int) -> Iterator[Entry]:
+def decode_kernels(
+    arch: int, name: str, size: int, *, paged: bool = False, **overrides: int
+) -> Iterator[Entry]:
+    """``paged``: the kernel that looks at a table of pages."""
     dtype = DTYPES[name]
-    own: dict[str, Any] = {"block_m": 16, "num_warps": 4, **overrides}
-    tiles = replace(gpu_attention(arch, dtype, size, backward=False), **own)
+    tiles = for_decoding(gpu_attention(arch, dtype, size, backward=False), dtype)
+    own: dict[str, Any] = dict(overrides)
+    tiles = replace(tiles, **own)
     query, key = (
         meta(4, 1, _HEADS, size, dtype=dtype),
         meta(4, _ROWS, _KEY_HEADS, size, dtype=dtype),
     )
     group: Any = AbsentGroup()
-    problem = DecodeProblem(group, query, key, key, meta(4), size**-0.5)
+    problem = DecodeProblem(group, query, key, key, meta(4, 1), size**-0.5)
     grouped = problem.by_key_head()
     lse = meta(*grouped.shape[:-1], dtype=torch.float32)
     decode_fused(problem, grouped, lse, tiles)
+    if paged:
+        pages, cache = meta(4, _ROWS // 16, dtype=torch.int32), key.view(-1, 16, _KEY_HEADS, size)
+        given = replace(problem, key=cache, value=cache, pages=pages)
+        group.launches[:] = own_part(given, tiles)[0][:1]
     for launch in group.launches:
         merges = launch.name == "merge_attention_kernel"
         variant = f"{name} head {size} decoded" if merges else f"{name} head {size}"
+        variant += " paged" if paged else ""
         yield entry(launch, variant, arch, ignore=() if merges else ("weak poll",))

@@ -52,6 +52,12 @@ def interpreted_attention(rows: int, key_rows: int) -> Configuration:
     return Configuration(**blocks, **table.INTERPRETED_VALUES)  # type: ignore[arg-type]
 
 
+def for_decoding(chosen: Configuration, dtype: torch.dtype) -> Configuration:
+    """Rows are the few heads that share keys; of fp32, whose products registers hold, few keys, too."""
+    keys = 16 if dtype == torch.float32 else chosen.block_n
+    return replace(chosen, block_m=16, block_n=keys, num_warps=4)
+
+
 def choose_attention(
     place: Place,
     dtype: torch.dtype,
@@ -68,6 +74,6 @@ def choose_attention(
         chosen = interpreted_attention(max(1, rows), max(1, rows if keys is None else keys))
     else:
         chosen = gpu_attention(capability, dtype, head_dim, backward=backward)
-        if decode:  # rows are the few heads that share keys
-            chosen = replace(chosen, block_m=16, num_warps=4)
+        if decode:
+            chosen = for_decoding(chosen, dtype)
     return replace(chosen, **dict(OVERRIDE.get()))  # type: ignore[arg-type]

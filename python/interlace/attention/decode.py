@@ -31,6 +31,7 @@ def prepared_decode(
     key: Any,
     value: Any,
     lengths: Any,
+    block_table: Any,
     scale: float | None,
     algorithm: str,
     return_lse: bool,
@@ -57,7 +58,9 @@ def prepared_decode(
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, tokens, heads, size), got shape {tuple(each.shape)}"
             )
-        if each.shape != key.shape or each.shape[0] != batches or each.shape[3] != size:
+        paged = block_table is not None
+        fits = (paged or each.shape[0] == batches) and each.shape[3] == size
+        if each.shape != key.shape or not fits:
             raise ValueError(
                 f"{name} has shape {tuple(each.shape)}, q has {tuple(query.shape)} and kv_cache[0] "
                 f"{tuple(key.shape)}"
@@ -69,25 +72,15 @@ def prepared_decode(
             'algorithm="fused" takes float32, float16 and bfloat16 and heads of at most '
             f'{LARGEST_HEAD}, got {query.dtype} and {size}; use "unfused" or "auto"'
         )
-    if lengths is None:
-        lengths = torch.full((batches,), key.shape[1], dtype=torch.int64, device=query.device)
-    else:
-        lengths = checks.tensor("lengths", lengths, communicator)
-        if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != (batches,):
-            raise ValueError(
-                f"lengths must be int32 or int64 of shape ({batches},), got {lengths.dtype} of shape "
-                f"{tuple(lengths.shape)}"
-            )
-        if (
-            lengths.is_cpu
-            and batches
-            and not 0 <= int(lengths.min()) <= int(lengths.max()) <= key.shape[1]
-        ):
-            raise ValueError(
-                f"lengths must be within 0..{key.shape[1]}, the tokens of kv_cache, got {lengths.tolist()}"
-            )
-        lengths = lengths.to(torch.int64).contiguous()
-    problem = DecodeProblem(communicator, query, key, value, lengths, scale_of(scale, size))
+    pages = None
+    if block_table is not None:
+        pages = _pages(communicator, block_table, batches)
+    most = key.shape[1] * (1 if pages is None else pages.shape[1])
+    lengths = _lengths(communicator, lengths, query, most)
+    if pages is not None:
+        _check_pages(pages, lengths, key.shape[0], key.shape[1])
+    given = query, key, value, lengths, scale_of(scale, size), pages
+    problem = DecodeProblem(communicator, *given)
 
     def start() -> Outcome:
         terms = (
@@ -119,9 +112,7 @@ def prepared_decode(
         if math.prod(grouped.shape):
             if chosen == "fused":
                 rows = grouped.shape[2]
-                tiles = choose_attention(
-                    place, query.dtype, size, rows, keys=key.shape[1], decode=True
-                )
+                tiles = choose_attention(place, query.dtype, size, rows, keys=most, decode=True)
                 tiles = tuning.measured(communicator, named, chosen).over(tiles)
                 event = decode_fused(problem, made, lse, tiles)
             else:
@@ -133,6 +124,49 @@ def prepared_decode(
         return Outcome((output, sums) if return_lse else output, event)
 
     return start, (), None
+
+
+def _lengths(communicator: Communicator, lengths: Any, query: Tensor, most: int) -> Tensor:
+    """int64 ``[batches, tokens]``: how many of this rank's keys a token sees, at most ``most``."""
+    batches, tokens = query.shape[:2]
+    if lengths is None:
+        return torch.full((batches, tokens), most, dtype=torch.int64, device=query.device)
+    lengths = checks.tensor("lengths", lengths, communicator)
+    shapes = (batches,), (batches, tokens)
+    if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape not in shapes:
+        raise ValueError(
+            f"lengths must be int32 or int64 of shape {shapes[0]} or {shapes[1]}, got {lengths.dtype} of "
+            f"shape {tuple(lengths.shape)}"
+        )
+    known = lengths.is_cpu and lengths.numel()
+    if known and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
+        raise ValueError(
+            f"lengths must be within 0..{most}, the tokens of kv_cache, got {lengths.tolist()}"
+        )
+    of_tokens = lengths if lengths.dim() == 2 else lengths.unsqueeze(1).expand(batches, tokens)
+    made: Tensor = of_tokens.to(torch.int64).contiguous()
+    return made
+
+
+def _pages(communicator: Communicator, table: Any, batches: int) -> Tensor:
+    table = checks.tensor("block_table", table, communicator)
+    if table.dtype not in (torch.int32, torch.int64) or table.dim() != 2 or len(table) != batches:
+        raise ValueError(
+            f"block_table must be int32 or int64 of shape ({batches}, pages of a sequence), got "
+            f"{table.dtype} of shape {tuple(table.shape)}"
+        )
+    return table if table.stride(1) == 1 else table.contiguous()  # type: ignore[no-any-return]
+
+
+def _check_pages(table: Tensor, lengths: Tensor, pages: int, size: int) -> None:
+    """Raise for a page that is none and would be read; numbers on a GPU are not waited for."""
+    if not (table.is_cpu and lengths.numel()):
+        return
+    used = torch.arange(table.shape[1]) * size < lengths.amax(1, keepdim=True)
+    wrong = used & ((table < 0) | (table >= pages))
+    if bool(wrong.any()):
+        number = int(table[wrong][0])
+        raise ValueError(f"block_table has page {number}, kv_cache has pages 0..{pages - 1}")
 
 
 decode = internal_form(OP, prepared_decode)

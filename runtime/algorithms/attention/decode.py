@@ -5,7 +5,7 @@
 ``unfused``  torch, and a plain all-gather; any dtype
 
 Caches are read where they are: ``[batches, tokens, heads, size]``, any strides but the last, which keys and
-values share.
+values share; or, with a table of pages, ``[pages, tokens of a page, heads, size]``.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Heads, Partials, Queries
+from interlace.kernels.arguments import Heads, Pages, Partials, Queries
 from interlace.kernels.attention import decode, forward
 from interlace.runtime.algorithms.attention.problem import (
     LOG2E,
@@ -37,7 +37,8 @@ MOST_PIECES = 32
 
 @dataclass
 class DecodeProblem:
-    """``query`` ``[batches, tokens, heads, size]``; ``lengths``: int64 ``[batches]``, of the own keys."""
+    """``query`` ``[batches, tokens, heads, size]``; ``lengths``: int64 ``[batches, tokens]``, how many own
+    keys each sees; ``pages``: int32 or int64 ``[batches, n]``, or None."""
 
     communicator: Communicator
     query: Tensor
@@ -45,10 +46,28 @@ class DecodeProblem:
     value: Tensor
     lengths: Tensor
     scale: float
+    pages: Tensor | None = None
 
     @property
     def key_heads(self) -> int:
         return self.key.shape[2]
+
+    @property
+    def most(self) -> int:
+        """How many own keys a sequence may have."""
+        return self.key.shape[1] * (1 if self.pages is None else self.pages.shape[1])
+
+    def row_lengths(self) -> Tensor:
+        """``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
+        return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
+
+    def together(self, cache: Tensor) -> Tensor:
+        """``[batches, most, heads, size]``: a copy if there are pages."""
+        if self.pages is None:
+            return cache
+        # behind what is there a table may have anything
+        valid = self.pages.clamp(0, max(0, cache.shape[0] - 1)).to(torch.int64)
+        return cache[valid].flatten(1, 2)
 
     def by_key_head(self) -> Tensor:
         """Queries that see the same head of keys together: ``[batches, key heads, rows, size]``."""
@@ -109,7 +128,7 @@ def own_part(
     key, value = unit_rows(problem.key), unit_rows(problem.value)
     if key.stride() != value.stride():
         key, value = key.contiguous(), value.contiguous()
-    tokens = key.shape[1]
+    tokens = problem.most
     tiles = attention_tiles(configuration, size, query.dtype)
     pieces = formulas.pieces_of(tokens, tiles.BLOCK_N, MOST_PIECES)
     piece = formulas.piece_rows(tokens, tiles.BLOCK_N, MOST_PIECES)
@@ -120,12 +139,16 @@ def own_part(
         "keys": Queries(key, of_token, of_batch, of_head),
         "value_ptr": value,
         "queries": rows_argument(query.permute(2, 0, 1, 3)),
-        "lengths_ptr": problem.lengths,
+        "lengths_ptr": problem.row_lengths(),
         "partials": partials,
         "heads": Heads(batches, heads, heads, 1, 0),
+        "pages": Pages(problem.lengths, 0, 0)
+        if problem.pages is None
+        else Pages(problem.pages, problem.pages.stride(0), key.shape[1]),
         "most": tokens,
         "piece": piece,
         "scale": problem.scale * LOG2E,
+        "PAGED": problem.pages is not None,
         "TILES": tiles,
     }
     grid = formulas.ceil_div(rows, tiles.BLOCK_M), batches * heads, pieces
@@ -191,13 +214,16 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
     """By torch, whose partial results are gathered."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
-    tokens = problem.key.shape[1]
+    tokens = problem.most if problem.key.numel() else 0
     mine = torch.zeros_like(query, dtype=wide)
     sums = mine.new_full(query.shape[:-1], float("-inf"))
     if tokens:
-        there = torch.arange(tokens, device=query.device) < problem.lengths.unsqueeze(1)
-        mask = there[:, None, None, :].expand(-1, 1, query.shape[2], -1)
-        key, value = (each.transpose(1, 2).to(wide) for each in (problem.key, problem.value))
+        there = torch.arange(tokens, device=query.device) < problem.row_lengths().unsqueeze(2)
+        mask = there[:, None]
+        caches = problem.together(problem.key), problem.together(problem.value)
+        # what is not there may be no numbers, and 0 times that is none
+        nobody = ~there.any(1)[:, :, None, None]
+        key, value = (each.masked_fill(nobody, 0).transpose(1, 2).to(wide) for each in caches)
         mine, sums = attended(query.to(wide), key, value, mask, False, problem.scale)
     every = _gathered(problem, mine.contiguous(), "results")
     logs = _gathered(problem, sums.contiguous(), "sums")

@@ -312,6 +312,8 @@ OPS = {
             "key_heads": "heads",
             "per_key": "1",
             "first_head": "0",
+            "pages_stride": "0",
+            "pages_size": "0",
             "rows": "batches * heads * query_rows",
             "blocks": f"ceil_div(rows, {DECODE_LANES} // WIDTH) * ceil_div(HEAD_DIM, WIDTH)",
             **_WORDS,
@@ -322,6 +324,8 @@ OPS = {
         # between the last two: what is merged is exchanged
         names={
             "merge_attention_kernel": {"output_ptr": "input_ptr"},
+            # a cache in one piece has none
+            "decode_attention_kernel": {"pages_ptr": "lengths_ptr"},
         },
     ),
     "all_gather": BundleOp(

@@ -205,7 +205,7 @@ def _decode(group: Any, rows: Any, configuration: Configuration) -> None:
     tiles = gpu_attention(90, half, size, backward=False)
     query = meta(3, 1, 8, size, dtype=half)
     cache = meta(3, rows[group.rank], 2, size, dtype=half)
-    lengths = meta(3, dtype=torch.int64)
+    lengths = meta(3, 1, dtype=torch.int64)
     problem = DecodeProblem(group, query, cache, cache, lengths, 0.125)
     grouped = problem.by_key_head()
     decode_fused(

@@ -78,6 +78,53 @@ def test_agrees_with_the_whole_cache(case: tuple, algorithm: str) -> None:  # ty
             assert bool(lse.isneginf().all()) and not output.any()
 
 
+@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_pages_and_guessed_tokens(algorithm: str, dtype: torch.dtype) -> None:
+    """Pages in any order, and new tokens that see those before them; the last keys are on rank 1."""
+    lengths, new, page = ((20, 3), (37, 9)), 3, 8
+
+    def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
+        rank = interlace.get_rank()
+        keys = cache(rank, 40, 2, 16, dtype)
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(rank))
+        paged = [torch.full((10, page, 2, 16), float("nan")).to(dtype) for _ in keys]
+        for made, whole in zip(paged, keys, strict=True):
+            made[order] = whole.reshape(10, page, 2, 16)
+        table = order.view(2, 5).to(torch.int32)
+        own = torch.tensor(lengths[rank])
+        seen = own.unsqueeze(1).expand(2, new)
+        if rank:
+            seen = own.unsqueeze(1) - new + 1 + torch.arange(new)
+        for row, count in enumerate(own.tolist()):
+            table[row, -(-count // page) :] = 99  # behind the keys that are there
+        with override(block_m=16, block_n=16):
+            return interlace.distributed_decode(
+                noise(9, 0, (2, new, 4, 16), dtype),
+                paged,
+                lengths=seen,
+                block_table=table,
+                algorithm=algorithm,  # type: ignore[arg-type]
+                return_lse=True,
+            )
+
+    found = interlace.run(on_rank, 2)
+    assert all(map(torch.equal, *found))
+    query = noise(9, 0, (2, new, 4, 16), dtype).transpose(1, 2)
+    for b in range(2):
+        parts = [
+            [each[b : b + 1, : lengths[r][b]] for each in cache(r, 40, 2, 16, dtype)]
+            for r in range(2)
+        ]
+        keys = [torch.cat(each, 1).transpose(1, 2) for each in zip(*parts, strict=True)]
+        total = keys[0].shape[2]
+        mask = torch.arange(total) <= torch.arange(total - new, total).unsqueeze(1)
+        known = AttentionReference(query[b : b + 1], *keys, mask, 0.25)
+        output, lse = (each[b : b + 1] for each in found[0])
+        assert reference.worst_ratio(output.transpose(1, 2), *known.output()) <= 1
+        assert reference.worst_ratio(lse, *known.sums()) <= 1
+
+
 def test_many_queries_go_by_a_plain_gather() -> None:
     def on_rank() -> float:
         q = noise(0, 0, (40, 4, 64), F32)
@@ -117,6 +164,9 @@ def test_calls_behind_each_other_have_no_race() -> None:
         ((2, 4, 8), (3, 3, 4, 8), {}, ValueError, "kv_cache[0] has shape (3, 3, 4, 8), q has"),
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([4, 0])}, ValueError, "must be within 0..3"),
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([1.0, 0])}, ValueError, "lengths must be int"),
+        ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.ones(2, 2).int()}, ValueError, "shape (2,) or (2, 1)"),
+        ((2, 4, 8), (7, 3, 4, 8), {"block_table": torch.ones(2, 2)}, ValueError, "block_table must be"),
+        ((2, 4, 8), (7, 3, 4, 8), {"block_table": torch.tensor([[1], [7]])}, ValueError, "has page 7"),
         ((2, 4, 8), (2, 3, 4, 8), {"algorithm": "pipelined"}, ValueError, "algorithm must be one of auto"),
     ],
 )  # fmt: skip

@@ -215,7 +215,7 @@ def distributed_decode(rank: int) -> Case:
         **{"keys_ptr": key, "value_ptr": value, "keys_stride": heads * size},
         **{"keys_stride_b": tokens * heads * size, "keys_stride_h": size, "queries_ptr": query},
         **{"queries_stride": size, "queries_stride_b": 4 * size, "queries_stride_h": 2 * size},
-        **{"lengths_ptr": lengths, "partials_ptr": torch.empty(32, heads, 2, size)},
+        **{"lengths_ptr": lengths.repeat(2), "partials_ptr": torch.empty(32, heads, 2, size)},
         **{"partials_lse_ptr": torch.empty(32, heads, 2), "batches": 1, "heads": heads},
         **{"most": tokens, "scale": 0.25 * 1.4426950408889634, "lse_ptr": lse},
         **{"input_ptr": torch.empty(heads, 2, size), "output_stride": size},

@@ -262,7 +262,7 @@ def _decode(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     values = [_numbers(r, call, 2, 20, 2, INNER) for r in range(world_size)]
     lengths = torch.tensor([20, 20 if rank else 0])
     query, key = torch.ones(2, 2, INNER), torch.zeros(2, 20, 2, INNER)
-    tensors = query, key, values[rank], lengths
+    tensors = query, key, values[rank], lengths, None
     work = decode(how["group"], tensors, (None, how["algorithm"], False), True)
     seen = torch.tensor([20 * world_size, 20 * (world_size - 1)]).view(2, 1, 1)
     expected = torch.cat(values, 1)
