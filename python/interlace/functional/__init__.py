@@ -29,6 +29,7 @@ from interlace.functional.collectives import (
     reduce_scatter,
     scatter,
 )
+from interlace.functional.decoding import distributed_decode
 from interlace.functional.experts import combine, dispatch, grouped_matmul_combine
 from interlace.functional.grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
 from interlace.functional.head_exchange import all_to_all_matmul, matmul_all_to_all
@@ -53,6 +54,7 @@ __all__ = [
     "broadcast",
     "combine",
     "dispatch",
+    "distributed_decode",
     "gather",
     "grouped_matmul_combine",
     "matmul_all_reduce",

@@ -17,6 +17,7 @@ import torch
 
 from interlace.attention import calls
 from interlace.attention.calls import AttentionOptions
+from interlace.attention.decode import decode
 from interlace.fused import head_exchange
 from interlace.fused.head_exchange import HeadExchangeOptions
 from interlace.ops.eager.pending import Started
@@ -115,6 +116,36 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         grad.to(query.dtype), lse_grad, query, key, value, output, lse, documents, *ctx.options
     )
     return (*(wait(each) for each in made), *none)
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+DECODE_ARGUMENTS = (
+    "Tensor q, Tensor key, Tensor value, Tensor? lengths, Tensor? block_table, "
+    "float? scale, str algorithm"
+)
+
+
+def decode_results(query: Tensor, *_: Any) -> list[Tensor]:
+    """The output and the logarithms of the sums, empty."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    outer, heads = list(query.shape[:-2]), query.shape[-2]
+    shape = [outer[0], heads, *outer[1:]]
+    return [query.new_empty(query.shape), query.new_empty(shape, dtype=wide)]
+
+
+def start_decode(communicator: Communicator, *rest: Any) -> Started:
+    """Done, or ordered before what the caller does next, when it returns: tokens wait for each other."""
+    *tensors, scale, algorithm = rest
+    made = decode(communicator, tuple(tensors), (scale, algorithm, True), False)
+    return Started([each.contiguous() for each in made], None)  # type: ignore[union-attr]
+
+
+def _no_decode_gradient(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("interlace's distributed_decode has no gradients")
+
+
+NO_DECODE_GRADIENT = (lambda ctx, inputs, output: None, _no_decode_gradient)
 
 
 # -- the exchanges of heads around it --------------------------------------------------------------

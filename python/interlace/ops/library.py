@@ -177,6 +177,14 @@ OPS = (
         "Tensor[]",
     ),
     Op(
+        "distributed_decode",
+        attention.DECODE_ARGUMENTS,
+        attention.start_decode,
+        attention.decode_results,
+        attention.NO_DECODE_GRADIENT,
+        "Tensor[]",
+    ),
+    Op(
         "matmul_all_to_all",
         attention.TO_HEADS_ARGUMENTS,
         attention.start_to_heads,

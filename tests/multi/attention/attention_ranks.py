@@ -83,6 +83,33 @@ def traced() -> list[str]:
     return wrong
 
 
+def decoding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return interlace.functional.distributed_decode(q * 2, (k, v))[0] + 1
+
+
+def decoded_in_graphs() -> list[str]:
+    """A graph has the op once; compiled it gives what it gives at once, and no gradient."""
+    wrong = []
+    torch.manual_seed(0)
+    own = torch.randn(2, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    right = interlace.distributed_decode(own[0] * 2, own[1:]) + 1
+    graph = make_fx(decoding)(*own)
+    names = [str(node.target) for node in graph.graph.nodes]
+    if sum("interlace.distributed_decode.default" in name for name in names) != 1:
+        wrong.append(f"nodes {names}")
+    compiled = torch.compile(decoding, fullgraph=True, backend="aot_eager")
+    for name, call in (("graph", graph), ("compiled", compiled), ("eager", decoding)):
+        if not torch.equal(call(*own), right):
+            wrong.append(name)
+    try:
+        decoding(own[0].requires_grad_(), *own[1:]).sum().backward()
+        wrong.append("a gradient")
+    except RuntimeError as error:
+        if "has no gradients" not in str(error):
+            wrong.append(str(error))
+    return wrong
+
+
 def decoded() -> bool:
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     torch.manual_seed(0)

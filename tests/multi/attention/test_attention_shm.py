@@ -50,4 +50,5 @@ def test_graphs_have_it() -> None:
 
 
 def test_decoding() -> None:
+    assert interlace.run(ranks.decoded_in_graphs, 2, place="shm") == [[], []]
     assert interlace.run(ranks.decoded, 3, place="shm") == [True] * 3
