@@ -29,7 +29,6 @@ LONGEST = (
     "build/test_pipelining.py",
     "sim/verify/test_verify_command.py",
     "build/bundle/test_bundle.py",
-    "build/bundle/test_aot.py",
     "sim/algorithms/test_determinism.py",
     "sim/algorithms/test_fused_ops.py",
     "sim/norms/test_norms.py",
