@@ -224,6 +224,29 @@ def test_what_one_check_cannot_do_leaves_the_results_of_the_others(
     assert "not checked: the check ended" in out.getvalue() and "1 not checked." in out.getvalue()
 
 
+ENDS_ON_THREE = """
+import os, interlace, torch
+from interlace import symmetric_memory
+
+def f():
+    symmetric_memory.empty(4)
+    if interlace.get_world_size() == 3:
+        os._exit(9)
+"""
+
+
+def test_a_function_that_ends_its_process_does_not_end_the_command(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ends_on_three.py").write_text(ENDS_ON_THREE)
+    options = ["--ranks", "2,3", *LITTLE[2:], "--json"]
+    assert main.run(["verify", f"{tmp_path}/ends_on_three.py::f", *options]) == 1
+    results = json.loads(capfd.readouterr().out)["results"]
+    refusals = {(each["check"], each["variant"]): each["refusals"] for each in results}
+    assert refusals.pop(("races", "3 ranks")) == ["its process ended with exit code 9"]
+    assert len(refusals) == 3 and not any(refusals.values())
+
+
 def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:
     script = "import argparse\nargparse.ArgumentParser().parse_args()\ndef f(): pass\n"
     (tmp_path / "script.py").write_text(script)

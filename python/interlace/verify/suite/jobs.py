@@ -66,7 +66,7 @@ class JobResult:
     """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
 
     ``report`` is that of the check, where there is one; ``refusals`` are texts, too, of what could not be
-    checked. ``notes`` are neither.
+    checked. ``notes`` are neither. ``lost``: the process that checked it has ended.
     """
 
     subject: str
@@ -77,6 +77,7 @@ class JobResult:
     seconds: float
     report: RaceReport | ScheduleReport | LintReport | None = field(default=None, repr=False)
     refusals: tuple[str, ...] = ()
+    lost: bool = False
 
     @property
     def notes(self) -> list[str]:
@@ -85,7 +86,7 @@ class JobResult:
     def to_dict(self) -> dict[str, Any]:
         """For JSON: all but the report."""
         facts = {**vars(self), "seconds": round(self.seconds, 3), "notes": self.notes}
-        del facts["report"]
+        del facts["report"], facts["lost"]
         return facts
 
 
@@ -112,13 +113,13 @@ class Job(NamedTuple):
             count, findings, report, refusals = self.run()
         except Exception as error:  # the other jobs' results are not lost for it
             return replace(
-                self.lost(f"the check ended with {type(error).__name__}: {error}"),
+                self.without_result(f"the check ended with {type(error).__name__}: {error}"),
                 seconds=time.monotonic() - begin,
             )
         done = count, tuple(findings), time.monotonic() - begin, report, tuple(refusals)
         return JobResult(self.subject, self.check, self.variant, *done)
 
-    def lost(self, how: str) -> JobResult:
+    def without_result(self, how: str) -> JobResult:
         """Nothing came of it: ``how`` it ended."""
         return JobResult(self.subject, self.check, self.variant, "0 runs", (), 0.0, None, (how,))
 
@@ -194,7 +195,7 @@ def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None)
         chunk=1,
         name=lambda index: jobs[index].title,
         on_progress=lambda done: on_done(),
-        lost=lambda index, how: jobs[index].lost(how),
+        lost=lambda index, how: replace(jobs[index].without_result(how), lost=True),
     )
     return _by_cause([result for _, result in sorted(results, key=itemgetter(0))])
 
@@ -250,7 +251,7 @@ def lint_launches(
     """Lint every kernel that ``fn`` launches in every form it is seen in.
 
     But those of interlace, and those that call a shim, which is not compiled to what the package that it
-    stands for is compiled to. What races of one schedule settle is no finding.
+    stands for is compiled to. What races of one schedule settle is no finding. ``fn`` runs in this process.
     """
     checked = [races(fn, world_size, seeds=1) for world_size in plan.ranks]
     clean = all(report.clean for report in checked)
