@@ -74,7 +74,7 @@ class DecodeProblem:
         batches, tokens, heads, size = self.query.shape
         groups = self.query.view(batches, tokens, self.key_heads, heads // self.key_heads, size)
         together = groups.permute(0, 2, 1, 3, 4).contiguous()
-        return together.view(batches, self.key_heads, -1, size)
+        return together.flatten(2, 3)
 
     def from_key_heads(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]`` again."""

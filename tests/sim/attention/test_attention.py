@@ -164,6 +164,7 @@ ZEROS = torch.zeros(1, 4, 2, 8)
         ({"q": torch.zeros(1, 4, 3, 8)}, ValueError, "key has 2 heads, which does not divide query's 3"),
         ({"q": ZEROS.double()}, TypeError, "key is torch.float32, query is torch.float64"),
         ({"q": ZEROS.int()}, TypeError, "query must be float32"),
+        ({"window": 5}, TypeError, "window must be a list of ints, got 5"),
         ({"window": (1, -2)}, ValueError, "window must be two numbers of keys, -1 for all"),
         ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must begin with 0 and not fall"),
         ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "cu_seqlens ends at 9, the ranks have 8 tokens"),
@@ -207,6 +208,8 @@ def test_shards_of_a_sequence() -> None:
         [4, 5, 6, 7],
     ]
     assert [part for part, _ in interlace.run(on_rank, 3, "contiguous", 4)] == [[0, 1], [2], [3]]
+    for balance, parts in (("zigzag", [[0], [1], []]), ("contiguous", [[0], [1], []])):
+        assert [part for part, _ in interlace.run(on_rank, 3, balance, 2)] == parts
 
 
 def test_a_layer_is_the_function() -> None:

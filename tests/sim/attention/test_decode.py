@@ -135,6 +135,21 @@ def test_many_queries_go_by_a_plain_gather() -> None:
     assert max(interlace.run(on_rank, 2)) < 1e-5
 
 
+@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+def test_no_sequences_have_no_result(algorithm: str) -> None:
+    def on_rank() -> list[tuple[int, ...]]:
+        keys = torch.zeros(0, 3, 2, 8)
+        made = interlace.distributed_decode(
+            torch.zeros(0, 4, 8),
+            (keys, keys),
+            algorithm=algorithm,
+            return_lse=True,  # type: ignore[arg-type]
+        )
+        return [tuple(each.shape) for each in made]
+
+    assert interlace.run(on_rank, 2)[0] == [(0, 4, 8), (0, 4)]
+
+
 def rounds() -> None:
     """Calls of growing and shrinking size, behind each other."""
     for call, heads in enumerate((1, 4, 2, 4)):

@@ -168,6 +168,30 @@ def test_the_layer_says_what_it_refuses() -> None:
         assert text in str(failure(on_rank, 2, *heads, **how))
 
 
+@pytest.mark.parametrize(
+    ("x", "lengths", "kind", "text"),
+    [
+        (None, None, TypeError, "input must be a tensor, got NoneType"),
+        (torch.zeros(3, 8), None, ValueError, "input must have 3 dimensions and 8 features"),
+        (torch.zeros(1, 3, 8), 6, TypeError, "lengths must be a list of ints, got 6"),
+        (torch.zeros(1, 3, 8), [6], ValueError, "lengths must be of 2 ranks, 3 of this one, got [6]"),
+        (torch.zeros(1, 3, 8), [4, 3], ValueError, "length is for 7 on rank 1, the ranks have 6"),
+        (torch.zeros(1, 3, 8), [4, 2], ValueError, "3 of this one, got [4, 2]"),
+    ],
+)  # fmt: skip
+def test_the_layer_tells_all_ranks_what_one_gave(
+    x: Any, lengths: Any, kind: Any, text: str
+) -> None:
+    def on_rank() -> str:
+        layer, wrong = nn.UlyssesAttention(8, 4, 2), interlace.get_rank() == 1
+        with pytest.raises(kind) as error:
+            layer(x if wrong else torch.zeros(1, 3, 8), lengths=lengths if wrong else None)
+        layer(torch.zeros(1, 3, 8))  # the group goes on
+        return str(error.value)
+
+    assert all(text in each for each in interlace.run(on_rank, 2))
+
+
 def test_heads_of_all_tokens_say_what_they_refuse() -> None:
     def on_rank(tokens: int, **how: Any) -> None:
         q = torch.zeros(1, tokens, 2, 8)

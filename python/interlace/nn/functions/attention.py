@@ -126,7 +126,7 @@ def context_parallel_attention(
     [[0.0, 0.0], [0.3333, 0.5]]
     """
     check(FORWARD, group, tag, q=q, k=k, v=v)
-    limits = None if window is None else ints(FORWARD, group, tag, "window", list(window))
+    limits = None if window is None else ints(FORWARD, group, tag, "window", window)
     tensors = (q, k, v, cu_seqlens)
     given = (method, bool(causal), scale, limits, layout, balance, algorithm, None)
     output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)
@@ -175,7 +175,7 @@ def attention_of_heads(
     [0.0, 1.5, 1.0, 1.6666666269302368]
     """
     check(FORWARD, group, tag, q=q, k=k, v=v)
-    limits = None if window is None else ints(FORWARD, group, tag, "window", list(window))
+    limits = None if window is None else ints(FORWARD, group, tag, "window", window)
     tensors = (q, k, v, cu_seqlens)
     given = (HEADS, bool(causal), scale, limits, layout, balance, algorithm, length)
     output: Tensor = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)[0]
@@ -186,12 +186,13 @@ def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -
     """int64: the places in the sequence of all ranks' tokens, one rank's after another.
 
     ``lengths``: of the ranks; ``balance`` as for :func:`context_parallel_attention`. No communication.
+    Raises ValueError for a ``balance`` that is none.
 
     >>> nn.functional.positions_of_ranks([2, 2]).tolist()
     [0, 3, 1, 2]
     """
-    shards = TokenShards(tuple(lengths), balance)
-    return torch.tensor([p for r in range(len(shards.lengths)) for p in shards.positions(r)])
+    shards = TokenShards(tuple(lengths), checks.one_of("balance", balance, BALANCES))
+    return index_tensor([p for r in range(len(shards.lengths)) for p in shards.positions(r)])
 
 
 def shard_sequence(
@@ -219,8 +220,9 @@ def shard_sequence(
             raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
         dim = checks.index("dim", dim, tensor.dim())
     shards = _even(communicator.world_size, tensor.shape[dim], balance)
-    index = torch.tensor(shards.positions(communicator.rank), device=tensor.device)
-    return tensor.index_select(dim, index)
+    return tensor.index_select(
+        dim, index_tensor(shards.positions(communicator.rank), tensor.device)
+    )
 
 
 def unshard_sequence(
@@ -252,8 +254,13 @@ def unshard_sequence(
     all_gather_v(gathered, own, lengths, group=communicator)
     places = [p for rank in range(shards.world_size) for p in shards.positions(rank)]
     whole = torch.empty_like(gathered)
-    whole[torch.tensor(places, dtype=torch.int64, device=own.device)] = gathered
+    whole[index_tensor(places, own.device)] = gathered
     return whole.movedim(0, dim)
+
+
+def index_tensor(places: list[int], device: torch.device | None = None) -> Tensor:
+    """int64, also of no places, which torch takes for floats."""
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def _even(world_size: int, total: int, balance: str) -> TokenShards:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
+from interlace.functional.calls import ints, refuse
 from interlace.functional.head_exchange import all_to_all_matmul, matmul_all_to_all
 from interlace.nn.functions.attention import (
     AttentionMethod,
@@ -13,6 +14,7 @@ from interlace.nn.functions.attention import (
     SequenceLayout,
     attention_of_heads,
     context_parallel_attention,
+    index_tensor,
     positions_of_ranks,
 )
 from interlace.nn.parameters.sharding import OnGroup, positive
@@ -165,9 +167,7 @@ class UlyssesAttention(OnGroup):
             "balance": self.balance, "algorithm": self.algorithm, "group": self.group,
             "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        tokens = input.shape[1 if self.layout == "bshd" else 0]
-        if lengths is None:
-            lengths = [tokens] * self.group.world_size
+        tokens, lengths = self._lengths(input, lengths)
         if not self.fusible:
             return self._beside(input, lengths, rotary, how)
         x = input.transpose(0, 1) if self.layout == "bshd" else input
@@ -192,6 +192,24 @@ class UlyssesAttention(OnGroup):
         made = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
         return made.transpose(0, 1) if self.layout == "bshd" else made
 
+    def _lengths(self, input: Any, lengths: Any) -> tuple[int, list[int]]:
+        """The number of this rank's tokens, and every rank's."""
+        op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
+        if not isinstance(input, Tensor):
+            text = f"input must be a tensor, got {type(input).__name__}"
+            refuse(op, self.group, "", TypeError(text))
+        if input.dim() != 3 or input.shape[2] != hidden:
+            text = f"input must have 3 dimensions and {hidden} features, got shape {tuple(input.shape)}"
+            refuse(op, self.group, "", ValueError(text))
+        tokens = input.shape[1 if self.layout == "bshd" else 0]
+        if lengths is None:
+            return tokens, [tokens] * world
+        given = ints(op, self.group, "", "lengths", lengths)
+        if len(given) != world or given[self.group.rank] != tokens:
+            text = f"lengths must be of {world} ranks, {tokens} of this one, got {given}"
+            refuse(op, self.group, "", ValueError(text))
+        return tokens, given
+
     def _by_rank(self) -> tuple[Tensor, Tensor | None]:
         """The weights and biases of queries, keys and values, those of each rank's heads together."""
         world = self.group.world_size
@@ -213,8 +231,7 @@ class UlyssesAttention(OnGroup):
         )
         if rotary is not None:
             shards = TokenShards(tuple(lengths), self.balance)
-            own = torch.tensor(shards.positions(self.group.rank), device=input.device)
-            q, k = rotary(q, k, own)
+            q, k = rotary(q, k, index_tensor(shards.positions(self.group.rank), input.device))
         y = context_parallel_attention(q, k, v, method="ulysses", **how)
         made: Tensor = self.out(y.flatten(-2))
         return made

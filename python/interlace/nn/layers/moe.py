@@ -220,6 +220,9 @@ class MoE(ShardedModule):
         return routed.kept, routed.weights
 
     def forward(self, input: Tensor) -> Tensor:
+        with self.group.accepting("MoE"):
+            if not isinstance(input, Tensor):
+                raise TypeError(f"input must be a tensor, got {type(input).__name__}")
         check_features(self, input, self.hidden_size, "hidden_size")
         names = ("router", "shared_up", "shared_down")
         whole: Any = [self._parameters.get(name) for name in names]
