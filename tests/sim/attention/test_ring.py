@@ -14,6 +14,7 @@ from interlace.groups.groups import default_group
 from interlace.runtime.algorithms.attention import moves, returns, travelling
 from interlace.verify import races
 from interlace.verify.suite.targets import TARGETS
+from tiers import thorough
 from tiers import few
 
 RING = TARGETS["attention"].variants["ring fused"]
@@ -30,7 +31,10 @@ def changed(module: ModuleType, name: str, old: str, new: str) -> Callable[..., 
     return ring
 
 
-@pytest.mark.parametrize("target", [RING, BACK], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(RING, id="forward"), pytest.param(BACK, id="backward", marks=thorough)],
+)
 def test_four_ranks_have_no_race(target: Callable[[], Any]) -> None:
     report = races(target, 4, seeds=1)
     assert report.clean, report
