@@ -14,8 +14,7 @@ from interlace.groups.groups import default_group
 from interlace.runtime.algorithms.attention import moves, returns, travelling
 from interlace.verify import races
 from interlace.verify.suite.targets import TARGETS
-from tiers import thorough
-from tiers import few
+from tiers import few, thorough
 
 RING = TARGETS["attention"].variants["ring fused"]
 BACK = TARGETS["attention_backward"].variants["ring fused"]
