@@ -18,7 +18,7 @@ from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 Tensor = torch.Tensor
@@ -148,10 +148,15 @@ def _started(
     if received is not None:
         received = received.view(communicator.world_size, rows[communicator.rank], inner)
     algorithm, empty = call.algorithm, not sum(rows) * inner * columns
-    if algorithm == "auto" or empty:
+    all_inner, all_columns = call.weight.shape
+    extent = max(rows), all_columns, all_inner, communicator.world_size
+    problem = tuning.Problem(op, input.dtype, *extent)
+    if empty or (algorithm == "auto" and place.nodes is not None):
+        algorithm = "unfused"
+    elif algorithm == "auto":
         moved = 0 if op == TO_HEADS else sum(rows) * inner * input.element_size()
-        algorithm = choose_algorithm(place, input.dtype, sum(rows), moved, empty=empty)
-        algorithm = algorithm if place.nodes is None else "unfused"
+        tuned = tuning.measured(communicator, problem).algorithm
+        algorithm = choose_algorithm(place, input.dtype, sum(rows), moved, empty=False, tuned=tuned)
     if algorithm != "unfused" and place.nodes is not None:
         raise ValueError(
             f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
@@ -159,18 +164,19 @@ def _started(
         )
     if op_ranges := profiled_op.get():
         op_ranges.begin(algorithm)
+    if algorithm == "fused":
+        tiles = configuration.choose(place, input.dtype, max(rows), columns, inner)
+        tiles = tuning.measured(communicator, problem, algorithm).over(tiles)
     if op == TO_HEADS:
         if algorithm == "unfused":
             return algorithms.to_heads_unfused(communicator, input, linear, rows)
         if algorithm == "pipelined":
             return algorithms.to_heads_pipelined(communicator, input, linear, rows)
-        tiles = configuration.choose(place, input.dtype, max(rows), columns, inner)
         return algorithms.to_heads_fused(communicator, input, linear, rows, tiles)
     if algorithm == "unfused":
         return algorithms.from_heads_unfused(communicator, input, linear, rows, received)
     if algorithm == "pipelined":
         return algorithms.from_heads_pipelined(communicator, input, linear, rows, received)
-    tiles = configuration.choose(place, input.dtype, max(rows), columns, inner)
     return algorithms.from_heads_fused(communicator, input, linear, rows, received, tiles)
 
 

@@ -1,4 +1,4 @@
-"""``python -m interlace bench`` of norms and attention: right in every way, and what is wrong is seen."""
+"""``python -m interlace bench`` of norms, attention and its projections: right, and faults are seen."""
 
 import pathlib
 from typing import Any
@@ -19,6 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gather_normed": {"m": "6", "n": "16", "dtype": "float16"},
     "context_parallel_attention": {"m": "8", "n": "4", "k": "8", "key_heads": 2, "batch": 2},
     "context_parallel_attention_backward": {"m": "8", "n": "2", "k": "8", "dtype": "bfloat16"},
+    "matmul_all_to_all": {"m": "3", "n": "16", "k": "8", "dtype": "bfloat16"},
+    "all_to_all_matmul": {"m": "3", "n": "16", "k": "8"},
     "distributed_decode": {"m": "32", "n": "4", "k": "8", "key_heads": 2, "batch": 2},
 }
 
@@ -27,14 +29,16 @@ METHODS = ("auto", "ring pipelined", "unfused")
 
 
 @pytest.mark.parametrize("op", list(SHAPES))
-def test_norms_of_rows_and_attention_in_the_simulator(op: str, tmp_path: pathlib.Path) -> None:
+def test_ops_in_layers_in_the_simulator(op: str, tmp_path: pathlib.Path) -> None:
     names = ",".join(METHODS) if "attention" in op else "all"
     options = {"baseline": "torch", "algorithm": names, "repetitions": 1, **SHAPES[op]}
     code, _, facts = run(op, tmp_path, place="sim", world_size=2, **options)
     found = rows(facts)
-    assert code == 0 and all(row["right"] for row in found.values())
+    # None of parts, which are not compared
+    assert code == 0 and all(row["right"] in (True, None) for row in found.values())
     methods = "attention" in op  # all of them take long
-    assert list(found) == [*(METHODS if methods else OPS[op].algorithms[1:]), "torch"]
+    known = METHODS if methods else OPS[op].algorithms[1:]
+    assert [name for name in found if "alone" not in name] == [*known, "torch"]
 
 
 def test_attention_against_torchs_own(tmp_path: pathlib.Path) -> None:
@@ -70,12 +74,14 @@ def test_control_one_wrong_element_is_seen(op: str) -> None:
         assert all(right <= 1 < wrong for right, wrong in found)
 
 
-def test_settings_are_of_attention_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_told_before(capsys: pytest.CaptureFixture[str]) -> None:
     for given, said in (
         (["all_reduce", "--batch", "2"], "--batch 2: all_reduce has none"),
         (["distributed_decode", "--mask", "full"], "--mask full: distributed_decode has none"),
         (["distributed_decode", "--key-heads", "3"], "--key-heads 3: does not divide --n 8"),
         (["context_parallel_attention", "--m", "6"], "--m 6: context_parallel_attention shares"),
+        (["matmul_all_to_all", "--n", "31"], "--n 31: matmul_all_to_all gives ranks parts"),
+        (["all_to_all_matmul", "--k", "31"], "--k 31: all_to_all_matmul gives ranks parts"),
         (["context_parallel_attention", "--m", "4M", "--n", "4K"], "GiB"),
     ):
         assert main.run(["bench", *given]) == 2

@@ -17,6 +17,7 @@ from interlace.benchmark.runs.tune_candidates import by_name
 from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.algorithms import head_exchange
 from interlace.runtime.core import hooks
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow
@@ -28,6 +29,8 @@ FASTEST = {
     "reduce_scatter_norm": "unfused",
     "gather_normed": "unfused",
     "matmul_all_reduce_norm": "pipelined",
+    "matmul_all_to_all": "pipelined",
+    "all_to_all_matmul": "pipelined",
     "context_parallel_attention": "ring pipelined",
     "context_parallel_attention_backward": "ring pipelined",
 }
@@ -44,6 +47,11 @@ def call(op: str, **how: Any) -> Any:
         return torch.autograd.grad(made.sum(), q) if op.endswith("backward") else made
     if op == "matmul_all_reduce_norm":
         return interlace.matmul_all_reduce(torch.ones(m, k), torch.ones(k, n), norm=NORM, **how)
+    if op == "matmul_all_to_all":
+        return interlace.functional.matmul_all_to_all(torch.ones(m, k), torch.ones(k, n), **how)
+    if op == "all_to_all_matmul":
+        parts = torch.ones(2 * m, k // 2)
+        return interlace.functional.all_to_all_matmul(parts, torch.ones(k, n), **how)
     given: Any = {"norm": NORM, **how}
     if op == "all_reduce_norm":
         return interlace.all_reduce_norm(torch.ones(m, n), **given)
@@ -88,6 +96,22 @@ def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
     (mine, _) = interlace.run(told, 2, op, str(file), place="shm", **how)
     chosen = next(iter(how.values()))
     assert any(chosen in each for each in mine)
+
+
+@pytest.mark.parametrize("op", ["matmul_all_to_all", "all_to_all_matmul"])
+def test_the_kernel_gets_what_was_measured(op: str, tmp_path: pathlib.Path) -> None:
+    file, group_m = tmp_path / "tune.json", 5  # that no default has
+    problem = TUNED[op].problem(torch.float32, tuple(SIZES.values()), 2)
+    where = tuning.dtype_name(problem), tuning.extents_of(problem), *tuning.bucket_of(problem)
+    made = CacheRow(op, *where, "fused", {"fused": {"group_m": group_m}})
+    cache.add(cache.machine("sim", torch.device("cpu")), [made], file)
+    launch = f"{'to' if op.endswith('all') else 'from'}_heads_fused"
+    with mock.patch.object(head_exchange, launch, wraps=getattr(head_exchange, launch)) as spy:
+        for name, expected in (("off", False), (str(file), True)):
+            spy.reset_mock()
+            interlace.run(told, 2, op, name, algorithm="fused")
+            got = [each.args[-1].group_m == group_m for each in spy.call_args_list]
+            assert got == [expected] * 2
 
 
 def run_tune(**options: Any) -> tuple[int, str]:

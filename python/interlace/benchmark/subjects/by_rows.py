@@ -35,6 +35,7 @@ class ByRows(ABC):
     settings: tuple[str, ...] = ()
     shards = False  # whether the rows of a tuned problem are those of one rank
     varied: tuple[dict[str, int], ...] = ()  # values that tune tries with the kernels
+    parted = ""  # "n" or "k", if ranks have equal parts of it
     scatters = False  # whether a result has this rank's rows only
     nbytes: int
     bus_factor: float | None
@@ -59,6 +60,16 @@ class ByRows(ABC):
         if (m or 0) % world_size:
             raise ValueError(
                 f"--m {m}: {cls.op} shards rows, and world size {world_size} does not divide them"
+            )
+
+    @classmethod
+    def refuse_widths(cls, world_size: int, n: int, k: int) -> None:
+        """The same for the sizes besides rows."""
+        size = {"": 0, "n": n, "k": k}[cls.parted]
+        if size % world_size:
+            raise ValueError(
+                f"--{cls.parted} {size}: {cls.op} gives ranks parts of it, world size {world_size} does "
+                "not divide it"
             )
 
     @classmethod

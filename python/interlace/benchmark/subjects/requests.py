@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import attention, baselines, expert_rows, fused, norms, plain
+from interlace.benchmark.subjects import (
+    attention,
+    baselines,
+    expert_rows,
+    fused,
+    head_exchange,
+    norms,
+    plain,
+)
 from interlace.benchmark.subjects.by_rows import ByRows
 from interlace.benchmark.subjects.fused import Fused
 from interlace.benchmark.subjects.plain import Plain
@@ -31,6 +39,7 @@ _BY_ROWS: tuple[type[ByRows], ...] = (
     norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,
     norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
     expert_rows.GroupedMatmulCombineRows,
+    head_exchange.MatmulAllToAll, head_exchange.AllToAllMatmul,
     attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
 )  # fmt: skip
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}

@@ -52,7 +52,8 @@ class BenchOptions(CommandOptions):
     scatter, send_recv, barrier; dispatch, combine), a fused op (all_gather_matmul, matmul_reduce_scatter,
     matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
     reduce_scatter_norm, and gather_normed, which is the last with an all-gather; grouped_matmul_combine;
-    context_parallel_attention, the same as ..._backward; distributed_decode), or path/to/file.py::function,
+    matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as ..._backward;
+    distributed_decode), or path/to/file.py::function,
     which returns an interlace.benchmark.Kernel, or a callable to time.
 
     Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
@@ -181,6 +182,7 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
             kind = OPS[target]
             kind.refuse(world_size, each.m, each.dtype)
             if issubclass(kind, ByRows):
+                kind.refuse_widths(world_size, each.n or 0, each.k or 0)
                 kind.refuse_settings(each.n or 0, **dict(settings))
             if not under_torchrun():
                 _refuse_size(each, world_size, place_of(options))
