@@ -9,7 +9,7 @@ from interlace.arguments import checks, reduce_ops
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import bound, describe
 from interlace.ops import library, undispatched
-from interlace.ops.async_tensor import AsyncTensor, wrapped, wrapped_together
+from interlace.ops.async_tensor import AsyncTensor, wrapped
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 
 NONE = ("out", "bias", "residual", "weight of norm", "bias of norm")
@@ -26,7 +26,9 @@ def _traceable(name: str) -> Callable[..., Any]:
             undispatched.call_out(name, *args, out=out)
             return out
         result = undispatched.call(name, *args)
-        return (wrapped if isinstance(result, torch.Tensor) else wrapped_together)(result)
+        if isinstance(result, torch.Tensor):
+            return wrapped(result)
+        return [wrapped(each) for each in result]
 
     start.__name__ = start.__qualname__ = name
     return allow_in_graph(start)  # type: ignore[no-any-return]

@@ -1,6 +1,5 @@
 """AsyncTensor: what a functional op returns, a tensor that waits by itself when it is first used."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +58,6 @@ class AsyncTensor(torch.Tensor):
     _work: Work | _Failed | None
     _waited: bool
     _of_graph: bool
-    _others: Sequence[torch.Tensor]
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -75,7 +73,6 @@ class AsyncTensor(torch.Tensor):
         )
         self._inner, self._work, self._waited = inner, work, False
         self._of_graph = False
-        self._others = ()
         return self
 
     def wait(self) -> torch.Tensor:
@@ -96,9 +93,6 @@ class AsyncTensor(torch.Tensor):
                 except Exception as error:
                     self._work = _Failed(error)  # torch's registry forgets what it has waited for
                     raise
-                for other in self._others:
-                    _wait_tensor(other.detach())  # else torch's registry would keep it
-                self._others = ()
             self._waited = True
         if self._of_graph and self.requires_grad:
             # its gradient goes to code that was compiled for an AsyncTensor
@@ -281,15 +275,6 @@ def wrapped(inner: torch.Tensor) -> torch.Tensor:
     if inner.requires_grad:
         return _Tracked.apply(inner)  # type: ignore[no-any-return,no-untyped-call]
     return AsyncTensor(inner)
-
-
-def wrapped_together(inners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of one op: the wait for one of them is a wait for all, whoever keeps them."""
-    made = [wrapped(inner) for inner in inners]
-    for each in made:
-        if isinstance(each, AsyncTensor) and type(each._inner) in PLAIN_TYPES:
-            each._others = inners
-    return made
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -372,9 +372,15 @@ def other_orders() -> list[Any]:
 def unwaited_in_graphs() -> int:
     """How many more results torch holds for waits to come than before."""
     x, w = torch.ones(64, 64), torch.ones(64, 64, requires_grad=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def one_of_several(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_gather_matmul(x, [w, w], return_gathered=True)[1][1] + 1
+
     before = torch._C._distributed_c10d._get_work_registry_size()
     for _ in range(20):
         started()
+        one_of_several(x)
         wait(functional.all_gather_matmul(x, w))  # whose gathered input is kept, too
         wait(functional.all_gather_matmul(x, [w, w], return_gathered=True)[1][1])
     return torch._C._distributed_c10d._get_work_registry_size() - before

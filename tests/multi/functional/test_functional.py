@@ -160,7 +160,7 @@ def test_waits_in_any_order_and_none() -> None:
     assert on_ranks(ranks.other_orders, 2) == [expected] * 2
 
 
-def test_eager_results_leave_nothing_in_torchs_registry() -> None:
+def test_results_leave_nothing_in_torchs_registry() -> None:
     assert on_ranks(ranks.unwaited_in_graphs, 2) == [0, 0]
 
 

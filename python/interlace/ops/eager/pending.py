@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
+from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_groups import _register_work
-from interlace.runtime.core.work import Work
+from interlace.runtime.core.work import ZERO, Work
 
 
 class Started(NamedTuple):
@@ -18,6 +20,24 @@ class Started(NamedTuple):
     work: Work | None
 
 
+class _Together(TorchWork):
+    """The Work of an op with several outputs: who waits for one takes all out of torch's registry, which
+    would keep those that nobody uses, and in a graph nobody waits for."""
+
+    def __init__(self, work: Work, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = [output.detach() for output in outputs]
+
+    def wait(self, timeout: timedelta = ZERO) -> Any:
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            with contextlib.suppress(Exception):  # it is raised below, too
+                _wait_tensor(output)
+        return self._work.wait(timeout)
+
+
+_wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 _watching: ContextVar[list[Work] | None] = ContextVar("watching", default=None)
 
 
@@ -46,6 +66,8 @@ def register(started: Started) -> None:
     findable = [output for output in started.outputs if output.numel()]
     if not findable and watching is None:
         work.wait()  # nobody could, and this rank might leave before the others are through
+    if len(findable) > 1:
+        work = _Together(work, findable)
     for output in findable:
         _register_work(output, work)
 
