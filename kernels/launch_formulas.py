@@ -144,6 +144,20 @@ def shard_lines(rows: Sequence[int], block_m: int, tiles_n: int) -> list[Line]:
     return lines
 
 
+def head_send_lines(
+    rank: int, world_size: int, rows: Sequence[int], chunk_size: int, chunks: int
+) -> list[Line]:
+    """Lines of ``all_to_all_matmul_kernel``'s ``sends`` to the owners of rows, in order."""
+    lines = []
+    for chunk, peer in send_order(rank, world_size, chunks):
+        first = chunk * chunk_size
+        count = min(chunk_size, rows[peer] - first)
+        if count > 0:
+            place = rank * rows[peer] + first
+            lines.append([peer, sum(rows[:peer]) + first, count, place, rank * chunks + chunk])
+    return lines
+
+
 def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
     """Lines of ``parts`` of ``multimem.py``, by rank: first element, elements, byte, first block."""
     lines = []

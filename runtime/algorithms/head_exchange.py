@@ -18,7 +18,7 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import OwnRows, Table
 from interlace.kernels.fused import head_exchange as kernels
-from interlace.kernels.tiling import owner_order, send_order
+from interlace.kernels.tiling import owner_order
 from interlace.runtime.algorithms import operands, plain
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.communicator import Communicator
@@ -148,21 +148,6 @@ def _by_engine(
 # -- all-to-all, then matmul -----------------------------------------------------------------------
 
 
-def send_lines(
-    rank: int, world_size: int, rows: Sequence[int], chunk_rows: int, chunks: int
-) -> list[formulas.Line]:
-    """Lines of a rank's sends to the owners of rows, in order; see ``kernels/transfer.py``."""
-    begins = formulas.segments_of(rows)
-    lines = []
-    for chunk, peer in send_order(rank, world_size, chunks):
-        first = chunk * chunk_rows
-        count = min(chunk_rows, rows[peer] - first)
-        if count > 0:
-            place = rank * rows[peer] + first
-            lines.append([peer, begins[peer][0] + first, count, place, rank * chunks + chunk])
-    return lines
-
-
 def from_heads_fused(
     communicator: Communicator,
     input: Tensor,
@@ -177,7 +162,7 @@ def from_heads_fused(
     block_m, place = configuration.block_m, communicator.place
     size = formulas.chunk_rows(rows, block_m, configuration.chunks)
     chunks = formulas.ceil_div(max(rows), size)
-    lines = send_lines(rank, world_size, rows, size, chunks)
+    lines = formulas.head_send_lines(rank, world_size, rows, size, chunks)
     table = communicator.table(("sends of heads", tuple(rows), size), lambda: lines)
     tiles_n = formulas.ceil_div(linear.weight.shape[1], configuration.block_n)
     tiles = formulas.tiles_of([rows[rank]], block_m, tiles_n)

@@ -181,7 +181,9 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield matmul_all_reduce(arch, operands)
     for operands in shared:
         if operands.bias != "m" and not operands.columns % RANKS:
-            yield from head_exchanges(arch, operands)
+            yield matmul_all_to_all(arch, operands)
+            if not operands.tma and not operands.inner % RANKS:
+                yield all_to_all_matmul(arch, operands)
     for activation in ACTIVATIONS:
         yield all_gather_matmul(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
         yield matmul_reduce_scatter(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
@@ -258,22 +260,27 @@ def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
     return [_fused_entry(90, operands, launch) for launch in scatters(90, operands)]
 
 
-def head_exchanges(arch: int, operands: MatmulVariant) -> Iterator[Entry]:
-    """Matmul + all-to-all; the other way round, which goes by pointers."""
+def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
+    """``columns`` are those of one rank."""
     configuration = operands.configuration(arch)
-    input, linear = operands.tensors(operands.rows)
-    rows, total = [operands.rows] * RANKS, RANKS * operands.rows
-    heads = meta(total, operands.columns // RANKS, dtype=operands.torch_dtype)
-    call = input, replace(linear, output=heads), rows, configuration
+    wide = replace(operands, columns=RANKS * operands.columns)
+    input, linear = wide.tensors(operands.rows)
+    linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
+    call = input, linear, [operands.rows] * RANKS, configuration
     (launch,) = launched(head_exchange.to_heads_fused, *call)
-    yield _fused_entry(arch, operands, launch)
-    if not operands.tma and not operands.inner % RANKS:
-        part = meta(total, operands.inner // RANKS, dtype=operands.torch_dtype)
-        (launch,) = launched(
-            head_exchange.from_heads_fused, part, linear, rows, None, configuration
-        )
-        words = "copiers" if configuration.copiers else ""
-        yield replace(_fused_entry(arch, operands, launch, words), default=True)
+    return _fused_entry(arch, operands, launch)
+
+
+def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
+    """``inner`` is that of one rank; it goes by pointers."""
+    operands = replace(operands, tma=False)
+    configuration = operands.configuration(arch)
+    _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
+    part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
+    call = part, linear, [operands.rows] * RANKS, None, configuration
+    (launch,) = launched(head_exchange.from_heads_fused, *call)
+    words = "copiers" if configuration.copiers else ""
+    return replace(_fused_entry(arch, operands, launch, words), default=True)
 
 
 def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:

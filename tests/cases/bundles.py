@@ -20,6 +20,8 @@ OPTIONS = {
     "dispatch": KernelOptions(topk=2, experts=3),
     "combine": KernelOptions(topk=2, experts=3),
     "grouped_matmul_combine": KernelOptions(topk=2, experts=3),
+    "matmul_all_to_all": KernelOptions(bias="n"),
+    "all_to_all_matmul": KernelOptions("fp16", weight="nk"),
     "context_parallel_attention": KernelOptions(head_dim=64),
     "distributed_decode": KernelOptions("fp16", head_dim=64),
     "all_gather": KernelOptions(),

@@ -157,6 +157,8 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.grouped_matmul(90, operands)
     catalogue.experts_rows(90, "bf16", weighted=True)
     catalogue.grouped_matmul_combine(90, operands)
+    catalogue.matmul_all_to_all(90, operands)
+    catalogue.all_to_all_matmul(90, operands)
     catalogue.matmul_reduce_scatter(90, operands)
     catalogue.matmul_reduce_scatter_roles(operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))
@@ -172,7 +174,6 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue_collectives.low_latency(90),
         catalogue.signals(90),
         catalogue_collectives.between_nodes(90),
-        catalogue.head_exchanges(90, replace(operands, tma=False)),
         catalogue_attention.attention_kernels(90, "bf16", 64),
         catalogue_attention.decoding(90),
     ):

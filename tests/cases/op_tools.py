@@ -105,7 +105,6 @@ WHY_NOT: dict[tuple[str, str], str] = {
     ("broadcast", "bundle"): _LATER,
     **{(op, "tune"): "by where it runs alone" for op in ("dispatch", "combine")},
     **{(op, tool): _LATER for op in _GROUPED for tool in ("bench", "tune", "bundle")},
-    **{(op, "bundle"): _LATER for op in ("matmul_all_to_all", "all_to_all_matmul")},
 }
 
 

@@ -52,6 +52,15 @@ def _collective(op: str) -> Make:
     return made
 
 
+def _heads(made: Callable[..., Entry]) -> Make:
+    def of_options(arch: int, options: KernelOptions) -> list[Entry]:
+        if options.bias == "m":
+            raise ValueError("bias is 'm': heads are exchanged with a bias per column only")
+        return [made(arch, options.operands(arch))]
+
+    return of_options
+
+
 def _reduced(fused: Callable[..., Entry]) -> Make:
     return lambda arch, options: [fused(arch, options.operands(arch), average=options.average)]
 
@@ -268,6 +277,42 @@ OPS = {
         _one("grouped_matmul_combine", "programs"),
         {"slots": "world_size * programs", "data_bytes": "home_rows * N * ITEMSIZE"},
         conditions=(*RANKS, "0 < programs <= resident", "home_rows > 0", "num_experts <= EXPERTS"),
+    ),
+    "matmul_all_to_all": BundleOp(
+        _heads(catalogue.matmul_all_to_all),
+        _FUSED,
+        _one("matmul_all_to_all", "persistent_grid(0, tiles, resident)"),
+        {
+            "tiles_n": "ceil_div(N, BLOCK_N)",
+            "own_tiles": "tiles_of([rows[rank]], BLOCK_M, tiles_n)",
+            "tiles": "max(own_tiles * world_size, tiles_of([max(rows)], BLOCK_M, tiles_n))",
+            "slots": "tiles_of(rows, BLOCK_M, tiles_n)",
+            "data_bytes": "gathered_bytes(rows, N * ITEMSIZE)",
+            "shards": "shard_lines(rows, BLOCK_M, tiles_n)",
+        },
+        {"shards_ptr": "shards"},
+        (*RANKS, *_ROWS),
+    ),
+    "all_to_all_matmul": BundleOp(
+        _heads(catalogue.all_to_all_matmul),
+        ("weight", "bias", "columns", "inner"),
+        _one("all_to_all_matmul", "persistent_grid(COPIERS, tiles, resident)"),
+        {
+            "tiles_n": "ceil_div(N, BLOCK_N)",
+            "tiles": "tiles_of([rows[rank]], BLOCK_M, tiles_n)",
+            "own_rows": "rows[rank]",
+            "first_row": "sum(rows[:rank])",
+            "chunk_size": "chunk_rows(rows, BLOCK_M, CHUNKS)",
+            "chunk_rows": "chunk_size",
+            "chunks": "ceil_div(max(rows), chunk_size)",
+            "slots": "world_size * chunks",
+            "data_bytes": "contributed_bytes(world_size, rows, K * ITEMSIZE)",
+            "sends": "head_send_lines(rank, world_size, rows, chunk_size, chunks)",
+            "num_sends": "len(sends)",
+        },
+        {"sends_ptr": "sends"},
+        # without a tile nobody would wait for what arrives, and it would hit the next op
+        (*RANKS, *_ROWS, "min(rows) > 0", "N > 0", "resident > COPIERS"),
     ),
     "context_parallel_attention": BundleOp(
         _attention(catalogue.gathered_attention),

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from cases.bundles import OPTIONS
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
+from interlace.runtime.algorithms import gather_matmul, head_exchange, matmul_reduce, plain
 from interlace.runtime.algorithms import norms as normed
 from interlace.runtime.algorithms.attention import gather
 from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
@@ -101,6 +101,17 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
         linear = Linear(weight, None, meta(max(rows), columns, dtype=single), average=True)
         input = meta(max(rows), inner, dtype=single)
         matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
+    elif op == "matmul_all_to_all":
+        wide = columns * len(rows)
+        linear = Linear(meta(inner, wide), meta(wide), meta(sum(rows), columns))
+        call = communicator, meta(rows[rank], inner), linear, rows, configuration
+        head_exchange.to_heads_fused(*call)
+    elif op == "all_to_all_matmul":
+        half = torch.float16
+        weight = meta(columns, inner * len(rows), dtype=half).t()
+        linear = Linear(weight, None, meta(rows[rank], columns, dtype=half))
+        input = meta(sum(rows), inner, dtype=half)
+        head_exchange.from_heads_fused(communicator, input, linear, rows, None, configuration)
     elif op.endswith("_norm"):
         dtype = torch.float16 if op == "reduce_norm" else torch.bfloat16
         own = max(rows) if op == "matmul_all_reduce_norm" else rows[rank]

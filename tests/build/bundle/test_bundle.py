@@ -136,8 +136,8 @@ CASES = [
     pytest.param(op, str(arches[-1]), shape, id=f"{op} {len(shape.rows)} ranks")
     for op, arches in ARCHES.items()
     for shape in SHAPES
-    # every rank sees every other's keys where all have some
-    if min(shape.rows) or op != "context_parallel_attention"
+    # every rank takes something of every other where all have some
+    if min(shape.rows) or op not in ("context_parallel_attention", "all_to_all_matmul")
 ]
 
 
@@ -218,6 +218,9 @@ def test_control_a_false_formula_is_seen(
         ("dispatch", "facts_byte", "x_byte"),
         ("combine", "data_bytes", "most_tokens * N"),
         ("grouped_matmul_combine", "slots", "programs"),
+        ("matmul_all_to_all", "shards", "shard_lines(rows, BLOCK_M, 1)"),
+        ("all_to_all_matmul", "chunk_rows", "BLOCK_M"),
+        ("all_to_all_matmul", "sends", "head_send_lines(0, world_size, rows, chunk_size, chunks)"),
         ("context_parallel_attention", "parts", "key_part_lines(0, world_size, rows, chunk_size)"),
         ("distributed_decode", "piece", "most"),
         ("low_latency_norm", "words_offset", "epochs_offset"),

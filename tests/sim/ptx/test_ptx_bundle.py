@@ -184,6 +184,34 @@ def grouped_matmul_combine(rank: int) -> Case:
     return values, arguments, [output], [right]
 
 
+def matmul_all_to_all(rank: int) -> Case:
+    rows, bias = [ROWS, ROWS - 7], some(5, WORLD * COLUMNS)
+    input, weight = some(rank, rows[rank], INNER), some(9, INNER, WORLD * COLUMNS)
+    output = torch.empty(sum(rows), COLUMNS, dtype=torch.bfloat16)
+    arguments = {
+        **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight, "bias_ptr": bias},
+        **{"weight_stride_k": WORLD * COLUMNS, "output_ptr": output},
+    }
+    right = interlace.functional.matmul_all_to_all(
+        input, weight, bias=bias, length=sum(rows), algorithm="unfused"
+    )
+    return {"rows": rows, "N": COLUMNS, "K": INNER, "resident": 3}, arguments, [output], [right]
+
+
+def all_to_all_matmul(rank: int) -> Case:
+    rows = [ROWS, ROWS - 7]
+    input, weight = some(rank, sum(rows), INNER), some(9, WORLD * INNER, COLUMNS)
+    output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
+    arguments = {
+        **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight},
+        **{"weight_stride_k": COLUMNS, "output_ptr": output},
+    }
+    right = interlace.functional.all_to_all_matmul(
+        input, weight, length=rows[rank], algorithm="unfused"
+    )
+    return {"rows": rows, "N": COLUMNS, "K": INNER, "resident": 3}, arguments, [output], [right]
+
+
 def context_parallel_attention(rank: int) -> Case:
     rows, heads, size = [20, 18], 2, 16
     own = rows[rank]
@@ -238,6 +266,14 @@ CASES: dict[str, tuple[Callable[[int], Case], KernelOptions]] = {
     "grouped_matmul_combine": (
         grouped_matmul_combine,
         KernelOptions(**{**ROUTED, "columns": COLUMNS, "inner": 32}, rows=16, overrides=SMALL[80]),
+    ),
+    "matmul_all_to_all": (
+        matmul_all_to_all,
+        KernelOptions(bias="n", rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
+    ),
+    "all_to_all_matmul": (
+        all_to_all_matmul,
+        KernelOptions(rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
     ),
     "context_parallel_attention": (
         context_parallel_attention,
