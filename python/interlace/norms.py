@@ -88,7 +88,7 @@ def all_reduce_norm(
         then the norm of all rows), "low_latency" (one kernel whose words carry their own flags, for up to
         64 KiB, every row in whole KiB), "auto".
 
-    Returns ------- ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work` whose
+    Returns ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work` whose
     ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the norm is that of the
     rounded h, in fp32. Every rank gets the same bits.
 
