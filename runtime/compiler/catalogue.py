@@ -179,7 +179,6 @@ def _fused(arch: int) -> Iterator[Entry]:
         yield matmul_node_reduce_scatter(arch, operands)
     for operands in shared:
         yield matmul_all_reduce(arch, operands)
-    for operands in shared:
         if operands.bias != "m" and not operands.columns % RANKS:
             yield matmul_all_to_all(arch, operands)
             if not operands.tma and not operands.inner % RANKS:
@@ -262,11 +261,9 @@ def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
 
 def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
     """``columns`` are those of one rank."""
-    configuration = operands.configuration(arch)
-    wide = replace(operands, columns=RANKS * operands.columns)
-    input, linear = wide.tensors(operands.rows)
+    input, linear = replace(operands, columns=RANKS * operands.columns).tensors(operands.rows)
     linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
-    call = input, linear, [operands.rows] * RANKS, configuration
+    call = input, linear, [operands.rows] * RANKS, operands.configuration(arch)
     (launch,) = launched(head_exchange.to_heads_fused, *call)
     return _fused_entry(arch, operands, launch)
 
@@ -274,12 +271,11 @@ def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
 def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
     """``inner`` is that of one rank; it goes by pointers."""
     operands = replace(operands, tma=False)
-    configuration = operands.configuration(arch)
     _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
     part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
-    call = part, linear, [operands.rows] * RANKS, None, configuration
+    call = part, linear, [operands.rows] * RANKS, None, operands.configuration(arch)
     (launch,) = launched(head_exchange.from_heads_fused, *call)
-    words = "copiers" if configuration.copiers else ""
+    words = "copiers" if call[-1].copiers else ""
     return replace(_fused_entry(arch, operands, launch, words), default=True)
 
 
