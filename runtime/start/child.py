@@ -20,6 +20,7 @@ import torch
 
 from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.place import Place
+from interlace.runtime.places.one_host.blame import Blame
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import SignedStore
@@ -70,6 +71,8 @@ def serve(connection: Connection, parent_thread_stays: bool) -> None:
 
 def _perform(task: RankTask) -> TaskReport:
     place: Place | None = None
+    for left in Blame.everywhere():
+        left.close()  # of the run before, which all have left: a deadlock would be told of its groups
     try:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
