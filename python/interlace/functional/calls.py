@@ -114,10 +114,11 @@ def check(
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {type(value).__name__}"
             refuse(op, group, tag, TypeError(text))
-        if value.layout is not torch.strided:
-            text = f"{name} must be a strided tensor, got {value.layout}"
-            refuse(op, group, tag, TypeError(text))
     if not torch.compiler.is_compiling() and not modes_active():
+        for name, value in given.items():  # in a backward, Dynamo would not have the layout read
+            if value.layout is not torch.strided:
+                text = f"{name} must be a strided tensor, got {value.layout}"
+                refuse(op, group, tag, TypeError(text))
         on_meta = [name for name, value in given.items() if value.is_meta]
         if on_meta and len(on_meta) < len(given):  # torch would run nothing
             text = f"{on_meta[0]} is on meta, and others are not"

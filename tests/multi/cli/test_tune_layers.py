@@ -109,7 +109,9 @@ def test_the_kernel_gets_what_was_measured(op: str, tmp_path: pathlib.Path) -> N
     with mock.patch.object(head_exchange, launch, wraps=getattr(head_exchange, launch)) as spy:
         for name, expected in (("off", False), (str(file), True)):
             spy.reset_mock()
-            interlace.run(told, 2, op, name, algorithm="fused")
+            # Around both: ranks of one process would give back what the other has set.
+            with mock.patch.dict(os.environ, {cache.VARIABLE: name}):
+                interlace.run(told, 2, op, name, algorithm="fused")
             got = [each.args[-1].group_m == group_m for each in spy.call_args_list]
             assert got == [expected] * 2
 
