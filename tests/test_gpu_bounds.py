@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+from tiers import thorough
+
 GPU = pathlib.Path(__file__).parent / "gpu" / "conftest.py"
 
 TESTS = """
@@ -35,6 +37,7 @@ def prepared(folder: pathlib.Path, tests: str, limit: float) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", str(folder)]
 
 
+@thorough
 def test_one_that_hangs_or_dies_fails_alone(tmp_path: pathlib.Path) -> None:
     command = prepared(tmp_path, TESTS, 2.0)
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

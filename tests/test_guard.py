@@ -75,6 +75,7 @@ def run(folder: pathlib.Path, *options: str, change: str = "", limit: float | No
     return f"{(folder / 'said').read_text()}\nexit status {done.returncode}"
 
 
+@thorough
 def test_a_slow_test_fails_alone(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_slow.py").write_text(SLOW.format(seconds=100_000))
     said = forked(tmp_path, "-o", "limit=1", change="guard.busy = lambda: 2.0")
@@ -89,6 +90,7 @@ def test_where_others_are_busy_it_may_take_longer(tmp_path: pathlib.Path) -> Non
     assert "3 passed" in said and "exit status 0" in said
 
 
+@thorough
 def test_a_dead_worker_ends_the_run(tmp_path: pathlib.Path) -> None:
     for name, text in DIES.items():
         (tmp_path / name).write_text(text)

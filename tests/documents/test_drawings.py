@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import pages
+from tiers import thorough
 
 DOCS = pages.ROOT / "docs"
 NAMES = ("layer", "places", "ops", "chunk", "race", "faults")
@@ -23,6 +24,7 @@ def test_every_drawing_is_tried(draw: Any) -> None:
     assert tuple(draw.DRAWINGS) == NAMES
 
 
+@thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_drawing_says_what_the_code_does(draw: Any, name: str) -> None:
     kept = (DOCS / f"images/{name}.svg").read_text()

@@ -19,7 +19,7 @@ LONG = {
     f"docs/{name}.md"
     for name in (
         "aot", "attention", "bench", "experts", "kernels", "layers", "megatron", "model", "norms",
-        "operations", "peers", "places", "ptx", "record", "tensor", "torchtitan", "tune", "verify",
+        "operations", "peers", "places", "ptx", "record", "start", "tensor", "torchtitan", "tune", "verify",
     )
 }  # fmt: skip
 NOT_RUN = [

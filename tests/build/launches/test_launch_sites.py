@@ -127,6 +127,7 @@ def test_a_launch_without_memory_for_descriptors_is_seen(folder: Path, report: R
     assert "no allocator was set" in problem, problem
 
 
+@thorough
 def test_the_list_is_what_the_source_has() -> None:
     found = {f"{file}::{site.name}" for file, known in launches.found().items() for site in known}
     assert found == {*INTERPRETED, *(site for part in SITES.values() for site in part)}

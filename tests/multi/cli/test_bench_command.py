@@ -59,6 +59,7 @@ def test_a_collective_against_gloo_and_alone(tmp_path: pathlib.Path) -> None:
     assert facts["machine"]["torch"]["version"] and facts["protocol"]["statistic"]
 
 
+@thorough
 def test_a_fused_op_has_its_parts_and_an_overlap(tmp_path: pathlib.Path) -> None:
     code, text, facts = run(
         "all_gather_matmul", tmp_path, m="64,128", n="32", k="16", algorithm="pipelined,unfused"
@@ -395,6 +396,7 @@ def test_figures_are_printed_though_the_file_cannot_be_written(
     assert "All results are right." in said.out and "No space left" in said.err
 
 
+@thorough
 def test_a_terminated_command_leaves_nothing(tmp_path: pathlib.Path) -> None:
     arguments = ["all_reduce", "--sizes", "64", "--place", "sim", "--repetitions", "1000000"]
     process = subprocess.Popen(

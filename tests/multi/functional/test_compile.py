@@ -88,6 +88,7 @@ def test_patterns_like_others(tmp_path: Path) -> None:
     check_patterns(tmp_path, 2, list(LIKE_OTHERS), "aot_eager")
 
 
+@thorough
 def test_patterns(tmp_path: Path) -> None:
     names = [name for name in PATTERNS if name not in LIKE_OTHERS]
     results = check_patterns(tmp_path, 2, names, "aot_eager")

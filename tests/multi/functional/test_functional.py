@@ -12,7 +12,7 @@ import interlace
 from multi.functional import functional_ranks as ranks
 from multi.functional import functional_ranks_misuse as wrong
 from multi.functional.functional_ranks_cases import CASES
-from tiers import few
+from tiers import few, thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 SUM = [[3.0, 3.0], [3.0, 3.0]]
@@ -186,6 +186,7 @@ if __name__ == "__main__":
 """
 
 
+@thorough
 @pytest.mark.parametrize("place, traced", few([("sim", False), ("shm", True)], ("sim", False)))
 def test_unwaited_results_at_exit(tmp_path: Path, place: str, traced: bool) -> None:
     script = tmp_path / "exits.py"

@@ -76,6 +76,7 @@ def send_to_a_stopped_rank(rank: int, world_size: int, folder: str, said: Any) -
     os._exit(0)
 
 
+@thorough
 def test_sends_to_a_stopped_rank_end_at_the_timeout(tmp_path: pathlib.Path) -> None:
     with started(send_to_a_stopped_rank, 2, tmp_path) as (_, ends):
         expected = "CollectiveTimeoutError: rank 0: send has waited 3 s for ranks [1]"

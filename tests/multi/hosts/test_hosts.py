@@ -34,6 +34,7 @@ from interlace.runtime.start.connect import connect_place
 from multi.hosts import failing_scenarios
 from multi.hosts import hosts_scenarios as scenarios
 from multi.hosts.hosts_ranks import HOSTS
+from tiers import thorough
 
 SCRIPT = pathlib.Path(__file__).with_name("hosts_ranks.py")
 RANKS = range(len(HOSTS))
@@ -69,6 +70,7 @@ def reports(outcome: Any) -> Any:
     return outcome["reports"]
 
 
+@thorough
 def test_two_network_namespaces_are_two_hosts(outcome: Any, reports: Any) -> None:
     if outcome["problem"]:
         pytest.skip(f"no network namespaces on this machine: {outcome['problem']}")

@@ -11,6 +11,7 @@ import torch
 
 import interlace
 from multi.ops import op_ranks
+from tiers import thorough
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -91,6 +92,7 @@ def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str
             assert "out of step" in text
 
 
+@thorough
 def test_same_results_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

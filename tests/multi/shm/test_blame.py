@@ -29,7 +29,7 @@ from interlace.runtime.places.one_host.deadlock import (
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.start.connect import connect_place
-from tiers import few
+from tiers import few, thorough
 
 LONG = 120.0
 
@@ -158,6 +158,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_ANSWER", LONG)
 
 
+@thorough
 @pytest.mark.parametrize("late", few([1, 2, 3], 2))
 def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
     late: int, patient: None, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ from interlace.runtime.start import pool as pool_module
 from interlace.runtime.start.pool import ProcessPool
 from multi.shm import shm_ranks as ranks
 from support import shared_names
+from tiers import thorough
 
 NONCE = bytes(range(16))
 
@@ -287,6 +288,7 @@ def test_pool_goes_on_after_a_process_ended(pool: ProcessPool) -> None:
     assert kept == [True, True, False]
 
 
+@thorough
 def test_run_that_does_not_end(pool: ProcessPool) -> None:
     run(pool, ranks.whoami, world_size=2)
     before = len(pool.processes())
@@ -350,6 +352,7 @@ def as_script(folder: pathlib.Path, text: str, **how: Any) -> "subprocess.Popen[
     )
 
 
+@thorough
 def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) -> None:
     """It is told what to do once, and not by each of the processes that import it."""
     text = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')\n"
@@ -387,6 +390,7 @@ else:
 """
 
 
+@thorough
 def test_an_interrupt_while_ranks_start_is_told_once(tmp_path: pathlib.Path) -> None:
     script = as_script(tmp_path, STARTING, start_new_session=True)
     assert script.stdout is not None

@@ -11,6 +11,7 @@ from interlace.runtime.start.pool import ProcessPool
 from multi.symmetric_memory import symmetric_ranks as ranks
 from sim.api.test_symmetric_memory import check_misuses, check_views
 from support import shared_names
+from tiers import thorough
 
 
 def run(function: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -77,6 +78,7 @@ def test_tensors_of_a_handle_outlive_it(pool: ProcessPool) -> None:
     assert run(ranks.outlives, 3) == [[2.0, 0.0, 1.0]] * 3
 
 
+@thorough
 def test_memory_and_descriptors_are_given_back(pool: ProcessPool) -> None:
     named = shared_names()
     run(ranks.gives_back, 2)  # whatever the first use leaves behind for good

@@ -64,6 +64,7 @@ def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> Non
     assert [each["algorithm"] for each in found] == ["pipelined", "unfused"]
 
 
+@thorough
 def test_the_command(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def linted(peer: Peer, folder: pathlib.Path, name: str = "none") -> set[str]:
     return {fault.rule for result in results for fault in result.report.findings}
 
 
+@thorough
 def test_a_meeting_that_is_relaxed_on_purpose_is_no_finding(tmp_path: pathlib.Path) -> None:
     """Compiled code alone cannot tell which loads need what a meeting has seen; the run can."""
     assert linted(TWO_SHOTS, tmp_path) == set()
@@ -51,6 +52,7 @@ def test_one_that_others_need_is(peer: Peer, name: str, rule: str, tmp_path: pat
     assert linted(peer, tmp_path, name) == {rule}
 
 
+@thorough
 def test_a_signal_within_one_gpu_is_none_of_scope_gpu_and_one_of_scope_cta(
     tmp_path: pathlib.Path,
 ) -> None:

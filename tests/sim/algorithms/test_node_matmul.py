@@ -153,6 +153,7 @@ def test_scaled_operands() -> None:
         interlace.run(on_rank, 4)
 
 
+@thorough
 def test_bits_do_not_depend_on_timing() -> None:
     """Sums by nodes, within a node by ranks."""
     inputs = [noise(rank, 0, (4 * 17, 1)) for rank in range(4)]

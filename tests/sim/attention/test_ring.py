@@ -30,6 +30,7 @@ def changed(module: ModuleType, name: str, old: str, new: str) -> Callable[..., 
     return ring
 
 
+@thorough
 @pytest.mark.parametrize(
     "target",
     [pytest.param(RING, id="forward"), pytest.param(BACK, id="backward", marks=thorough)],

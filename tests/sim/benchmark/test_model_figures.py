@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sim.benchmark.model_support import machine, module
+from tiers import thorough
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,7 @@ def test_one_table_and_the_plot_beside_it(
     assert [path.name for path in tmp_path.iterdir()] == ["model-nodes.png"]
 
 
+@thorough
 def test_plots(tmp_path: Path, compared: list[Any]) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []

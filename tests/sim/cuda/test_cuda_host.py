@@ -16,6 +16,7 @@ from interlace.runtime.places.cuda import watchdog
 from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import MULTIPROCESSORS, install
+from tiers import thorough
 
 Log = list[tuple[str, int, str]]
 
@@ -73,6 +74,7 @@ def test_all_ranks_load_before_any_launches(log: Log) -> None:
     assert ops == 3 and not any(loading.values())
 
 
+@thorough
 def test_grids_of_all_ranks_fit_the_gpu(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[int] = []
     run = KernelLaunch.compiled

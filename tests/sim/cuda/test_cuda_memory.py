@@ -430,6 +430,7 @@ except PeerDiedError as error:
 """
 
 
+@thorough
 def test_a_rendezvous_that_a_peer_died_in_ends_and_names_it() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED, "1.0"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -38,6 +38,7 @@ from interlace.verify.protocols.steps import (
     read,
     write,
 )
+from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -80,6 +81,7 @@ def test_patterns_are_clean(name: str) -> None:
     assert result.states > 500
 
 
+@thorough
 def test_a_full_exploration_is_repeatable() -> None:
     """4 ranks, 3 rounds, every step interleaved with every other, twice."""
     first, second = explore(pull(4, 3)), explore(pull(4, 3))

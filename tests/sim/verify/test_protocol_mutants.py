@@ -122,6 +122,7 @@ def test_what_is_not_mutated_is_clean(name: str, variant: str, world_size: int) 
     assert report.events > 100
 
 
+@thorough
 def test_the_first_fault_is_the_first_of_all(folder: pathlib.Path) -> None:
     """And none of what is not mutated; an error of a rank is one, too."""
     case = replace(BY_NAME["release dropped"], target="all_gather kernel")
