@@ -23,7 +23,7 @@ from interlace.fused import grouped, grouped_combine
 from interlace.fused.routing import DispatchHandle, choice, flat
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
-from interlace.recorded import requires_gradients
+from interlace.matmuls import requires_gradients
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.stream import Outcome

@@ -121,7 +121,7 @@ def all_gather_matmul(
     options = gather.GatherMatmulOptions(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if recorded.requires_gradients(input, weight, bias):
+    if requires_gradients(input, weight, bias):
         if recorded.matrices(input) and recorded.equal_shards(group, input, gather_dim):
             several = not isinstance(weight, Tensor)
             count = len(weight) if several else 1
@@ -349,10 +349,23 @@ def _matmul_reduce(
     op = options.op
     with resolve(group).accepting(op):
         vectors, norm = given(*normed)
-    if recorded.reductions((*tensors, *vectors), tensors[:2], options, group):
+    if requires_gradients(*tensors, *vectors) and recorded.reductions(tensors[:2], options, group):
         return recorded.reduced(op, tensors, options, normed, group, async_op)
     communicator = resolve(group).on(tensors[0])
     if norm is not None:
         fused = (*tensors, *vectors, None)
         return norms.FORMS[op](communicator, fused, (options, norm), async_op)
     return reduce.FORMS[op](communicator, (*tensors, None), (options,), async_op)
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False

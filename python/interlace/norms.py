@@ -25,6 +25,7 @@ from interlace.arguments.words import (
 from interlace.fused import norms
 from interlace.fused.norms import FORMS as FORMS
 from interlace.groups.groups import resolve
+from interlace.matmuls import requires_gradients
 from interlace.runtime.core.work import Work
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _rows(
     op = options.op
     with resolve(group).accepting(op):
         vectors, norm = taken_apart(normed[1], normed[0], *normed[2:])
-    if recorded.reductions((*tensors, *vectors), tensors[:1], options, group):
+    if requires_gradients(*tensors, *vectors) and recorded.reductions(tensors[:1], options, group):
         return recorded.reduced(op, tensors, options, normed, group, async_op)
     communicator = resolve(group).on(tensors[0])
     return norms.ROW_FORMS[op](communicator, (*tensors, *vectors, None), (options, norm), async_op)

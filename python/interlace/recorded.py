@@ -27,19 +27,6 @@ def matrices(*tensors: Any) -> bool:
     )
 
 
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False
-
-
 def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
     """Whether all ranks' shards are of one length; one message on the host per rank."""
     communicator = resolve(group)
@@ -61,10 +48,8 @@ def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_d
     return not shape[scatter_dim] % resolve(group).world_size
 
 
-def reductions(tensors: Sequence[Any], factors: Sequence[Any], options: Any, group: Any) -> bool:
-    """Whether a reduction of ``factors`` is recorded; a warning where it should be and cannot."""
-    if not requires_gradients(*tensors):
-        return False
+def reductions(factors: Sequence[Any], options: Any, group: Any) -> bool:
+    """Whether a reduction of ``factors``, of which autograd is to know, is recorded; else a warning."""
     dim = options.scatter_dim
     if matrices(*factors) and (dim is None or equal_parts(group, factors[0], factors[-1], dim)):
         return True

@@ -32,8 +32,8 @@ SIGNALS = Mutant(
     "kernels/fused/matmul_reduce_scatter.py",
     (
         Edit(
-            "N, TILES, True)\n",
-            "N, TILES, True)\n"
+            "N, TILES, PARTIAL)\n",
+            "N, TILES, PARTIAL)\n"
             "        complete_descriptor_stores(TILES.OUT_DESCRIPTOR and TILES.COMPILED)\n"
             "        publish(to_ptr.to(tl.pointer_type(tl.int64)) + number, number)\n",
         ),

@@ -1,12 +1,37 @@
-"""The bundles that tests build: every op, three architectures, and options that change the manifest."""
+"""The bundles that tests build, and what the host launches of each op, on tensors without memory.
+
+Bundles are of every op, three architectures, and options that change the manifest.
+"""
 
 import json
 import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
+
+import torch
 
 from interlace.cli.commands.build import write
+from interlace.runtime.algorithms import gather_matmul, head_exchange, matmul_reduce, plain
+from interlace.runtime.algorithms import norms as normed
+from interlace.runtime.algorithms.attention import gather
+from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
+from interlace.runtime.algorithms.attention.problem import AttentionProblem
+from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
+from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.algorithms.experts.combine import Combine, Home
+from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
+from interlace.runtime.algorithms.experts.grouped_combine import GroupedMatmulCombine
+from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.bundle.bundle import BundleTarget
 from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
+from interlace.runtime.compiler.catalogue import MatmulVariant
+from interlace.runtime.compiler.catalogue_group import AbsentGroup
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.numerics import norms
+from interlace.runtime.tuning.attention import gpu_attention
+from interlace.runtime.tuning.configuration import Configuration
 
 ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 90, 100], "matmul_all_reduce": [80]}
 OPTIONS = {
@@ -41,3 +66,211 @@ def build_all(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 def manifest_of(path: pathlib.Path) -> dict[str, Any]:
     """The manifest of the bundle in ``path``."""
     return json.loads((path / "manifest.json").read_text())  # type: ignore[no-any-return]
+
+
+LIMIT = 132
+TOKENS = 4  # of an op by words
+EXTRA = {"tokens": TOKENS, "query_rows": 4, "programs": 32, "home_rows": 5000}
+"""Launch values that are no argument of a kernel."""
+
+
+class HostGroup(AbsentGroup):
+    """A group whose tables are there, and what is leased is listed."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(world_size)
+        self.rank, self.layouts = rank, list[Layout]()
+        self.buffer.rank = rank
+        self.place.program_limit = LIMIT
+
+    def table(self, key: Any, rows: Any, *, passing: bool = False) -> torch.Tensor:
+        return torch.tensor([value for row in rows() for value in row], dtype=torch.int64)
+
+    def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> None:
+        self.layouts.append(layout)
+        super().enqueue(op, layout, body)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: tuple[int, ...]
+    columns: int = 4096
+
+
+SHAPES = [
+    Shape((5000, 4096, 4000, 3000)),
+    Shape((8192,) * 8, 1024),
+    Shape((700, 0, 129), 272),
+    Shape((4096,)),
+]
+INNER = {"matmul_all_reduce": 4095}
+
+
+def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configuration) -> HostGroup:
+    """What the launch side of ``op`` launches and leases for ``shape``."""
+    communicator: Any = HostGroup(rank, len(shape.rows))
+    if op in LAUNCHES:
+        LAUNCHES[op](communicator, shape.rows, configuration)
+        return communicator  # type: ignore[no-any-return]
+    rows, columns, inner = list(shape.rows), shape.columns, INNER.get(op, 4096)
+    columns = 4096 if op.endswith("_norm") else columns  # slices are cut for the columns
+    first = [sum(rows[:owner]) for owner in range(len(rows))]
+    segments = list(zip(first, rows, strict=True))
+    if op == "all_gather_matmul":
+        linear = Linear(meta(inner, columns), None, meta(sum(rows), columns))
+        gather_matmul.all_gather_matmul_fused(
+            communicator, meta(rows[rank], inner), [linear], rows, None, configuration
+        )
+    elif op == "matmul_reduce_scatter":
+        half = torch.float16
+        bias = meta(columns, dtype=half)
+        output = meta(rows[rank], columns, dtype=half)
+        linear = Linear(meta(columns, inner, dtype=half).t(), bias, output)
+        matmul_reduce.matmul_reduce_scatter_fused(
+            communicator,
+            meta(sum(rows), inner, dtype=half),
+            linear,
+            segments,
+            configuration,
+        )
+    elif op == "matmul_all_reduce":
+        single = torch.float32
+        weight = meta(inner, columns, dtype=single)
+        linear = Linear(weight, None, meta(max(rows), columns, dtype=single), average=True)
+        input = meta(max(rows), inner, dtype=single)
+        matmul_reduce.matmul_all_reduce_fused(communicator, input, linear, configuration)
+    elif op == "matmul_all_to_all":
+        wide = columns * len(rows)
+        linear = Linear(meta(inner, wide), meta(wide), meta(sum(rows), columns))
+        call = communicator, meta(rows[rank], inner), linear, rows, configuration
+        head_exchange.to_heads_fused(*call)
+    elif op == "all_to_all_matmul":
+        half = torch.float16
+        weight = meta(columns, inner * len(rows), dtype=half).t()
+        linear = Linear(weight, None, meta(rows[rank], columns, dtype=half))
+        input = meta(sum(rows), inner, dtype=half)
+        head_exchange.from_heads_fused(communicator, input, linear, rows, None, configuration)
+    elif op.endswith("_norm"):
+        dtype = torch.float16 if op == "reduce_norm" else torch.bfloat16
+        own = max(rows) if op == "matmul_all_reduce_norm" else rows[rank]
+        kind = "layer" if op == "matmul_reduce_scatter_norm" else "rms"
+        vector, matrix = meta(columns, dtype=dtype), meta(own, columns, dtype=dtype)
+        norm = norms.RowNorm(kind, 1e-6, vector, vector if kind == "layer" else None)
+        fp8 = op == "matmul_all_reduce_norm"
+        made = meta(own, columns, dtype=norms.QUANTIZED) if fp8 else matrix
+        scale = meta(own, 1, dtype=torch.float32) if fp8 else None
+        tail = norms.NormTail(norm, matrix, made, scale)
+        weight = meta(0 if op == "reduce_norm" else inner, columns, dtype=dtype)
+        bias = vector if kind == "layer" else None
+        linear = Linear(weight, bias, matrix, average=op == "reduce_norm", tail=tail)
+        if op == "matmul_all_reduce_norm":
+            input = meta(own, inner, dtype=dtype)
+            normed.matmul_all_reduce_fused(communicator, input, linear, configuration)
+        elif op == "matmul_reduce_scatter_norm":
+            input = meta(sum(rows), inner, dtype=dtype)
+            whole = normed.WholeRows(meta(sum(rows), columns), None, None)
+            call = communicator, input, linear, segments, configuration, whole
+            normed.matmul_reduce_scatter_fused(*call)
+        else:
+            input = meta(sum(rows), columns, dtype=dtype)
+            whole = normed.WholeRows(meta(sum(rows), columns, dtype=dtype), None, matrix)
+            call = communicator, op, input, linear, segments, configuration, whole
+            normed.reduce_fused(*call)
+    elif op == "all_gather":
+        plain.all_gather_kernel(
+            communicator, meta(rows[rank]), apart(sum(rows)), rows, configuration
+        )
+    elif op == "reduce_scatter":
+        plain.reduce_scatter_kernel(
+            communicator, meta(sum(rows)), meta(rows[rank]), rows, configuration, average=True
+        )
+    else:
+        flat = meta(max(rows))
+        plain.all_reduce_kernel(communicator, flat, flat, configuration, average=False)
+    return communicator  # type: ignore[no-any-return]
+
+
+def apart(elements: int) -> Any:
+    """A flat output that is not where the input is; tensors without memory are all at 0."""
+    tensor = mock.MagicMock(dtype=torch.bfloat16, numel=lambda: elements)
+    tensor.__getitem__.return_value.data_ptr.return_value = 16
+    return tensor
+
+
+def _low_latency_norm(group: Any, rows: Any, configuration: Configuration) -> None:
+    matrix = meta(TOKENS, 4096)
+    tail = norms.NormTail(norms.RowNorm("rms", 1e-6, matrix[0]), matrix, matrix, None)
+    linear = Linear(meta(0, 4096), None, matrix, tail=tail)
+    normed.RowReduction(group, "all_reduce_norm", matrix, linear, None, None).low_latency()
+
+
+def _routed(op: str, group: Any) -> tuple[Any, Any, Home]:
+    """Experts of a rank, the assignment of some tokens, and how their rows come home."""
+    topk, experts = OPTIONS[op].topk, OPTIONS[op].experts
+    chosen = Assignment(
+        meta(40, topk, dtype=torch.int64), experts * group.world_size, group.world_size
+    )
+    weights = meta(40, topk, dtype=torch.float32)
+    return experts, chosen, Home(chosen.inverse, weights, meta(40, 4096))
+
+
+def _segments(experts: int, group: Any) -> torch.Tensor:
+    return meta(experts, group.world_size, 3, dtype=torch.int64)
+
+
+def _dispatch(group: Any, rows: Any, configuration: Configuration) -> None:
+    experts, chosen, home = _routed("dispatch", group)
+    weights: Any = home.weights
+    arrived, of_rows = meta(90, 4096), meta(90, dtype=torch.float32)
+    result = DispatchResult(arrived, None, of_rows, _segments(experts, group))
+    op = Dispatch(group, meta(40, 4096), None, result)
+    op.fused(chosen.sent(weights), Bounds(40, 2, 0), configuration)
+
+
+def _combine(group: Any, rows: Any, configuration: Configuration) -> None:
+    experts, _, home = _routed("combine", group)
+    op = Combine(group, meta(90, 4096), home)
+    op.fused(_segments(experts, group), Bounds(40, 2, 0), configuration)
+
+
+def _grouped_matmul_combine(group: Any, rows: Any, configuration: Configuration) -> None:
+    experts, _, home = _routed("grouped_matmul_combine", group)
+    input, linear = MatmulVariant().tensors(90, experts)
+    op = GroupedMatmulCombine(group, input, linear, home)
+    op.fused(_segments(experts, group), EXTRA["home_rows"], EXTRA["programs"], configuration)
+
+
+def _attention(group: Any, rows: Any, configuration: Configuration) -> None:
+    size, count = OPTIONS["context_parallel_attention"].head_dim, rows[group.rank]
+    tiles = gpu_attention(90, torch.bfloat16, size, backward=False)
+    query, key, lse = meta(count, 2, 8, size), meta(count, 2, 2, size), meta(2, 8, count)
+    about = TokenShards(tuple(rows), "zigzag"), AttentionMask(True), None, 0.125, 4
+    problem = AttentionProblem(group, "context_parallel_attention", query, key, key, *about)
+    gather.all_gather_attention_fused(problem, query, lse, tiles)
+
+
+def _decode(group: Any, rows: Any, configuration: Configuration) -> None:
+    size, half = OPTIONS["distributed_decode"].head_dim, torch.float16
+    tiles = gpu_attention(90, half, size, backward=False)
+    query = meta(3, 1, 8, size, dtype=half)
+    cache = meta(3, rows[group.rank], 2, size, dtype=half)
+    lengths = meta(3, 1, dtype=torch.int64)
+    problem = DecodeProblem(group, query, cache, cache, lengths, 0.125)
+    grouped = problem.by_key_head()
+    decode_fused(
+        problem, grouped, meta(*grouped.shape[:-1]), replace(tiles, block_m=16, num_warps=4)
+    )
+
+
+LAUNCHES = {
+    "low_latency_norm": _low_latency_norm,
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "grouped_matmul_combine": _grouped_matmul_combine,
+    "context_parallel_attention": _attention,
+    "distributed_decode": _decode,
+}

@@ -18,10 +18,11 @@ from interlace.fused.dispatch import dispatch as dispatch_form
 from interlace.fused.routing import DispatchHandle, Received, flat, routing_of
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
+from interlace.matmuls import requires_gradients
 from interlace.ops.eager import pending
 from interlace.ops.gradients import wait
 from interlace.ops.undispatched import call
-from interlace.recorded import RecordedWork, requires_gradients
+from interlace.recorded import RecordedWork
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work

@@ -15,8 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from build.bundle.host_launches import EXTRA, INNER, LIMIT, SHAPES, Shape, launched_on_host
-from cases.bundles import ARCHES, manifest_of
+from cases.bundles import (
+    ARCHES,
+    EXTRA,
+    INNER,
+    LIMIT,
+    SHAPES,
+    Shape,
+    launched_on_host,
+    manifest_of,
+)
 from interlace import aot
 from interlace.cli.main import run
 from interlace.runtime.compiler.build import BuildReport
