@@ -123,6 +123,14 @@ def _any_number(value: Any) -> Any:
     return 3 if -SMALL <= value < SMALL else SMALL + 3
 
 
+def kind_of(path: str, value: Any) -> str:
+    """What Triton takes ``value`` for. TypeError if it takes none such."""
+    try:
+        return str(mangle_type(value))
+    except TypeError as error:
+        raise TypeError(f"argument {path}: {error}") from error
+
+
 def specialised(
     kernel: Any, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
@@ -137,7 +145,7 @@ def specialised(
         if name in constants(kernel) or value is None or one:
             types[path], fixed[path] = "constexpr", value
             continue
-        kind = str(mangle_type(value))
+        kind = kind_of(path, value)
         const = kind[:1] == "*" and name in read_only(kernel)
         types[path] = f"*k{kind[1:]}" if const else kind
         is_tensor = hasattr(value, "data_ptr")

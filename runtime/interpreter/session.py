@@ -37,7 +37,7 @@ from interlace.runtime.compat.triton_interpreter import (
 )
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.kernel_arguments import constants
+from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
 from interlace.runtime.interpreter import provenance, shortcut_arithmetic, shortcut_calls
 from interlace.runtime.interpreter.descriptors import checked
 from interlace.runtime.interpreter.exact import exact_arithmetic
@@ -65,6 +65,9 @@ def program_function(
     unknown = set(arguments) - set(names)
     assert not unknown, f"{kernel.__name__} has no argument {sorted(unknown)}"
     fixed = constants(kernel)
+    for path, value in leaves({name: arguments[name] for name in arguments.keys() - fixed}).items():
+        if not isinstance(value, InterpretedFunction):
+            kind_of(path, value)
     converted = {
         name: value if name in fixed else triton_interpreter._implicit_cvt(value)
         for name, value in arguments.items()
@@ -110,6 +113,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
             (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
             (triton_interpreter, "_get_np_dtype", _numpy_dtype),
+            (triton_interpreter, "_implicit_cvt", _converted),
             *((kind, "run", _launched(hooks)) for kind in (InterpretedFunction, JITFunction)),
             # no configuration is timed, so the first that is left is taken
             (Autotuner, "do_bench", lambda *call, **how: (0.0,) * 3),
@@ -131,6 +135,13 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         if shortcuts:
             stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
         yield builder
+
+
+def _converted(argument: Any) -> Any:
+    """Stock Triton's has 32 bits for what is one."""
+    if isinstance(argument, bool):
+        return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
+    return _stock_converted(argument)
 
 
 def _device_assert(condition: Any, message: Any, mask: Any) -> None:
@@ -185,6 +196,7 @@ def _uses_language() -> None:
     """Its globals hold ``tl``, which is what the patcher looks for."""
 
 
+_stock_converted = triton_interpreter._implicit_cvt
 _stock_numpy_dtype = triton_interpreter._get_np_dtype
 _numpy_dtypes: dict[str, Any] = {}
 

@@ -100,6 +100,16 @@ def build_address_conversion(instruction: Instruction) -> Action:
     return instruction.computes(lambda address: address, kind, kind)
 
 
+@builds("isspacep")
+def build_question(instruction: Instruction) -> Action:
+    """Without shared memory all addresses are global."""
+    holds = instruction.flag("global")
+    instruction.choose("shared", "shared::cta", "shared::cluster", "const", "local", "param")
+    instruction.finish(2)
+    write = instruction.writer(instruction.operands[0], TYPES["pred"])
+    return lambda threads: write(threads, np.bool_(holds))
+
+
 _TO_INTEGRAL: dict[str, Callable[[Array], Array]] = {
     "rni": np.rint,
     "rzi": np.trunc,

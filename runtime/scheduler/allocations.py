@@ -27,14 +27,14 @@ from interlace.runtime.core.memory import RED_ZONE
 class MemoryRange:
     """Memory from ``base`` to before ``end``; ``freed`` says that nothing refers to it any more.
 
-    ``owners``: of a tensor's memory, some of those that keep it.
+    ``owners``: of a tensor's memory, the storages that keep it.
     """
 
     base: int
     end: int
     name: str
     freed: bool = False
-    owners: list[weakref.ref[torch.Tensor]] | None = None
+    owners: list[weakref.ref[torch.UntypedStorage]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -129,26 +129,32 @@ class Allocations:
 
     def of_tensor(self, tensor: torch.Tensor, rank: int) -> MemoryRange:
         """The memory of ``tensor``, a view of which may go as far as the storage does."""
-        storage = tensor.untyped_storage()
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return self._of_storage(tensor.untyped_storage(), f"{dtype} tensor of {shape}", rank)
+
+    def _of_storage(self, storage: torch.UntypedStorage, what: str, rank: int) -> MemoryRange:
         base = storage.data_ptr()
         end = base + storage.nbytes() if base else 0  # of device meta: there is no memory
         found = self.at(base)
         known = found is not None and (found.owners is not None or not found.freed)
         if found is None or not known or not found.has(base, end):
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found = self.put(base, end - base, f"a {dtype} tensor of {shape} on rank {rank}")
+            found = self.put(base, end - base, f"a {what} on rank {rank}")
             found.owners = []
-        if found.owners is not None and not any(owner() is tensor for owner in found.owners):
+        if found.owners is not None and not any(owner() is storage for owner in found.owners):
             found.owners = [owner for owner in found.owners if owner() is not None]
-            found.owners.append(weakref.ref(tensor))
+            found.owners.append(weakref.ref(storage))
         return found
 
-    def taken(self, tensor: torch.Tensor, address: int, rank: int) -> None:
-        """Somebody has asked where ``tensor`` is, and may tell a kernel when it is there no more."""
-        found = self.at(address)
-        if address and (found is None or found.is_gone()):
-            self.of_tensor(tensor if tensor._base is None else tensor._base, rank)
+    def taken(self, asked: torch.Tensor | torch.UntypedStorage, rank: int) -> None:
+        """Somebody has asked where ``asked`` is, and may tell a kernel when it is there no more."""
+        found = self.at(asked.data_ptr())
+        if found is not None and not found.is_gone():
+            return
+        if isinstance(asked, torch.Tensor):
+            self.of_tensor(asked if asked._base is None else asked._base, rank)
+        else:
+            self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
     def of_argument(self, kernel: Any, rank: int, path: str, tensor: Any) -> Origin | None:
         """Where the pointer of a launch's argument comes from."""
@@ -182,26 +188,31 @@ class Allocations:
 
 
 @contextlib.contextmanager
-def addresses_told(taken: Callable[[torch.Tensor, int], None]) -> Iterator[None]:
-    """``taken`` is called with every tensor whose address code that is not ours asks for, and with that."""
-    asked = torch.Tensor.data_ptr
-    nested = "data_ptr" in vars(torch.Tensor)  # it is that of a run around this one
-
-    @functools.wraps(asked)
-    def data_ptr(tensor: torch.Tensor) -> int:
-        address = asked(tensor)
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("interlace."):
-            taken(tensor, address)
-        return address
-
-    torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign, assignment]
-    try:
+def addresses_told(taken: Callable[[torch.Tensor | torch.UntypedStorage], None]) -> Iterator[None]:
+    """``taken`` is called with what code that is not ours asks for its address, or for an array of it."""
+    with contextlib.ExitStack() as leaving:
+        for kind, name in _TELL:
+            asked = getattr(kind, name)
+            if name in vars(kind):  # it is that of a run around this one
+                leaving.callback(setattr, kind, name, asked)
+            else:
+                leaving.callback(delattr, kind, name)
+            setattr(kind, name, _telling(asked, taken))
         yield
-    finally:
-        if nested:
-            torch.Tensor.data_ptr = asked  # type: ignore[method-assign]
-        else:
-            del torch.Tensor.data_ptr
+
+
+_TELL = ((torch.Tensor, "data_ptr"), (torch.Tensor, "numpy"), (torch.UntypedStorage, "data_ptr"))
+
+
+def _telling(asked: Callable[..., Any], taken: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(asked)
+    def tell(whose: Any, *args: Any, **named: Any) -> Any:
+        found = asked(whose, *args, **named)
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("interlace."):
+            taken(whose)
+        return found
+
+    return tell
 
 
 def together(names: Iterable[str]) -> str:

@@ -236,9 +236,9 @@ class Scheduler(ProgramHooks):
                 for state in self.rank_states:
                     state.turn_to(None)
 
-    def _address(self, tensor: torch.Tensor, address: int) -> None:
-        if self.inside and self.memory.complete and tensor.device.type == "cpu":
-            self.memory.taken(tensor, address, self.current.rank)
+    def _address(self, asked: torch.Tensor | torch.UntypedStorage) -> None:
+        if self.inside and self.memory.complete and asked.device.type == "cpu":
+            self.memory.taken(asked, self.current.rank)
 
     @contextlib.contextmanager
     def _watchdog(self) -> Iterator[None]:

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton.runtime.jit import mangle_type
 
+import interlace
 from interlace.kernels import signal, transfer
 from interlace.kernels.arguments import Peers, Rows, Table, Workspace
 from interlace.kernels.fused import matmul_all_reduce
@@ -64,3 +67,24 @@ def test_what_is_specialised_tells_ones_and_multiples() -> None:
         "NM", "i32"
     )
     assert constants == {"input.stride": 1} and divisible == ("input.ptr", "K")
+
+
+@triton.jit
+def keep(out_ptr, values):
+    """The first of two if it is true."""
+    tl.store(out_ptr, tl.where(values[0], 1.0, values[1]))
+
+
+@pytest.mark.parametrize("place", ["sim", "ptx"])
+def test_arguments_are_what_a_gpu_takes(place: str) -> None:
+    """With a name for what it does not."""
+
+    def on_rank(value: Any) -> float:
+        out = torch.zeros(1)
+        keep[(1,)](out, value)
+        return out.item()
+
+    assert interlace.run(on_rank, 1, (True, 2.5), place=place) == [1.0]
+    text = r"argument values\.0: failed to specialize argument of type: numpy.ndarray"
+    with pytest.raises(TypeError, match=text):
+        interlace.run(on_rank, 1, (torch.ones(1).numpy(), 2.5), place=place)

@@ -278,6 +278,7 @@ ACCESSES = [
     Form(
         "ld.global.v4.u32 {a, b, c, d}, [m]; sub.u32 d, d, a;", [], 3, "Megatron-core", [1, 2, 3, 4]
     ),
+    Form("isspacep.global p, m; isspacep.shared q, m;", [], 1),
     Form("ld.global.v2.u64 {al, dl}, [m];", [], 2**32 + 3, "symm-mem-recipes", [1, 2, 3, 1]),
     Form("ld.relaxed.sys.global.v4.b32 {a, b, c, d}, [m];", [], 4, "SGLang", [1, 2, 3, 4]),
     Form("ld.volatile.global.v2.u32 {a, d}, [m];", [], 2, "Triton-distributed", [1, 2]),

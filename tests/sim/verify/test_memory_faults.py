@@ -33,10 +33,10 @@ def loads(first: int) -> None:
 
 def into_another_tensor(first: int) -> None:
     """What lies behind is memory, too, but not the pointer's."""
-    both = torch.zeros(2 * N).split(N)
-    parts = [torch.frombuffer(part.numpy(), dtype=torch.float32) for part in both]
-    kernels.fill[(1,)](parts[0], first, N)
-    assert not both[1].any()
+    both = bytearray(8 * N)
+    x, y = (torch.frombuffer(both, dtype=torch.float32, count=N, offset=4 * n) for n in (0, N))
+    kernels.fill[(1,)](x, first, N)
+    assert not y.any()
 
 
 def by_address(by: int) -> None:
@@ -108,9 +108,9 @@ def freed_buffer(kept: bool) -> None:
     interlace.barrier()
 
 
-def freed_tensor(kept: bool) -> None:
+def freed_tensor(address_of: Callable[[torch.Tensor], int], kept: bool) -> None:
     x = torch.zeros(N)
-    address = x.data_ptr()
+    address = address_of(x)
     kernels.fill_address[(1,)](address, 0, N)
     if not kept:
         del x
@@ -166,7 +166,14 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "tensor freed before any launch": (freed_before_any_launch, True, False, "use after free"),
     "rows in a table": (of_a_view_in_a_table, 0, 4 * 4 * N, "out of bounds"),
     "tensor without memory": (on_device, "cpu", "meta", "out of bounds"),
-    "freed tensor": (freed_tensor, True, False, "use after free"),
+    "freed tensor": (partial(freed_tensor, torch.Tensor.data_ptr), True, False, "use after free"),
+    **{
+        f"freed tensor, by its {name}": (partial(freed_tensor, by), True, False, "use after free")
+        for name, by in {
+            "storage": lambda tensor: tensor.untyped_storage().data_ptr(),
+            "array": lambda tensor: tensor.numpy().__array_interface__["data"][0],
+        }.items()
+    },
 }
 MUTANTS = {name: kind for name, (*_, kind) in CASES.items()}
 
