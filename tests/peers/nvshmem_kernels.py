@@ -50,3 +50,30 @@ def gather():
     every = torch.arange(ELEMENTS) + 1000.0 * torch.arange(world_size)[:, None]
     if not torch.equal(output, every):
         raise AssertionError(f"rank {rank} has wrong data")
+
+
+@requires_nvshmem
+@triton.jit
+def tell_kernel(inbox, source, flag, told, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rank 0 sends a block, and then a flag as one sends data."""
+    if nvshmem.my_pe() == 0:
+        nvshmem.put(inbox, source, ELEMENTS, 1)
+        nvshmem.quiet()
+        nvshmem.put(flag, told, 1, 1)
+    else:
+        nvshmem.wait_until(flag, 0, 1)
+        offsets = tl.arange(0, BLOCK)
+        block = tl.load(inbox + offsets, mask=offsets < ELEMENTS)
+        tl.store(source + offsets, block, mask=offsets < ELEMENTS)
+
+
+def tell():
+    inbox, source = symm_mem.empty(ELEMENTS), symm_mem.empty(ELEMENTS)
+    flag, told = (symm_mem.empty(1, dtype=torch.int32) for _ in range(2))
+    for tensor, value in ((inbox, 0), (source, dist.get_rank()), (flag, 0), (told, 1)):
+        symm_mem.rendezvous(tensor, dist.group.WORLD)
+        tensor.fill_(value)
+    dist.barrier()
+    tell_kernel[(1,)](inbox, source, flag, told, ELEMENTS, 64)
+    if source.any():
+        raise AssertionError(f"rank {dist.get_rank()} has wrong data")

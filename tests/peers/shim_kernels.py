@@ -93,9 +93,12 @@ def words_kernel(words, seen):
     dl.wait(words + 1, 1, "sys", "acquire", waitValue=4)
     dl.wait(words, 1, "sys", "acquire", waitValue=3)
     dl.wait(words + 2, 1, "sys", "acquire", waitValue=2)
+    mine = dl.symm_at(
+        words + tid(0), dl.rank()
+    )  # beyond the end for most threads, which do not use it
     if tid(0) == 0:
-        st(words + 3, 1 + atomic_cas(words + 2, 2, 6, "sys", "acq_rel"), semantic="release")
-        tl.store(seen, ld(words + 3, "gpu", "acquire") + ld(words + 2))
+        st(mine + 3, 1 + atomic_cas(words + 2, 2, 6, "sys", "acq_rel"), semantic="release")
+        tl.store(seen, ld(words + 3, "gpu", "acquire") + ld(mine + 2))
 
 
 def by_words():

@@ -38,12 +38,13 @@ class Peer:
 IRIS = Peer("iris_kernels.py", "two_rounds", ("iris",))
 TRITON_DISTRIBUTED = Peer("triton_distributed_kernels.py", "one_launch", ("triton_dist",))
 NVSHMEM = Peer("nvshmem_kernels.py", "gather", ("torch",), 3)
+FLAG = Peer("nvshmem_kernels.py", "tell", ("torch",))
 TUPLE = Peer("tuple_kernels.py", "two_rounds", ("torch",))
 TWO_SHOTS = Peer("tuple_kernels.py", "two_shots", ("torch",))
 PROGRESS = Peer("progress_kernels.py", "two_rounds", ("torch",))
 EXPERTS = Peer("expert_kernels.py", "two_rounds", ("torch",), 3)
 MULTIMEM = Peer("multimem_kernels.py", "two_rounds", ("torch",))
-PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, TUPLE, TWO_SHOTS, PROGRESS, EXPERTS, MULTIMEM]
+PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, FLAG, TUPLE, TWO_SHOTS, PROGRESS, EXPERTS, MULTIMEM]
 
 MUTANTS = [
     (
@@ -92,6 +93,18 @@ MUTANTS = [
             "nvshmem.signal_op(signal + step, 1, 9, to_rank)\n        nvshmem.fence()\n"
             "        nvshmem.put(block, block, ELEMENTS, to_rank)",
         ),
+    ),
+    (
+        FLAG,
+        ("weak order",),
+        "nothing between data and a flag that are both put",
+        ("        nvshmem.quiet()\n", ""),
+    ),
+    (
+        FLAG,
+        ("write-read",),
+        "no wait for a flag that is put",
+        ("        nvshmem.wait_until(flag, 0, 1)\n", ""),
     ),
     (
         TUPLE,
@@ -200,7 +213,7 @@ def late_stores(fn: Callable[[], Any], world_size: int, n: int) -> ScheduleRepor
 
 
 @pytest.mark.parametrize(
-    "peer", few(PEERS, IRIS, PROGRESS), ids=lambda peer: f"{peer.file} {peer.function}"
+    "peer", few(PEERS, IRIS, FLAG, PROGRESS), ids=lambda peer: f"{peer.file} {peer.function}"
 )
 def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
     with shims.installed(*peer.shims):

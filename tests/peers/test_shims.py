@@ -85,13 +85,11 @@ def test_the_shims_go_when_the_block_ends() -> None:
         importlib.import_module("triton_dist")
     with shims.installed("torch", "triton_dist"):
         import torch.distributed._symmetric_memory as here
-        from triton_dist.utils import finalize_distributed
+        from triton_dist.utils import sleep_async
 
         assert issubclass(here._SymmetricMemory, interlace.symmetric_memory.SymmetricMemory)
-        with pytest.raises(
-            NotImplementedError, match=r"shim of triton_dist\.utils has no finalize"
-        ):
-            finalize_distributed()
+        with pytest.raises(NotImplementedError, match=r"shim of triton_dist\.utils has no sleep"):
+            sleep_async()
     import torch.distributed._symmetric_memory as after
 
     assert after is of_torch and "triton_dist" not in sys.modules
@@ -145,6 +143,13 @@ def test_globals_are_each_ranks_own_and_end_with_the_run(function: Any) -> None:
 def test_names_of_a_gpu_and_of_a_group(function: Any) -> None:
     assert interlace.run(function("names_of_a_gpu"), 2) == [[2.0] * 4] * 2
     assert not torch.cuda.is_available()
+
+
+def test_the_host_waits_for_what_it_reads(function: Any) -> None:
+    told = [
+        [f"[tensor({n})]", f"[{n}]", f"[{n}]", f"[{n}]", f"tensor([{n}])"] for n in ("5.", "10.")
+    ]
+    assert interlace.run(function("read_by_the_host"), 2) == told
 
 
 @pytest.mark.parametrize("name", ["pipelined", "waits_for_values"])

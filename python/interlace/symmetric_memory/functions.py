@@ -29,7 +29,7 @@ from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups import groups, rank_lists
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.memory import LocalMemory, tensor_over
+from interlace.runtime.core.memory import RED_ZONE, LocalMemory, tensor_over
 from interlace.runtime.core.place import Place
 from interlace.symmetric_memory.handle import FLAG_BYTES, SymmetricMemory
 
@@ -175,10 +175,14 @@ def _name_of(group: Group, communicator: Communicator) -> str:
 
 
 def handle_of(address: int) -> SymmetricMemory | None:
-    """All ranks' handle of the tensor that has ``address``; None if none has, or if it has not met."""
-    for base, allocation in _allocations.items():
-        if base <= address < base + allocation.nbytes:
-            return allocation.handles.get(groups.default_group(), (None,))[0]
+    """All ranks' handle of the tensor that has ``address``; None if none has, or if it has not met.
+
+    What lies a little outside of a tensor does so on every rank; whoever accesses it there is told.
+    """
+    for beyond in (0, RED_ZONE):
+        for base, allocation in _allocations.items():
+            if base - beyond <= address < base + allocation.nbytes + beyond:
+                return allocation.handles.get(groups.default_group(), (None,))[0]
     return None
 
 

@@ -111,6 +111,7 @@ def test_output_used_before_its_op_was_waited_for() -> None:
     def on_rank(waits: bool) -> None:
         x = torch.ones(20)
         work = interlace.all_reduce(x, async_op=True)
+        torch.empty(0).set_(x).unsqueeze_(0)  # says where a tensor is, and does nothing to memory
         if waits:
             work.wait()
         x.sum()

@@ -63,7 +63,7 @@ class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @cache
 def _is_view(func: Any) -> bool:
     """Whether the operator returns an alias and touches no data."""
-    return any(
+    return torch.Tag.inplace_view in func.tags or any(
         value.alias_info is not None and not value.alias_info.is_write
         for value in func._schema.returns
     )

@@ -4,7 +4,8 @@ What each does to memory follows NVSHMEM's page "Memory Ordering" (docs.nvidia.c
 leaves a choice, the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
 ``src/include/non_abi/device/common/nvshmemi_common_device.cuh``)::
 
-    putmem*            stores at the peer, in no order with what follows, signals neither
+    putmem*            stores at the peer, in no order with what follows, signals neither; of one word a
+                       relaxed one, as it may be a flag that is waited for
     putmem_signal*     stores, then the signal: who waits for the signal sees the data
     signal_op          a relaxed store or add of system scope: orders nothing by itself
     fence              orders this thread's stores, puts and signals, to each peer
@@ -46,9 +47,19 @@ def address_of(pointer):
 
 
 @triton.jit
+def _put_word(to, source, KIND: tl.constexpr):
+    value = tl.load(source.to(tl.pointer_type(KIND)))
+    tl.atomic_xchg(to.to(tl.pointer_type(KIND)), value, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def _copy_by_block(to, source, nbytes):
     to, source = address_of(to), address_of(source)
-    if (to | source | nbytes) % 4 == 0:  # words, which a race names better
+    if nbytes == 4 and (to | source) % 4 == 0:
+        _put_word(to, source, tl.int32)
+    elif nbytes == 8 and (to | source) % 8 == 0:
+        _put_word(to, source, tl.int64)
+    elif (to | source | nbytes) % 4 == 0:  # words, which a race names better
         words = to.to(tl.pointer_type(tl.int32)), source.to(tl.pointer_type(tl.int32))
         _elements_by_block(words[0], words[1], nbytes // 4)
     else:
@@ -131,7 +142,8 @@ getmem_warp = getmem_nbi_warp = getmem
 @triton.jit
 def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``; a put, and as unordered."""
-    tl.store(address_of(remote_ptr(dest, pe)).to(tl.pointer_type(tl.int32)), value)
+    word = address_of(remote_ptr(dest, pe)).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(word, tl.full((), value, tl.int32), sem="relaxed", scope="sys")
 
 
 @triton.jit

@@ -5,11 +5,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import interlace
 from interlace import symmetric_memory
 
 NVSHMEM_SIGNAL_DTYPE = torch.int64
+
+
+def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
+    """The group of all ranks, where the shim of torch is there, too."""
+    return dist.group.WORLD
+
+
+def finalize_distributed() -> None:
+    """Nothing: the group ends with the run."""
 
 
 def nvshmem_create_tensor(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
