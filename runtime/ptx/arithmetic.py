@@ -117,7 +117,8 @@ def build_arithmetic(instruction: Instruction) -> Action:
     if packed:
         register = TYPES[f"b{2 * kind.bits}"]
         return instruction.computes(lanewise(function, kind), *[register] * count, raw=True)
-    return instruction.computes(function, *[kind] * count, check=check)
+    modular = function in (operator.add, operator.sub) and not kind.is_float  # signed or not
+    return instruction.computes(function, *[kind] * count, check=check, raw=modular)
 
 
 _OF_SHORTS = dict.fromkeys(("add", "min", "max"), ("u16", "s16"))
@@ -277,9 +278,8 @@ def _multiply(instruction: Instruction, kind: ScalarType) -> Action:
             high = x.astype(object) * y.astype(object) >> kind.bits
             return np.asarray(high).astype(kind.stored)
 
-    return instruction.computes(
-        (lambda x, y, z: multiply(x, y) + z) if addend else multiply, result, kind, kind, *addend
-    )
+    multiply_add = (lambda x, y, z: multiply(x, y) + z) if addend else multiply
+    return instruction.computes(multiply_add, result, kind, kind, *addend, raw=part == "lo")
 
 
 _APPROXIMATED: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {

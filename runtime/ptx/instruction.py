@@ -11,7 +11,7 @@ import re
 import struct
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,8 @@ class Instruction:
     It runs unless predicate register ``guard`` (-1: none) differs from ``wanted``. ``target``: the index of
     the instruction that a branch goes to; ``targets``: those of a table. ``symbols`` and ``parameters``:
     of a whole kernel, else None. ``members``: a mask of the lanes that run it together, if it names them.
-    ``generic``: what it accesses is in shared memory, its address one of 64 bits.
+    ``generic``: what it accesses is in shared memory, its address one of 64 bits. ``reads`` and ``writes``:
+    the slots of its operands, as far as they have become functions.
     """
 
     opcode: str
@@ -82,6 +83,8 @@ class Instruction:
     parameters: Mapping[str, ScalarType] | None = None
     members: Reader | None = None
     generic: bool = False
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
     action: Action = lambda threads: None
 
     def __post_init__(self) -> None:
@@ -185,9 +188,11 @@ class Instruction:
             return lambda threads: special(threads).astype(kind.raw)
         if text.startswith("!") and kind is PREDICATE:
             negated = self.predicate(text[1:].strip()).slot
+            self.reads.add(negated)
             return lambda threads: ~threads.registers[negated]
         register = self._of_width(text, kind, wider)
         slot = register.slot
+        self.reads.add(slot)
         if register.bits == kind.bits:
             return lambda threads: threads.registers[slot]
         return lambda threads: threads.registers[slot].astype(kind.raw)
@@ -207,6 +212,7 @@ class Instruction:
             return lambda threads, bits: None
         register = self._of_width(text, kind, wider)
         slot = register.slot
+        self.writes.add(slot)
         if register.bits == kind.bits:
 
             def put(threads: Threads, bits: Array) -> None:
@@ -223,6 +229,7 @@ class Instruction:
         if text == "_":
             return lambda threads, bits: None
         register = self._of_width(text, kind, True)
+        self.writes.add(register.slot)
         if register.bits == kind.bits:
             return lambda threads, bits: threads.set_active(register.slot, bits)
         return lambda threads, bits: threads.set_active(

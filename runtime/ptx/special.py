@@ -72,9 +72,7 @@ class Threads:
     def set(self, slot: int, bits: Any) -> None:
         """Put ``bits`` into a register of the threads that run."""
         if self.mask is not None:
-            kept = self.registers[slot].copy()
-            np.copyto(kept, bits, where=self.mask)
-            bits = kept
+            bits = np.where(self.mask, bits, self.registers[slot])
         elif not bits.ndim:
             bits = bits.repeat(len(self.numbers))
         self.registers[slot] = bits

@@ -69,7 +69,7 @@ class MemoryCheck:
     ) -> Any:
         """The mask of what may be done: ``mask`` itself, unless something is wrong."""
         data, origin = pointers.data, origin_of(pointers)
-        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        size = max(1, pointers.dtype.element_ty.primitive_bitwidth // 8)
         flat = data.ravel()
         if flat.size <= FEW:
             some = flat.tolist()

@@ -80,10 +80,10 @@ class ProgramHooks:
         return self._current is not None
 
     def load(self, pointers: Any, mask: Any, perform: Perform) -> Any:
-        if not self.inside:
+        task = self._current
+        if task is None:
             return perform()
-        self._maybe_give_way()
-        task = self.current
+        self._maybe_give_way(task)
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
         mask = self._check.allowed(task, pointers, mask, "loads", writes=False)
@@ -102,10 +102,10 @@ class ProgramHooks:
         return result
 
     def store(self, pointers: Any, value: Any, mask: Any, perform: Perform) -> Any:
-        if not self.inside:
+        task = self._current
+        if task is None:
             return perform()
-        self._maybe_give_way()
-        task = self.current
+        self._maybe_give_way(task)
         mask = self._check.allowed(task, pointers, mask, "stores", writes=True)
         if self.buffers is None or task.program is None:
             perform(mask)
@@ -115,10 +115,10 @@ class ProgramHooks:
         self.observer.on_store(task, pointers, mask)
 
     def atomic(self, atomic: Atomic, perform: Perform) -> Any:
-        if not self.inside:
+        task = self._current
+        if task is None:
             return perform()
         self.give_way()
-        task = self.current
         does, writes = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", not atomic.reads_only
         mask = self._check.allowed(
             task, atomic.pointers, atomic.mask, does, writes=writes, atomic=True
@@ -248,14 +248,14 @@ class ProgramHooks:
         if not ended():
             self.block(ended, describe)
 
-    def _maybe_give_way(self) -> None:
+    def _maybe_give_way(self, task: Task) -> None:
         if self.buffers is not None and self.buffers.sometimes():
             self.progress()
-        if self.strategy.interrupts() or self.current.idled >= TIRED:
+        if self.strategy.interrupts() or task.idled >= TIRED:
             self.give_way()
         else:
             self.points += 1
-            self.current.idled += 1
+            task.idled += 1
 
     def tire(self) -> None:
         """Nobody may go on for ever without changing anything: it may be waiting for the others."""
@@ -277,8 +277,7 @@ class ProgramHooks:
             return result
         task = self.current
         apart = task.program is not None and task.program.threads
-        if not apart or task.watched:
-            task.seen.append(_read(pointers, mask, result))
+        task.seen.append(_read(pointers, mask, result))
         circle = [] if apart else _circle(task.seen)
         if circle and task.program is not None:
             value = int(result.data.ravel()[0]) if result.data.size == 1 else None
@@ -289,7 +288,7 @@ class ProgramHooks:
                 self.progress()
                 return result
             task.seen.append(_read(pointers, mask, result))
-        if not apart:
+        if not task.watched:
             del task.seen[: -2 * LONGEST_CIRCLE]
         # programs whose polls never repeat, of ever other places, are counted instead
         self.stalled += 1

@@ -113,6 +113,8 @@ class PtxMachine:
         """The group whose turn it is; those that have met are one."""
         if len(self._groups) > 1:
             self._merge()
+        if len(self._groups) == 1 and not self._groups[0].waits:
+            return self._groups[0]
         for group in self._groups:
             if group.until is not None and group.until():
                 group.waits, group.until = False, None
@@ -146,6 +148,9 @@ class PtxMachine:
         ]
 
     def _merge(self) -> None:
+        places = {(group.team, group.at) for group in self._groups}
+        if len(places) == len(self._groups):
+            return
         by_place: dict[tuple[int, int], _ThreadGroup] = {}
         for group in self._groups:
             met = by_place.setdefault((group.team, group.at), group)
@@ -154,18 +159,23 @@ class PtxMachine:
                 met.count += group.count
                 met.rounds = max(met.rounds, group.rounds)
                 met.waits, met.barrier, met.until = False, None, None  # perhaps all are there now
-        if len(by_place) < len(self._groups):
-            self._groups = list(by_place.values())
+        self._groups = list(by_place.values())
 
     def _go_on(self, group: _ThreadGroup) -> None:
-        """Run ``group`` until it waits, splits or ends; of several groups, until the end of its block."""
+        """Run ``group`` until it waits, splits or ends, or comes where others may go on or join it."""
         threads, kernel = self.threads, self.kernel
         steps, registers = kernel.steps, threads.registers
-        alone = len(self._groups) == 1
+        others = [each for each in self._groups if each is not group]
+        alone = all(each.waits and each.until is None for each in others)
+        stops = {each.at for each in others} if alone else kernel.joins
         whole = None if group.count == kernel.threads else group.mask
         at = group.at
         while True:
             threads.mask = whole
+            for step in kernel.runs.get(at, ()):
+                self.step = step
+                step.action(threads)
+                at += 1
             self.step = step = steps[at]
             name = step.mnemonic
             if step.guard >= 0:
@@ -211,7 +221,7 @@ class PtxMachine:
                 if event is not None and not self._go_past(event, group, taken):
                     return
                 at += 1
-            if not alone and at in kernel.joins:
+            if at in stops:
                 group.at = at
                 return
 
@@ -230,7 +240,9 @@ class PtxMachine:
             body = self.kernel.steps[step.target : at]
             reads = [each for each in body if each.mnemonic in ("ld", "atom")]
             self.step = next((each for each in reads if looks(each)), (reads or [step])[-1])
-            self._spins.over(self.kernel.name, step, looks=rounds_look)
+            polls = self.kernel.polling.get(at, 0) if len(going) == 1 else 0
+            if not (polls and self._spins.waits(polls)):
+                self._spins.over(self.kernel.name, step, looks=rounds_look)
 
     def _split(self, group: _ThreadGroup, step: Instruction, taken: Any, count: int) -> None:
         apart = _ThreadGroup(taken, step.target, count, group.rounds, team=group.team)

@@ -8,7 +8,7 @@ who leave it early wait there for the others.
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ _SHARED = re.compile(
     r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*(\d*)\s*\])?\s*;"
 )
 _ORDERED = ("relaxed", "acquire", "volatile")
+_WITHIN_REGISTERS = {*ARITHMETIC, *BIT_OPERATIONS, "mov", "cvt", "cvta"} - {"bra", "brx"}
+_CLOCK = re.compile(r"%(clock|globaltimer)")
 _LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
 
 
@@ -74,9 +76,11 @@ class PtxKernel:
     """``order``: of every instruction, the place of its block; ``joins``: where blocks begin.
 
     ``places``: the source line of every line of the text, as far as it says, then those that called it.
-    ``spinning``: branches back that end a loop which looks at what others write. ``static_bytes``: of
-    shared memory that the text declares with a size; more may be given at launch, behind it. ``warp_wide``:
-    instructions that all threads of a warp run at once.
+    ``runs``: by the first of them, instructions that only change registers, which all of a group run one
+    after the other. ``spinning``: branches back that end a loop which looks at what others write;
+    ``polling``: those whose rounds depend on nothing but that, and how many looks are in one.
+    ``static_bytes``: of shared memory that the text declares with a size; more may be given at launch,
+    behind it. ``warp_wide``: instructions that all threads of a warp run at once.
     """
 
     name: str
@@ -88,7 +92,9 @@ class PtxKernel:
     kinds: tuple[Any, ...]
     order: tuple[int, ...]
     joins: frozenset[int]
+    runs: Mapping[int, tuple[Instruction, ...]]
     spinning: frozenset[int]
+    polling: Mapping[int, int]
     warp_wide: frozenset[int]
     places: Mapping[int, tuple[SourcePlace, ...]]
 
@@ -145,7 +151,9 @@ def read(ptx: str) -> PtxKernel:
         tuple(parser.kinds),
         tuple(order),
         frozenset(joins),
+        _runs(steps, joins),
         frozenset(i for i, step in enumerate(steps) if _spins(steps, i, step.target)),
+        {i: polls for i, step in enumerate(steps) if (polls := _polls(steps, i, step.target))},
         frozenset(i for i, step in enumerate(steps) if _is_of_warps(step)),
         places,
     )
@@ -174,6 +182,22 @@ def _take_guesses(steps: Sequence[Instruction]) -> None:
         ):
             scope = next((each for each in swap.qualifiers if each in SCOPES), "gpu")
             load.qualifiers[:0] = ["relaxed", scope]
+
+
+def _runs(
+    steps: Sequence[Instruction], joins: Container[int]
+) -> dict[int, tuple[Instruction, ...]]:
+    found: dict[int, list[Instruction]] = {}
+    first = -1
+    for at, step in enumerate(steps):
+        if at in joins:
+            first = -1
+        if step.mnemonic not in _WITHIN_REGISTERS or step.guard >= 0:
+            first = -1
+            continue
+        first = at if first < 0 else first
+        found.setdefault(first, []).append(step)
+    return {at: tuple(run) for at, run in found.items()}
 
 
 def _is_of_warps(step: Instruction) -> bool:
@@ -246,6 +270,26 @@ def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
     if not 0 <= target <= index:
         return False
     return any(map(looks, steps[target:index]))
+
+
+def _polls(steps: Sequence[Instruction], index: int, target: int) -> int:
+    """The looks of a loop that ends here and whose rounds are all alike while they see the same; else 0.
+
+    It is a straight one, and reads no register before it is written that a round writes, nor a clock.
+    """
+    if not 0 <= target <= index:
+        return 0
+    polls, written, carried = 0, set[int](), set[int]()
+    for step in steps[target : index + 1]:
+        if looks(step) and ".shared" not in step.opcode and not step.generic:
+            polls += 1
+        elif step.mnemonic not in (*_WITHIN_REGISTERS, "nanosleep") and step is not steps[index]:
+            return 0
+        if (step.guard >= 0 and step is not steps[index]) or _CLOCK.search(step.text):
+            return 0
+        carried |= ({step.guard} | step.reads) - written
+        written |= step.writes
+    return 0 if carried & written else polls
 
 
 def looks(step: Instruction) -> bool:

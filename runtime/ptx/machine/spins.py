@@ -36,6 +36,18 @@ class Spins:
         self._task.watched = False
         self._task.seen.clear()
 
+    def waits(self, polls: int) -> bool:
+        """After a round of a loop that will see and do the same again: wait for its last ``polls``.
+
+        Not if memory has changed since they began, or another thread would have.
+        """
+        seen = self._task.seen
+        if len(seen) < polls:
+            return False
+        self._program.hooks.spin(list(dict.fromkeys(seen[-polls:])))
+        seen.clear()
+        return True
+
     def over(self, kernel: str, step: Instruction, *, looks: bool) -> None:
         """A round is over, with ``step``; ``looks``: of loops that look at what others write."""
         if self._threads.idle_steps > IDLE_STEPS:
@@ -55,6 +67,7 @@ class Spins:
         self._quiet += 1
         if not task.watched and (looks or self._quiet >= PATIENCE):
             task.watched, self._registers = True, list(self._threads.registers)
+            task.seen.clear()
             return False
         if not task.watched:
             return False

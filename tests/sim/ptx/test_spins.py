@@ -5,6 +5,7 @@ import torch
 
 import interlace
 from interlace.runtime.ptx.machine import spins
+from interlace.runtime.ptx.machine.module import read
 from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import kernel
 
@@ -65,6 +66,26 @@ def test_a_spin_waits_for_the_words_that_it_reads(body: str, words: str) -> None
 )
 def test_what_ends_is_no_deadlock(body: str) -> None:
     launched(body, threads=64)
+
+
+RELAXED = "ld.relaxed.sys.global.u32 %r3, [%rd1]"
+
+
+@pytest.mark.parametrize(
+    ("body", "polls"),
+    [
+        (poll(RELAXED), [1]),
+        (poll(f"{RELAXED}; ld.acquire.gpu.global.u32 %r4, [%rd1]"), [2]),
+        (poll(f"{RELAXED}; add.s32 %r4, %r3, 1"), [1]),
+        (poll(f"{RELAXED}; add.s32 %r4, %r4, 1"), []),  # a round is not as the last
+        (poll(f"{RELAXED}; @%p1 mov.b32 %r4, 0"), []),
+        (poll(f"{RELAXED}; mov.u32 %r4, %clock"), []),
+        (poll(f"{RELAXED}; st.global.b32 [%rd1], %r3"), []),
+        (poll("ld.global.b32 %r3, [%rd1]"), []),
+    ],
+)
+def test_rounds_that_are_alike_are_known_beforehand(body: str, polls: list[int]) -> None:
+    assert list(read(kernel(body)).polling.values()) == polls
 
 
 @pytest.mark.parametrize(
