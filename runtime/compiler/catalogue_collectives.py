@@ -104,23 +104,31 @@ def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterat
         yield entry(launch, dtype, arch)
 
 
-def low_latency(arch: int) -> Iterator[Entry]:
+def _by_words(
+    arch: int, variant: str, op: Callable[..., object], *values: Any, **named: Any
+) -> Entry:
     """Polls are relaxed, because what they look at is the data itself: nothing has to be acquired."""
+    (launch,) = launched(op, *values, **named)
+    return entry(launch, variant, arch, ignore=("weak poll",))
 
-    def made(variant: str, op: Callable[..., object], *values: Any, **named: Any) -> Entry:
-        (launch,) = launched(op, *values, **named)
-        return entry(launch, variant, arch, ignore=("weak poll",))
 
+def low_latency(arch: int) -> Iterator[Entry]:
+    """One-shot, of words that carry their flags."""
     for unit, word in UNITS.items():
         # behind the first unit, so that no larger ones do
         data = meta(65, dtype=unit)[0 if unit is torch.int32 else 1 :]
-        yield made(word, small.all_gather, data, data)
-        yield made(word, small.broadcast, data, 0)
+        yield _by_words(arch, word, small.all_gather, data, data)
+        yield _by_words(arch, word, small.broadcast, data, 0)
     for name, dtype in DTYPES.items():
-        yield made(name, small.all_reduce, meta(64, dtype=dtype), average=False)
+        yield _by_words(arch, name, small.all_reduce, meta(64, dtype=dtype), average=False)
     data = meta(65, dtype=torch.bfloat16)
-    yield made("bf16 average", small.all_reduce, data[:64], average=True)
-    yield made("bf16 by 2 bytes", small.all_reduce, data[1:], average=False)
+    yield _by_words(arch, "bf16 average", small.all_reduce, data[:64], average=True)
+    yield _by_words(arch, "bf16 by 2 bytes", small.all_reduce, data[1:], average=False)
+
+
+def broadcast(arch: int, dtype: str) -> list[Entry]:
+    """Of few bytes, in units of 4."""
+    return [_by_words(arch, dtype, small.broadcast, meta(65, dtype=torch.int32), 0)]
 
 
 def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:

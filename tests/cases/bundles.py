@@ -13,7 +13,13 @@ from unittest import mock
 import torch
 
 from interlace.cli.commands.build import write
-from interlace.runtime.algorithms import gather_matmul, head_exchange, matmul_reduce, plain
+from interlace.runtime.algorithms import (
+    gather_matmul,
+    head_exchange,
+    low_latency,
+    matmul_reduce,
+    plain,
+)
 from interlace.runtime.algorithms import norms as normed
 from interlace.runtime.algorithms.attention import gather
 from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
@@ -52,6 +58,7 @@ OPTIONS = {
     "all_gather": KernelOptions(),
     "reduce_scatter": KernelOptions(average=True),
     "all_reduce": KernelOptions(overrides={"block_elements": 1024}),
+    "broadcast": KernelOptions(),
 }
 
 
@@ -208,6 +215,10 @@ def _low_latency_norm(group: Any, rows: Any, configuration: Configuration) -> No
     normed.RowReduction(group, "all_reduce_norm", matrix, linear, None, None).low_latency()
 
 
+def _broadcast(group: Any, rows: Any, configuration: Configuration) -> None:
+    low_latency.broadcast(group, meta(3001, dtype=torch.int32), len(rows) - 1)
+
+
 def _routed(op: str, group: Any) -> tuple[Any, Any, Home]:
     """Experts of a rank, the assignment of some tokens, and how their rows come home."""
     topk, experts = OPTIONS[op].topk, OPTIONS[op].experts
@@ -268,6 +279,7 @@ def _decode(group: Any, rows: Any, configuration: Configuration) -> None:
 
 LAUNCHES = {
     "low_latency_norm": _low_latency_norm,
+    "broadcast": _broadcast,
     "dispatch": _dispatch,
     "combine": _combine,
     "grouped_matmul_combine": _grouped_matmul_combine,

@@ -102,7 +102,6 @@ WHY_NOT: dict[tuple[str, str], str] = {
         (op, "tune"): "thresholds of its size"
         for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
     },
-    ("broadcast", "bundle"): _LATER,
     **{(op, "tune"): "by where it runs alone" for op in ("dispatch", "combine")},
     **{(op, tool): _LATER for op in _GROUPED for tool in ("bench", "tune", "bundle")},
 }

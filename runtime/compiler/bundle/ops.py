@@ -21,7 +21,7 @@ from interlace.runtime.algorithms.low_latency import (
     MOST_PROGRAMS,
     WORDS_OFFSET,
 )
-from interlace.runtime.compiler import catalogue
+from interlace.runtime.compiler import catalogue, catalogue_collectives
 from interlace.runtime.compiler.bundle.options import BundleOp
 from interlace.runtime.compiler.bundle.options import KernelOptions as KernelOptions
 from interlace.runtime.compiler.catalogue import Entry
@@ -411,6 +411,14 @@ OPS = {
             "data_bytes": "contributed_bytes(world_size, [elements], ITEMSIZE)",
         },
         conditions=RANKS,
+    ),
+    "broadcast": BundleOp(
+        lambda arch, options: catalogue_collectives.broadcast(arch, options.dtype),
+        (),
+        _one("low_latency_broadcast", "blocks"),
+        {"blocks": f"ceil_div(units * UNIT, {4 * BLOCK_WORDS})", **_WORDS},
+        conditions=(*RANKS, "0 <= root < world_size", f"0 < blocks <= {MOST_PROGRAMS}"),
+        words=True,
     ),
 }
 

@@ -232,6 +232,7 @@ def test_control_a_false_formula_is_seen(
         ("context_parallel_attention", "parts", "key_part_lines(0, world_size, rows, chunk_size)"),
         ("distributed_decode", "piece", "most"),
         ("low_latency_norm", "words_offset", "epochs_offset"),
+        ("broadcast", "blocks", "units"),
     ],
 )
 def test_control_a_false_formula_of_any_op_is_seen(

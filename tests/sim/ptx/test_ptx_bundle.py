@@ -108,6 +108,13 @@ def low_latency_norm(rank: int) -> Case:
     return {"tokens": 3, "N": 32}, arguments, [normed, total], list(right)
 
 
+def broadcast(rank: int) -> Case:
+    """Of the poison of rank 1."""
+    tensor = torch.empty(300, dtype=torch.int32)
+    arguments = {"tensor_ptr": tensor, "units": 300, "root": 1}
+    return {}, arguments, [tensor], [torch.full_like(tensor, 18)]
+
+
 def routed(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, their two experts of four, and weights."""
     tokens = some(rank, 5 + rank, 32)
@@ -261,6 +268,7 @@ ROUTED = {"topk": 2, "experts": 2, "columns": 32}
 CASES: dict[str, tuple[Callable[[int], Case], KernelOptions]] = {
     "reduce_norm": (reduce_norm, KernelOptions(columns=32, gather="normed")),
     "low_latency_norm": (low_latency_norm, KernelOptions(columns=32)),
+    "broadcast": (broadcast, KernelOptions()),
     "dispatch": (dispatch, KernelOptions(**ROUTED, overrides={"copy_rows": 4})),
     "combine": (combine, KernelOptions(**ROUTED, overrides={"copy_rows": 4})),
     "grouped_matmul_combine": (
@@ -314,7 +322,7 @@ def on_rank(folder: str, made: Callable[[int], Case]) -> list[tuple[torch.Tensor
     addresses |= {name: space[name] for name in ("slot_offset", "data_offset") if name in space}
     for poison in (7, 8):
         for output in outputs:
-            output.fill_(poison)
+            output.fill_(poison + 10 * rank)
         bundle.run(values, addresses)
     return list(zip(outputs, expected, strict=True))
 
