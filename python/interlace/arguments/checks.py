@@ -159,6 +159,22 @@ def reduce_op(op: Any) -> tuple[str, Factor]:
     raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
 
 
+def one_node(algorithm: str, communicator: Communicator) -> None:
+    """Raise ValueError if ``algorithm`` is one that reaches no ranks of other nodes, and there are some."""
+    if algorithm not in ("auto", "unfused") and communicator.place.nodes is not None:
+        raise ValueError(
+            f'algorithm="{algorithm}" works within one node, the group has several; use "unfused" or '
+            '"auto"'
+        )
+
+
+def part(name: str, given: int | None, parts: Sequence[tuple[int, int]], rank: int) -> None:
+    """Raise ValueError if ``given`` is another length than that of the rank's part."""
+    own = parts[rank][1]
+    if given not in (None, own):
+        raise ValueError(f"{name} must be {own}, rank {rank}'s part, got {given}")
+
+
 def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
     """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
     warnings.warn(

@@ -241,11 +241,8 @@ def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
             algorithm = "pipelined" if place.direct_access else "fused"
         if place.nodes is not None and call.method != HEADS:
             algorithm = "unfused"
-    if algorithm != "unfused" and place.nodes is not None and call.method != HEADS:
-        raise ValueError(
-            f'{problem.op}: algorithm="{algorithm}" works within one node, the group has several; use '
-            '"unfused" or "auto"'
-        )
+    if call.method != HEADS:
+        checks.one_node(algorithm, problem.communicator)
     method = call.method
     if method == "auto":
         method = "all_gather"

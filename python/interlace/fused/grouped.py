@@ -116,11 +116,7 @@ def _started(
         if place.nodes is not None:
             algorithm = "unfused"
     made = GroupedMatmul(communicator, op, input, linear, routes, received)
-    if algorithm != "unfused" and place.nodes is not None:
-        raise ValueError(
-            f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
-            'or "auto"'
-        )
+    checks.one_node(algorithm, communicator)
     if op_ranges := profiled_op.get():
         op_ranges.begin(algorithm)
     if algorithm == "unfused":

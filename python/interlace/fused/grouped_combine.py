@@ -21,7 +21,6 @@ from interlace.fused.routing import (
     assignment_of,
     composed_form,
     least_of_all,
-    resolved,
     weights_of,
 )
 from interlace.kernels import launch_formulas as formulas
@@ -192,9 +191,8 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
     """The algorithm, from what all ranks know alike; ``most`` home rows has the rank with most."""
     place, (_, inner, columns) = communicator.place, call.weight.shape
     empty = not most * inner * columns
-    if call.algorithm not in ("auto", "unfused"):
-        resolved(communicator, call.algorithm)
-    elif place.nodes is not None:
+    checks.one_node(call.algorithm, communicator)
+    if place.nodes is not None:
         return "unfused"
     if call.algorithm != "auto" and not empty:
         return call.algorithm

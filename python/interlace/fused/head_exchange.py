@@ -157,11 +157,7 @@ def _started(
         moved = 0 if op == TO_HEADS else sum(rows) * inner * input.element_size()
         tuned = tuning.measured(communicator, problem).algorithm
         algorithm = choose_algorithm(place, input.dtype, sum(rows), moved, empty=False, tuned=tuned)
-    if algorithm != "unfused" and place.nodes is not None:
-        raise ValueError(
-            f'{op}: algorithm="{algorithm}" works within one node, the group has several; use "unfused" '
-            'or "auto"'
-        )
+    checks.one_node(algorithm, communicator)
     if op_ranges := profiled_op.get():
         op_ranges.begin(algorithm)
     if algorithm == "fused":

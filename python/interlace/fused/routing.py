@@ -182,11 +182,7 @@ def composed_form(op: str, prepare: Callable[..., tuple[Any, ...]]) -> Callable[
 def resolved(communicator: Communicator, algorithm: str) -> str:
     """The algorithm, alike on all ranks before anything is known of the others."""
     place = communicator.place
-    if algorithm not in ("auto", "unfused") and place.nodes is not None:
-        raise ValueError(
-            f'algorithm="{algorithm}" works within one node, the group has several; use "unfused" or '
-            '"auto"'
-        )
+    checks.one_node(algorithm, communicator)
     if algorithm != "auto":
         return algorithm
     return "unfused" if place.nodes is not None or place.direct_access else "fused"
