@@ -5,7 +5,8 @@ of the sum, with its bias and activation, all in fp32::
 
     x = s + residual         rounded to the output's dtype, stored: the new residual
     y = (x - mean) * r * weight + bias    r = 1 / sqrt(variance + EPS); "rms" has no mean and no bias
-    scale = max |y| / 448, q = y / scale  with QUANTIZE: float8_e4m3fn, one scale per row
+    scale = max |y| / 448, q = y / scale  with QUANTIZE: float8_e4m3fn, one scale per row; else q = y,
+                           which may be fp8, too, by a scale that the weight has: the cast saturates
 
 The statistics are those of x as it is stored, so whoever has the new residual can compute y again: a
 backward, or the next layer. A first pass over the columns adds up and stores x, a second one reads it

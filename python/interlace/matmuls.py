@@ -26,6 +26,7 @@ from interlace.arguments.words import (
     Normed,
     Quantized,
     Tensors,
+    Unscaled,
     Yes,
 )
 from interlace.fused import gather, norms, reduce
@@ -167,7 +168,7 @@ def matmul_reduce_scatter(
     weight: Tensor,
     *,
     norm: RowNorm,
-    quantize: None = ...,
+    quantize: Unscaled | None = ...,
     async_op: No = ...,
     **how: Unpack[FusedScatterNorm],
 ) -> Normed: ...
@@ -187,7 +188,7 @@ def matmul_reduce_scatter(
     weight: Tensor,
     *,
     norm: RowNorm | None = ...,
-    quantize: FP8 | None = ...,
+    quantize: FP8 | Unscaled | None = ...,
     async_op: Yes,
     **how: Unpack[FusedScatterNorm],
 ) -> Work: ...
@@ -205,7 +206,7 @@ def matmul_reduce_scatter(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     gather_normed: bool = False,
     group: Group = None,
     async_op: bool = False,
@@ -228,7 +229,8 @@ def matmul_reduce_scatter(
     residual : with ``norm``, what is added before it, of the shape and dtype of the output, any strides.
     quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
         row, ``[..., 1]``, as ``torch._scaled_mm`` takes them: their largest number divided by 448, and at
-        least 1e-12. The normed rows are fp8 times scale.
+        least 1e-12. The normed rows are fp8 times scale. "fp8_static": as float8_e4m3fn as they are, of a
+        norm whose weight was divided by a scale that is known before.
     gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
         stays scattered. The chain of a sequence-parallel block, in one op.
     algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
@@ -244,7 +246,7 @@ def matmul_reduce_scatter(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded where all parts are equal, as by :func:`all_gather_matmul`.
+    Gradients are recorded, of unequal parts too, if all ranks' tensors require them alike.
 
     Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``; with ``norm`` followed by an addition and
     ``torch.nn.functional.rms_norm`` or ``layer_norm``, in fp32, where torch rounds after each.
@@ -254,7 +256,9 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    options = reduce.MatmulReduceOptions(reduce_op, scatter_dim, algorithm, out_dtype, activation)
+    options = reduce.MatmulReduceOptions(
+        reduce_op, scatter_dim, None, algorithm, out_dtype, activation
+    )
     given = (residual, norm, quantize, gather_normed)
     return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
 
@@ -274,7 +278,7 @@ def matmul_all_reduce(
     weight: Tensor,
     *,
     norm: RowNorm,
-    quantize: None = ...,
+    quantize: Unscaled | None = ...,
     async_op: No = ...,
     **how: Unpack[FusedReduceNorm],
 ) -> Normed: ...
@@ -294,7 +298,7 @@ def matmul_all_reduce(
     weight: Tensor,
     *,
     norm: RowNorm | None = ...,
-    quantize: FP8 | None = ...,
+    quantize: FP8 | Unscaled | None = ...,
     async_op: Yes,
     **how: Unpack[FusedReduceNorm],
 ) -> Work: ...
@@ -311,7 +315,7 @@ def matmul_all_reduce(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
@@ -332,7 +336,7 @@ def matmul_all_reduce(
     [tensor([[16.]]), tensor([[16.]])]
     """
     options = reduce.MatmulReduceOptions(
-        reduce_op, None, algorithm, out_dtype, activation, reduce.ALL_REDUCE
+        reduce_op, None, None, algorithm, out_dtype, activation, reduce.ALL_REDUCE
     )
     given = (residual, norm, quantize, False)
     return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
@@ -349,7 +353,7 @@ def _matmul_reduce(
     op = options.op
     with resolve(group).accepting(op):
         vectors, norm = given(*normed)
-    if requires_gradients(*tensors, *vectors) and recorded.reductions(tensors[:2], options, group):
+    if requires_gradients(*tensors, *vectors):
         return recorded.reduced(op, tensors, options, normed, group, async_op)
     communicator = resolve(group).on(tensors[0])
     if norm is not None:

@@ -20,6 +20,7 @@ from interlace.arguments.words import (
     Quantized,
     RowNormOptions,
     RowScatterNorm,
+    Unscaled,
     Yes,
 )
 from interlace.fused import norms
@@ -39,7 +40,7 @@ def all_reduce_norm(
     input: Tensor,
     *,
     norm: RowNorm,
-    quantize: None = ...,
+    quantize: Unscaled | None = ...,
     async_op: No = ...,
     **how: Unpack[RowNormOptions],
 ) -> Normed: ...
@@ -57,7 +58,7 @@ def all_reduce_norm(
     input: Tensor,
     *,
     norm: RowNorm,
-    quantize: FP8 | None = ...,
+    quantize: FP8 | Unscaled | None = ...,
     async_op: Yes,
     **how: Unpack[RowNormOptions],
 ) -> Work: ...
@@ -67,7 +68,7 @@ def all_reduce_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     reduce_op: FusedReduceOp = "sum",
     group: Group = None,
     async_op: bool = False,
@@ -80,9 +81,10 @@ def all_reduce_norm(
     input : ``[..., n]``, of equal shape on all ranks, any strides; float32, float16, bfloat16 or float64.
     norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows of ``n``.
     residual : of the shape and dtype of ``input``; must be the same on all ranks, as must ``bias``,
-    ``(n,)``.
+        ``(n,)``, and the vectors of ``norm``.
     quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
         1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
+        "fp8_static": as float8_e4m3fn as they are, of a norm whose weight was divided by a known scale.
     reduce_op : "sum" or "avg".
     algorithm : "fused" (one Triton kernel; more than 256 KiB in two shots: every rank norms a part of the
         rows, and all gather), "pipelined" (torch's operators, likewise in parts), "unfused" (all-reduce,
@@ -109,7 +111,7 @@ def all_reduce_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
-    options = norms.ReduceNormOptions(reduce_op, None, algorithm)
+    options = norms.ReduceNormOptions(reduce_op, algorithm=algorithm)
     return _rows((input, bias), (residual, norm, quantize, False), options, group, async_op)  # type: ignore[no-any-return]
 
 
@@ -118,7 +120,7 @@ def reduce_scatter_norm(
     input: Tensor,
     *,
     norm: RowNorm,
-    quantize: None = ...,
+    quantize: Unscaled | None = ...,
     async_op: No = ...,
     **how: Unpack[RowScatterNorm],
 ) -> Normed: ...
@@ -136,7 +138,7 @@ def reduce_scatter_norm(
     input: Tensor,
     *,
     norm: RowNorm,
-    quantize: FP8 | None = ...,
+    quantize: FP8 | Unscaled | None = ...,
     async_op: Yes,
     **how: Unpack[RowScatterNorm],
 ) -> Work: ...
@@ -146,7 +148,7 @@ def reduce_scatter_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     gather_normed: bool = False,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
@@ -184,7 +186,7 @@ def reduce_scatter_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
-    options = norms.ReduceNormOptions(reduce_op, scatter_dim, algorithm)
+    options = norms.ReduceNormOptions(reduce_op, scatter_dim, algorithm=algorithm)
     normed = (residual, norm, quantize, gather_normed)
     return _rows((input, bias), normed, options, group, async_op)  # type: ignore[no-any-return]
 
@@ -199,7 +201,7 @@ def _rows(
     op = options.op
     with resolve(group).accepting(op):
         vectors, norm = taken_apart(normed[1], normed[0], *normed[2:])
-    if requires_gradients(*tensors, *vectors) and recorded.reductions(tensors[:1], options, group):
+    if requires_gradients(*tensors, *vectors):
         return recorded.reduced(op, tensors, options, normed, group, async_op)
     communicator = resolve(group).on(tensors[0])
     return norms.ROW_FORMS[op](communicator, (*tensors, *vectors, None), (options, norm), async_op)

@@ -1,7 +1,7 @@
 """The fused ops on tensors that require gradients: as ``interlace.functional``, which records them.
 
-A graph node is made for equal parts only, whose gradients the ops themselves compute. Ranks agree on that
-before they start, so all go the same way: a rank whose tensors require gradients must not be alone.
+The ops themselves compute the gradients; a gather has them of equal shards only. Ranks agree on that before
+they start, so all go the same way: a rank whose tensors require gradients must not be alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
+from interlace.arguments.norms import taken_apart
+from interlace.fused import norms
 from interlace.groups.groups import resolve
+from interlace.ops.gradients import longest, padded
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.stream import Outcome
@@ -38,23 +41,6 @@ def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
         op, lambda: Outcome(communicator.agree(op, length), None), async_op=False
     )
     return all(each == length for each in lengths)
-
-
-def equal_parts(group: Any, input: torch.Tensor, weight: torch.Tensor, scatter_dim: Any) -> bool:
-    """Whether what is scattered divides by the size of the group; the same on all ranks."""
-    shape = [*input.shape[:-1], weight.shape[-1] if weight.dim() else 0]
-    if not isinstance(scatter_dim, int) or not -len(shape) <= scatter_dim < len(shape):
-        return False
-    return not shape[scatter_dim] % resolve(group).world_size
-
-
-def reductions(factors: Sequence[Any], options: Any, group: Any) -> bool:
-    """Whether a reduction of ``factors``, of which autograd is to know, is recorded; else a warning."""
-    dim = options.scatter_dim
-    if matrices(*factors) and (dim is None or equal_parts(group, factors[0], factors[-1], dim)):
-        return True
-    checks.warn_without_gradients(options.op, stacklevel=5)
-    return False
 
 
 def run(
@@ -103,7 +89,8 @@ def reduced(
     (*given, bias), (residual, norm, quantize, gather) = tensors, normed
     factors = tuple(given)
     how = {"bias": bias, "group": group, **options._asdict()}
-    how.pop("op", None)
+    for name in ("op", "length"):
+        how.pop(name, None)
     activation = how.pop("activation", None)
     dims = {} if how["scatter_dim"] is None else {"scatter_dim": how.pop("scatter_dim")}
     how.pop("scatter_dim", None)
@@ -111,10 +98,21 @@ def reduced(
         how |= {"norm": norm, "residual": residual, "quantize": quantize}
         how |= {"gather_normed": gather} if dims else {}
         return started(op, async_op, factors, **how, **dims)
-    with resolve(group).accepting(op):
+    communicator = resolve(group)
+    with communicator.accepting(op):
         name = checks.activation("activation", activation)
-        if norm is not None and quantize is not None:
-            raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+        if norm is not None:
+            if quantize is not None:
+                raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+            vectors, about = taken_apart(norm, residual, quantize, gather)
+            request = norms.NormedReduce(communicator, (*factors, bias), vectors, options, about)
+
+    def agreed() -> Outcome:
+        request.agree()
+        return Outcome(None, None)
+
+    if norm is not None:
+        communicator.run(op, agreed, async_op=False)
 
     def finished(total: torch.Tensor) -> Any:
         total = activate(total, name)
@@ -125,7 +123,11 @@ def reduced(
         if gather:
             from interlace import functional
 
-            made = functional.wait(functional.all_gather(made, *dims.values(), group=group))
+            dim = int(request.dim or 0)
+            length = factors[0].shape[dim]
+            part = padded(made, dim, longest(length, communicator.world_size))
+            whole = functional.wait(functional.all_gather(part, dim, group=group))
+            made = whole.narrow(dim, 0, length)
         return made, total
 
     return started(op, async_op, factors, finished, **how, **dims)

@@ -52,8 +52,8 @@ def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class NormTail:
     """What becomes of the rows of a sum: ``residual`` is added, and they are normed.
 
-    ``normed`` and ``scale`` are filled; with a scale, ``[rows, 1]``, ``normed`` is fp8. All are matrices
-    with a row for each of the sum.
+    ``normed`` and ``scale`` are filled; with a scale, ``[rows, 1]``, ``normed`` is fp8, without one it may
+    be. All are matrices with a row for each of the sum.
     """
 
     norm: RowNorm
@@ -77,7 +77,9 @@ class NormTail:
             return
         y = unrounded(rows, self.norm)
         if self.scale is None:
-            self.normed.copy_(y)
+            # of a scale that was known before; torch's cast does not saturate
+            static = self.normed.dtype == QUANTIZED
+            self.normed.copy_(y.clamp(-LARGEST, LARGEST) if static else y)
         else:
             made, scale = quantized(y)
             self.normed.copy_(made)

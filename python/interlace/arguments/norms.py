@@ -9,7 +9,9 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.norms import RowNorm as RowNorm
 
 Tensor = torch.Tensor
-QUANTIZE = ("fp8",)
+BY_ROW = "fp8"
+QUANTIZE = (BY_ROW, "fp8_static")
+"""With a scale for every row; with one that is known before, by which the norm's weight is divided."""
 
 
 def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a norm's name

@@ -58,6 +58,7 @@ Normed = tuple[Tensor, Tensor]
 Quantized = tuple[tuple[Tensor, Tensor], Tensor]
 """As :data:`Normed`, the normed rows as fp8 and their scales."""
 FP8 = Literal["fp8"]
+Unscaled = Literal["fp8_static"]
 Splits = Sequence[int] | Tensor
 Sizes = Sequence[int] | None
 Timeout = timedelta | float | None

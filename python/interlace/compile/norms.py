@@ -52,8 +52,8 @@ ADDS = (aten.add.Tensor, aten.add.Scalar, aten.add_.Scalar, aten.add_.Tensor)
 class GraphNorm:
     """``normed`` = norm of ``total``, which is the reduced + ``residual``; ``kind``: "rms" or "layer".
 
-    ``added`` is a bias of what is reduced. With ``scale`` what is normed is fp8. None for what nobody
-    reads. ``notes``: what was left out.
+    ``added`` is a bias of what is reduced. With ``scale``, or by ``static``, one for all rows that is an
+    input, what is normed is fp8. None for what nobody reads. ``notes``: what was left out.
     """
 
     kind: str
@@ -65,6 +65,7 @@ class GraphNorm:
     bias: fx.Node | None = None
     added: fx.Node | None = None
     scale: fx.Node | None = None
+    static: fx.Node | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -81,7 +82,7 @@ def find(collective: Collective) -> GraphNorm | None:
             continue
         if made.residual is not None and len(source.users) > 1:
             raise Unfit("what is reduced is read by others, too, without the residual")
-        vectors = made.residual, made.weight, made.bias, added
+        vectors = made.residual, made.weight, made.bias, made.static, added
         needed = [each for each in vectors if each is not None]
         if ancestors(needed) & {collective.result}:
             raise Unfit("the residual or the norm's weight comes from what is reduced")
@@ -232,10 +233,17 @@ def _quantised(norm: GraphNorm) -> GraphNorm:
     except Unfit as error:
         return replace(norm, notes=(f"left out a quantisation: {error}",))
     if found is not None:
-        return replace(norm, normed=found[0], scale=found[1], notes=("its rows leave as fp8",))
+        return _as_fp8(norm, found)
     if norm.total is not None and value(norm.normed).dtype != value(norm.total).dtype:
         raise Unfit("the norm stays in fp32")
     return norm
+
+
+def _as_fp8(norm: GraphNorm, found: quantised.Quantisation) -> GraphNorm:
+    by = "" if found.static is None else " by a scale that is an input"
+    made, scale, static = found
+    notes = (f"its rows leave as fp8{by}",)
+    return replace(norm, normed=made, scale=scale, static=static, notes=notes)
 
 
 def _goes_on(
@@ -279,7 +287,7 @@ def _vectors(total: fx.Node, given: Sequence[Any]) -> list[fx.Node | None]:
 ALONE = {"_C::rms_norm": "result", "vllm_ir::rms_norm": 0}
 ADDS_TOO = {"_C::fused_add_rms_norm": ("input", "residual"), "vllm_ir::fused_add_rms_norm": (0, 1)}
 QUANTISES = "_C::rms_norm_dynamic_per_token_quant"
-OTHERWISE = ("_C::rms_norm_static_fp8_quant", "_C::fused_add_rms_norm_static_fp8_quant")
+BY_INPUT = ("_C::rms_norm_static_fp8_quant", "_C::fused_add_rms_norm_static_fp8_quant")
 
 
 def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterator[GraphNorm]:
@@ -289,8 +297,6 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
         if call is None or source not in (call.given.get("input"), call.given.get("x")):
             continue
         given, made = call.given, call.made
-        if call.name in OTHERWISE:
-            raise Unfit("it quantises by a scale that is an input")
         if given.get("variance_size") is not None or given.get("scale_ub") is not None:
             continue
         about = "rms", float(given.get("epsilon", 0.0))
@@ -303,10 +309,11 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
         elif call.name in ADDS_TOO:
             normed, after = (made.get(each) for each in ADDS_TOO[call.name])
             yield _quantised(GraphNorm(*about, after, normed, added, weight))
-        elif call.name == QUANTISES:
+        elif call.name == QUANTISES or call.name in BY_INPUT:
             after = total if added is None else made.get("residual")
-            notes = ("its rows leave as fp8",)
-            yield GraphNorm(
-                *about, after, made.get("result"), residual if added is None else added, weight,
-                scale=made.get("scale"), notes=notes,
-            )  # fmt: skip
+            before, fp8 = residual if added is None else added, made.get("result")
+            norm = GraphNorm(*about, after, None, before, weight)
+            if call.name == QUANTISES:
+                yield _as_fp8(norm, quantised.Quantisation(fp8, made.get("scale")))
+            else:
+                yield _as_fp8(norm, quantised.static(fp8, given["scale"], source))

@@ -110,7 +110,7 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
 
 def fuse_rows(collective: Collective, norm: GraphNorm) -> None:
     """A reduction and its norm, of rows that come from no matmul."""
-    dims = () if collective.kind == "all_reduce" else (collective.dim,)
+    dims = () if collective.kind == "all_reduce" else (collective.dim, None)
     with collective.result.graph.inserting_before(collective.result):
         op = getattr(_ops, f"{collective.kind}_norm").default
         options = collective.reduce_op, *dims, ALGORITHM
@@ -124,7 +124,24 @@ def _normed(collective: Collective, norm: GraphNorm) -> tuple[fx.Node | None, ..
     if residual is not None and not same(shape(residual), shape(collective.result)):
         lengths = _lengths(shape(collective.result))
         residual = call(aten.reshape.default, (residual, lengths), residual)
-    return residual, norm.weight, norm.bias
+    if norm.static is None:
+        return residual, norm.weight, norm.bias
+    return residual, *_divided(norm, norm.static, value(collective.result))
+
+
+def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | None]:
+    """Weight and bias of the norm, which then gives its rows divided by ``scale``, in fp32."""
+    divisor = call(aten.reshape.default, (scale, [1]), scale)
+    weight, vectors = norm.weight, []
+    if weight is None:
+        how = {"dtype": torch.float32, "device": reduced.device}
+        weight = call(aten.full.default, ([reduced.shape[-1]], 1.0), scale, **how)
+    for each in (weight, norm.bias):
+        if each is not None:
+            each = call(torch.ops.prims.convert_element_type.default, (each, torch.float32), each)
+            each = call(aten.div.Tensor, (each, divisor), each)
+        vectors.append(each)
+    return vectors
 
 
 def _norm_outputs(
@@ -133,7 +150,7 @@ def _norm_outputs(
     """Start ``op``; what it gives takes the place of the norm and of the sum."""
     like = collective.result
     gather = () if collective.kind == "all_reduce" else (False,)
-    quantize = "" if norm.scale is None else "fp8"
+    quantize = "fp8" if norm.scale is not None else "" if norm.static is None else "fp8_static"
     how = (norm.kind, norm.eps, quantize, *gather, collective.size, collective.name)
     started = call(op, (*arguments, *how), like)
     for index, old in enumerate((norm.normed, norm.total, norm.scale)):
@@ -171,7 +188,7 @@ def fuse_reduction(
             options = (scales.out_dtype, scales.fast, ALGORITHM, size, name)
         elif collective.kind == "reduce_scatter":
             op = _ops.matmul_reduce_scatter.default
-            arguments = (left, right, bias, reduce_op, dim)
+            arguments = (left, right, bias, reduce_op, dim, None)
         else:
             op = _ops.matmul_all_reduce.default
             arguments = (left, right, bias, reduce_op)
@@ -192,7 +209,7 @@ def _scattering_batch(collective: Collective, product: GraphProduct) -> fx.Node:
     for entry in range(product.batch):
         left = call(aten.select.int, (product.left, 0, entry), like)
         right = call(aten.select.int, (product.right, 0, entry), like)
-        arguments = (left, right, None, collective.reduce_op, collective.dim - 1)
+        arguments = (left, right, None, collective.reduce_op, collective.dim - 1, None)
         options = (ALGORITHM, None, collective.size, collective.name)
         parts.append(call(_ops.matmul_reduce_scatter.default, (*arguments, *options), like))
     waited = [call(wait_tensor, (part,), like) for part in parts]

@@ -7,7 +7,7 @@ import torch
 
 from interlace.arguments import checks, reduce_ops
 from interlace.arguments.words import FunctionalGroup
-from interlace.groups.specs import bound, describe
+from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
@@ -90,6 +90,26 @@ def direct(*tensors: Any) -> bool:
         ):
             return False
     return True
+
+
+def own_length(
+    group: FunctionalGroup, tag: str, input: torch.Tensor, weight: torch.Tensor, scatter_dim: Any
+) -> Any:
+    """How long the caller's part of ``input @ weight`` is; None if all are equally long.
+
+    And where nobody knows yet who the caller is; what is exported is for all ranks, and has equal parts.
+    """
+    shape = (*input.shape[:-1], *weight.shape[-1:])
+    if not -len(shape) <= scatter_dim < len(shape) or torch.compiler.is_exporting():
+        return None  # an error, or equal parts
+    length, (name, size) = shape[scatter_dim], describe(group, tag)
+    if (isinstance(group, GroupSpec) and group.size is None) or not length % size:
+        return None
+    rank, longest = rank_in(name, size), (length + size - 1) // size
+    if rank is None:
+        return None
+    least: Any = torch.sym_min  # of a length that may be symbolic
+    return least(longest, length - least(length, rank * longest))
 
 
 def name_of(reduce_op: Any) -> str:

@@ -21,9 +21,10 @@ from interlace.arguments.words import (
     Normed,
     Quantized,
     Tensors,
+    Unscaled,
     Yes,
 )
-from interlace.functional.calls import check, keeps, name_of, refuse, run, run_to_list
+from interlace.functional.calls import check, keeps, name_of, own_length, refuse, run, run_to_list
 from interlace.functional.norms import run_normed
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = ...,
     *,
     norm: RowNorm,
-    quantize: None = ...,
+    quantize: Unscaled | None = ...,
     **how: Unpack[FunctionalScatterNorm],
 ) -> Normed: ...
 @overload
@@ -176,7 +177,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     gather_normed: bool = False,
     group: FunctionalGroup = None,
     tag: str = "",
@@ -185,10 +186,10 @@ def matmul_reduce_scatter(
 ) -> Tensor | Normed | Quantized:
     """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
-    As :func:`interlace.matmul_reduce_scatter`, for equal parts: the size of the group must divide what is
-    scattered. ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, added once, to the
-    reduced rows. ``reduce_op``: "sum" or "avg". ``residual``, ``norm``, ``quantize``, ``gather_normed`` as
-    there; with a norm it returns ``(normed, residual)``.
+    As :func:`interlace.matmul_reduce_scatter`. Of unequal parts a graph has the length of the own one: who
+    traces must be a rank, and an export has equal parts. ``input``: ``[..., k]``; ``weight``: ``(k, n)``;
+    ``bias``: ``(n,)``, added once, to the reduced rows. ``reduce_op``: "sum" or "avg". ``residual``,
+    ``norm``, ``quantize``, ``gather_normed`` as there; with a norm it returns ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
@@ -200,12 +201,13 @@ def matmul_reduce_scatter(
     """
     op, dims = "matmul_reduce_scatter", {"scatter_dim": scatter_dim}
     check(op, group, tag, dims, input=input, weight=weight, bias=bias)
+    own = scatter_dim, own_length(group, tag, input, weight, scatter_dim)
     if norm is not None:
-        how = (norm, residual, reduce_op, (scatter_dim, algorithm, out_dtype), quantize)
+        how = (norm, residual, reduce_op, (*own, algorithm, out_dtype), quantize)
         tensors = (input, weight, bias)
         return run_normed(f"{op}_norm", group, tag, tensors, *how, gather_normed)  # type: ignore[no-any-return]
     _without_norm(op, group, tag, residual, quantize, gather_normed)
-    given = (name_of(reduce_op), scatter_dim, algorithm, out_dtype)
+    given = (name_of(reduce_op), *own, algorithm, out_dtype)
     return run(op, group, tag, input, weight, bias, *given, tensors=3)
 
 
@@ -225,7 +227,7 @@ def matmul_all_reduce(
     reduce_op: FusedReduceOp = ...,
     *,
     norm: RowNorm,
-    quantize: None = ...,
+    quantize: Unscaled | None = ...,
     **how: Unpack[FunctionalReduce],
 ) -> Normed: ...
 @overload
@@ -246,7 +248,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",

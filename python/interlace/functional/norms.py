@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace.arguments.norms import RowNorm, check_options, taken_apart
+from interlace.arguments.norms import BY_ROW, RowNorm, check_options, taken_apart
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
@@ -16,8 +16,9 @@ from interlace.arguments.words import (
     NormAlgorithm,
     Normed,
     Quantized,
+    Unscaled,
 )
-from interlace.functional.calls import check, name_of, refuse, run_to_list
+from interlace.functional.calls import check, name_of, own_length, refuse, run_to_list
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,12 +49,12 @@ def run_normed(
     how = (options.kind, float(options.eps), options.quantize or "", *gather)
     own = (*tensors, *vectors, name_of(reduce_op), *given, *how)
     made = run_to_list(op, group, tag, (*tensors, *vectors), *own)
-    return ((made[0], made[2]) if quantize else made[0]), made[1]
+    return ((made[0], made[2]) if quantize == BY_ROW else made[0]), made[1]
 
 
 @overload
 def all_reduce_norm(
-    input: Tensor, *, norm: RowNorm, quantize: None = ..., **how: Unpack[FunctionalRows]
+    input: Tensor, *, norm: RowNorm, quantize: Unscaled | None = ..., **how: Unpack[FunctionalRows]
 ) -> Normed: ...
 @overload
 def all_reduce_norm(
@@ -65,7 +66,7 @@ def all_reduce_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     reduce_op: FusedReduceOp = "sum",
     group: FunctionalGroup = None,
     tag: str = "",
@@ -96,7 +97,11 @@ def all_reduce_norm(
 
 @overload
 def reduce_scatter_norm(
-    input: Tensor, *, norm: RowNorm, quantize: None = ..., **how: Unpack[FunctionalScatterRows]
+    input: Tensor,
+    *,
+    norm: RowNorm,
+    quantize: Unscaled | None = ...,
+    **how: Unpack[FunctionalScatterRows],
 ) -> Normed: ...
 @overload
 def reduce_scatter_norm(
@@ -108,7 +113,7 @@ def reduce_scatter_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | None = None,
+    quantize: FP8 | Unscaled | None = None,
     gather_normed: bool = False,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
@@ -118,7 +123,8 @@ def reduce_scatter_norm(
 ) -> Normed | Quantized:
     """``norm(reduce_scatter(input, reduce_op, scatter_dim) + bias + residual)`` and what was normed.
 
-    As :func:`interlace.reduce_scatter_norm`, for equal parts: ``input``, ``[..., n]``; ``residual`` is of
+    As :func:`interlace.reduce_scatter_norm`; unequal parts as of :func:`matmul_reduce_scatter`. ``input``,
+    ``[..., n]``; ``residual`` is of
     the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
     residual)``; with ``gather_normed`` all ranks' normed rows.
 
@@ -134,6 +140,7 @@ def reduce_scatter_norm(
     """
     op = "reduce_scatter_norm"
     check(op, group, tag, {"scatter_dim": scatter_dim}, input=input, bias=bias)
-    tensors, given = (input, bias), (scatter_dim, algorithm)
+    own = scatter_dim, own_length(group, tag, input, input, scatter_dim)
+    tensors, given = (input, bias), (*own, algorithm)
     how = (norm, residual, reduce_op, given, quantize, gather_normed)
     return run_normed(op, group, tag, tensors, *how)  # type: ignore[no-any-return]

@@ -39,7 +39,9 @@ Buffers = Sequence[Tensor] | None
 ALL_REDUCE_NORM, SCATTER_NORM = "all_reduce_norm", "reduce_scatter_norm"
 GATHER_NORMED = "gather_normed"
 """What the latter is called in rows of ``tune`` where all ranks get the normed rows."""
-NO_FP8 = 'algorithm="{}" with quantize="fp8" needs compute capability 8.9 or more; use "unfused" or "auto"'
+NO_FP8 = (
+    'algorithm="{}" with quantize needs compute capability 8.9 or more; use "unfused" or "auto"'
+)
 SMALLEST_FP8 = 89  # the compute capability from which on kernels can make fp8
 
 
@@ -65,7 +67,7 @@ def normed_rows(
     like: Tensor,
     norm: RowNorm,
     residual: Tensor | None,
-    quantize: bool,
+    quantize: str | None,
     dtype: torch.dtype,
     buffers: Buffers,
     extents: tuple[int, int],
@@ -83,7 +85,7 @@ def normed_rows(
             like.new_empty(rows, columns, dtype=made),
             like.new_empty(count, columns, dtype=dtype),
         ]
-        if quantize:
+        if quantize == arguments.BY_ROW:
             buffers.append(like.new_empty(rows, 1, dtype=torch.float32))
     normed, total, *scales = buffers
     scale = scales[0] if scales else None
@@ -121,7 +123,7 @@ def prepared(
     norm: NormOptions,
 ) -> PreparedCall:
     """Either op of ``reduce.py`` with a norm, checked."""
-    request = _NormedReduce(
+    request = NormedReduce(
         communicator, (input, weight, bias), (residual, norm_weight, norm_bias), options, norm
     )
     start = request.summed_normed if options.op == ALL_REDUCE else request.scattered_normed
@@ -131,7 +133,7 @@ def prepared(
 FORMS = {op: internal_form(op, prepared, fills=False) for op in (SCATTER, ALL_REDUCE)}
 
 
-class _NormedReduce(reduce.CheckedReduce):
+class NormedReduce(reduce.CheckedReduce):
     """The checked arguments of a matmul with a norm."""
 
     def __init__(
@@ -152,9 +154,7 @@ class _NormedReduce(reduce.CheckedReduce):
                 raise ValueError(
                     f"scatter_dim {self.dim} is the last dimension, and norm is of whole rows"
                 )
-            lengths[self.dim] = split_rows(lengths[self.dim], communicator.world_size)[
-                communicator.rank
-            ][1]
+            lengths[self.dim] = self._parts()[communicator.rank][1]
         elif norm.gather_normed:
             raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
         shape = (*lengths, columns)
@@ -163,7 +163,7 @@ class _NormedReduce(reduce.CheckedReduce):
 
     def _rows(self, dim: int, *where: Any) -> NormedRows:
         residual = None if self.residual is None else rows_of(self.residual, dim).contiguous()
-        quantize = self.options.quantize is not None
+        quantize = self.options.quantize
         return normed_rows(self.input, self.norm, residual, quantize, self.dtype, *where)
 
     def scattered_normed(self, buffers: Buffers) -> Outcome:
@@ -277,6 +277,7 @@ class ReduceNormOptions(NamedTuple):
 
     reduce_op: Any = "sum"
     scatter_dim: int | None = None
+    length: int | None = None
     algorithm: str = "auto"
 
     @property
@@ -333,6 +334,7 @@ class _CheckedRows:
                     f"scatter_dim {self.dim} is the last dimension, and norm is of whole rows"
                 )
             lengths[self.dim] = self._parts()[communicator.rank][1]
+            checks.part("length", options.length, self._parts(), communicator.rank)
         elif norm.gather_normed:
             raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
         dtype = self.input.dtype
@@ -425,10 +427,8 @@ class _CheckedRows:
                 own = segments[communicator.rank]
             else:
                 extents = (segments[communicator.rank][1], columns)
-        quantize = self.options.quantize is not None
-        rows = normed_rows(
-            self.input, self.norm, residual, quantize, self.input.dtype, buffers, extents, own
-        )
+        how = self.options.quantize, self.input.dtype, buffers, extents, own
+        rows = normed_rows(self.input, self.norm, residual, *how)
         nothing = self.input.new_empty(0, columns)
         average = self.reduction == "avg"
         linear = Linear(nothing, self.bias, rows.sum, average=average, tail=rows.tail)

@@ -31,10 +31,14 @@ ONE_SHOT_BYTES = threshold("one_shot_bytes")
 
 
 class MatmulReduceOptions(NamedTuple):
-    """A call's arguments that are no tensors. ``scatter_dim`` is None where ``op`` is matmul_all_reduce."""
+    """A call's arguments that are no tensors. ``scatter_dim`` is None where ``op`` is matmul_all_reduce.
+
+    ``length`` is what a graph takes for the own part of ``scatter_dim``, None for an equal one.
+    """
 
     reduce_op: FusedReduceOp | str = "sum"
     scatter_dim: int | None = 0
+    length: int | None = None
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
     activation: str | None = None
@@ -98,11 +102,18 @@ class CheckedReduce:
         self.average = reduce_op == "avg"
         if options.op == SCATTER:
             self.dim = checks.index("scatter_dim", options.scatter_dim, self.input.dim())
+            checks.part("length", options.length, self._parts(), communicator.rank)
         self.largest_inner = self.input.shape[-1]
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """First index and length by rank along what is scattered."""
+        length = (*self.input.shape[:-1], self.weight.shape[1])[self.dim]  # type: ignore[index]
+        parts: list[tuple[int, int]] = split_rows(length, self.communicator.world_size)
+        return parts
 
     def scattering(self) -> Scattering:
         """What is multiplied, and who owns what."""
-        input, dim, world_size = self.input, self.dim, self.communicator.world_size
+        input, dim, parts = self.input, self.dim, self._parts()
         assert dim is not None
         left, right, along = factors(input, self.weight, dim)
         left = left if left.stride(1) == 1 else left.contiguous()
@@ -110,7 +121,6 @@ class CheckedReduce:
         length, per_index = input.shape[dim], math.prod(others)
         if along == "m":
             length, per_index = self.weight.shape[1], 1
-        parts = split_rows(length, world_size)
         segments = [(first * per_index, count * per_index) for first, count in parts]
         first, own = parts[self.communicator.rank]
         return Scattering(left, right, segments, length, first, own, others, along)

@@ -186,6 +186,20 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
     return _of_ranks(rank_lists.rows(mesh, index), "")
 
 
+@_constant
+def rank_in(name: str, size: int) -> int | None:
+    """The caller's rank in a traced ``(name, size)``; None where nobody can know it yet."""
+    whole = groups.joined()
+    if whole is None or groups.simulated():
+        return None
+    try:
+        if name.startswith(RANKS):
+            return rank_lists.chosen(whole, rows_of(name)).index(whole.rank)
+        return bind(name, size).rank
+    except ValueError:
+        return None  # a name that stands for no group here
+
+
 def size_of(name: str) -> int:
     return _find(groups.default_group(), name).world_size
 
@@ -220,9 +234,14 @@ def _find(whole: Communicator, name: str) -> Communicator:
         return found
     if not name.startswith(RANKS):
         return groups.resolve(name)
-    lists, _, tag = name.removeprefix(RANKS).partition("#")
-    rows = [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
-    return rank_lists.group_of(whole, rank_lists.chosen(whole, rows), tag)
+    tag = name.partition("#")[2]
+    return rank_lists.group_of(whole, rank_lists.chosen(whole, rows_of(name)), tag)
+
+
+def rows_of(name: str) -> list[list[int]]:
+    """The lists of ranks that a name has."""
+    lists = name.removeprefix(RANKS).partition("#")[0]
+    return [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
 
 
 def bound(group: Any, tag: str = "") -> Communicator:

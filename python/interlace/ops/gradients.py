@@ -12,7 +12,8 @@ broadcast / reduce     reduce / broadcast
 gather / scatter       scatter / gather
 permute                permute, back
 all_gather_matmul      matmul_reduce_scatter; of a weight: gathered input times gradient
-matmul_reduce_scatter  all_gather_matmul; of the weight: input times gathered gradient
+matmul_reduce_scatter  all_gather_matmul; of the weight: input times gathered gradient. Unequal parts get
+                       zeros behind them for it, which are then left off
 matmul_all_reduce      all_reduce, then matmuls
 =====================  ==============================================================================
 
@@ -208,13 +209,24 @@ def _of_shards(
     if of_gathered is not None:
         total = of_gathered + product @ weight.t()
         return _ops.reduce_scatter(total, "sum", dim, size, name)
-    how = ("sum", dim, algorithm, None, size, name)
+    how = ("sum", dim, None, algorithm, None, size, name)
     return _ops.matmul_reduce_scatter(product, weight.t(), None, *how)
+
+
+def padded(tensor: Tensor, dim: int, length: Any) -> Tensor:
+    """``tensor`` with zeros behind it, up to ``length`` along ``dim``."""
+    behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, length - tensor.shape[dim]]
+    return torch.nn.functional.pad(tensor, behind)
+
+
+def longest(length: Any, size: int) -> Any:
+    """The longest of the ``size`` parts of ``length``: all but the last ones are as long."""
+    return (length + size - 1) // size
 
 
 def setup_reduced(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     input, weight, bias, ctx.reduce_op, *dims, ctx.algorithm, _, ctx.size, ctx.name = inputs
-    ctx.dim = dims[0] if dims else None
+    ctx.dim, ctx.length = dims or (None, None)
     ctx.columns = weight.shape[1]
     ctx.biased = bias is not None and bias.requires_grad
     ctx.weighed, ctx.shared = weight.requires_grad, input.requires_grad
@@ -224,23 +236,31 @@ def setup_reduced(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def matmul_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     input, weight = ctx.saved_tensors
     size, name, dim = ctx.size, ctx.name, ctx.dim % input.dim()
-    of_bias = _of_bias(ctx, grad, dim == input.dim() - 1)
+    columns, factor = dim == input.dim() - 1, weight.t()
+    length = weight.shape[1] if columns else input.shape[dim]
+    if ctx.length is not None:
+        grad = padded(grad, dim, longest(length, size))
+        if columns:
+            factor = padded(factor, 0, size * longest(length, size))
+    of_bias = _of_bias(ctx, grad, columns)
     grad = grad.to(input.dtype)
     if ctx.reduce_op == "avg":
         grad = grad / size
     of_input = of_weight = None
     if ctx.shared:
         of_input, *rest = _ops.all_gather_matmul(
-            grad, [weight.t()], [], dim, ctx.weighed, ctx.algorithm, None, size, name
+            grad, [factor], [], dim, ctx.weighed, ctx.algorithm, None, size, name
         )
         whole = rest[0] if rest else None
         of_input = wait(of_input)
+        if not columns:
+            of_input = of_input.narrow(dim, 0, length)  # what was padded is behind all parts
     else:
         whole = _ops.all_gather(grad, dim, size, name)
     if ctx.weighed and whole is not None:
-        whole = wait(whole)
+        whole = wait(whole).narrow(dim, 0, length)
         of_weight = rows(input, dim).mT @ rows(whole, dim)
-    return of_input, of_weight, of_bias, None, None, None, None, None, None
+    return of_input, of_weight, of_bias, *[None] * 7
 
 
 def _of_bias(ctx: Any, grad: Tensor, along_columns: bool) -> Tensor | None:
@@ -253,7 +273,7 @@ def _of_bias(ctx: Any, grad: Tensor, along_columns: bool) -> Tensor | None:
     rank = _ops.rank(sums, ctx.size, ctx.name)
     mine = torch.arange(ctx.size, device=sums.device) == rank
     result: Tensor = (mine.unsqueeze(1) * sums).flatten()
-    return result
+    return result.narrow(0, 0, ctx.columns)
 
 
 def matmul_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

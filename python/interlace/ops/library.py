@@ -97,7 +97,7 @@ OPS = (
     ),
     Op(
         "matmul_reduce_scatter",
-        f"{REDUCE_MATMUL}, int scatter_dim, {MATMUL}",
+        f"{REDUCE_MATMUL}, int scatter_dim, SymInt? length, {MATMUL}",
         fused.matmul_reduce_scatter,
         functools.partial(_product, reduce.MatmulReduceOptions),
         (gradients.setup_reduced, gradients.matmul_reduce_scatter),

@@ -206,8 +206,7 @@ def _known(mode: Any, name: str, size: int | None) -> RankLists:
     if name in _defined:
         return _defined[name]
     if name.startswith(specs.RANKS):
-        lists = name.removeprefix(specs.RANKS).partition("#")[0]
-        return [[int(rank) for rank in row.split(",")] for row in lists.split("|")]
+        return specs.rows_of(name)
     world = dist.get_world_size() if dist.is_initialized() else len(everyone)
     if name == rank_lists.DEFAULT_NAME:
         return [list(range(world)) if dist.is_initialized() else everyone]

@@ -17,7 +17,7 @@ import torch
 
 from interlace.ops import gradients
 from interlace.ops.eager import norms
-from interlace.ops.gradients import wait
+from interlace.ops.gradients import longest, padded, wait
 from interlace.ops.undispatched import Op, Ops
 from interlace.runtime.numerics.norms import RowNorm, backward
 
@@ -28,8 +28,8 @@ _VECTORS = "Tensor? bias, Tensor? residual, Tensor? norm_weight, Tensor? norm_bi
 _NORM = "str kind, float eps, str quantize"
 SCHEMAS = {
     "matmul_reduce_scatter_norm": (
-        f"Tensor input, Tensor weight, {_VECTORS}, str reduce_op, int scatter_dim, str algorithm, "
-        f"ScalarType? out_dtype, {_NORM}, bool gather_normed"
+        f"Tensor input, Tensor weight, {_VECTORS}, str reduce_op, int scatter_dim, SymInt? length, "
+        f"str algorithm, ScalarType? out_dtype, {_NORM}, bool gather_normed"
     ),
     "matmul_all_reduce_norm": (
         f"Tensor input, Tensor weight, {_VECTORS}, str reduce_op, str algorithm, "
@@ -37,8 +37,8 @@ SCHEMAS = {
     ),
     "all_reduce_norm": f"Tensor input, {_VECTORS}, str reduce_op, str algorithm, {_NORM}",
     "reduce_scatter_norm": (
-        f"Tensor input, {_VECTORS}, str reduce_op, int scatter_dim, str algorithm, {_NORM}, "
-        "bool gather_normed"
+        f"Tensor input, {_VECTORS}, str reduce_op, int scatter_dim, SymInt? length, str algorithm, "
+        f"{_NORM}, bool gather_normed"
     ),
 }
 
@@ -73,7 +73,7 @@ def gradient(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
                 f"interlace.{op} with quantize={call.norm.quantize!r} has no gradient"
             )
         if call.norm.gather_normed:
-            of_normed = wait(_ops.reduce_scatter(of_normed, "sum", call.scatter_dim, size, name))
+            of_normed = _own_rows(of_normed, call, size, name)
         norm = RowNorm(call.norm.kind, call.norm.eps, weight, norm_bias)
         of_rows, found[2], found[3] = backward(total, norm, of_normed)
         of_sum = of_rows if of_sum is None else of_rows + of_sum
@@ -85,7 +85,7 @@ def gradient(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
         of_input, of_weight = _of_product(op, ctx, factors, of_sum)
         of_factors = [of_input, of_weight]
     else:
-        of_factors = [_of_rows(ctx, of_sum)]
+        of_factors = [_of_rows(ctx, factors[0], of_sum)]
     found[0] = of_sum.flatten(0, -2).sum(0) if of_sum.dim() > 1 else of_sum
     vectors_of = [
         None if dtype is None or each is None else each.to(dtype)
@@ -94,6 +94,15 @@ def gradient(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
     made = [*of_factors, *vectors_of]
     rest: list[Tensor | None] = [None] * (ctx.count - len(made))
     return (*made, *rest)
+
+
+def _own_rows(grad: Tensor, call: norms.NormCall, size: int, name: str) -> Tensor:
+    """The gradients of all ranks for the own rows, summed."""
+    dim = (call.scatter_dim or 0) % grad.dim()
+    if call.length is not None:
+        grad = padded(grad, dim, size * longest(grad.shape[dim], size))
+    own = wait(_ops.reduce_scatter(grad, "sum", dim, size, name))
+    return own if call.length is None else own.narrow(dim, 0, call.length)
 
 
 def _of_product(
@@ -106,6 +115,7 @@ def _of_product(
         size=ctx.size,
         name=ctx.name,
         dim=call.scatter_dim,
+        length=call.length,
         reduce_op=call.reduce_op,
         algorithm=call.algorithm,
         biased=False,
@@ -116,7 +126,7 @@ def _of_product(
     return of_input, of_weight
 
 
-def _of_rows(ctx: Any, of_sum: Tensor) -> Tensor | None:
+def _of_rows(ctx: Any, input: Tensor, of_sum: Tensor) -> Tensor | None:
     """Summed or gathered."""
     call = ctx.call
     if not ctx.shared:
@@ -124,7 +134,11 @@ def _of_rows(ctx: Any, of_sum: Tensor) -> Tensor | None:
     if call.scatter_dim is None:
         whole = wait(_ops.all_reduce(of_sum, "sum", ctx.size, ctx.name))
     else:
-        whole = wait(_ops.all_gather(of_sum, call.scatter_dim, ctx.size, ctx.name))
+        dim = call.scatter_dim % input.dim()
+        length = input.shape[dim]
+        if call.length is not None:
+            of_sum = padded(of_sum, dim, longest(length, ctx.size))
+        whole = wait(_ops.all_gather(of_sum, dim, ctx.size, ctx.name)).narrow(dim, 0, length)
     return whole / ctx.size if call.reduce_op == "avg" else whole
 
 

@@ -87,7 +87,7 @@ def fused_matmul_reduce_scatter(
     if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
         return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
     started = fused.matmul_reduce_scatter(
-        communicator, A, B, None, reduce_op, scatter_dim, "auto", None
+        communicator, A, B, None, reduce_op, scatter_dim, None, "auto", None
     )
     return _now(started).contiguous()
 

@@ -91,6 +91,19 @@ def static(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     return (result, scale), (h / scale).clamp(-448, 448).to(FP8).float()
 
 
+def static_at_once(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """By one op; and as ``QuantFP8.forward_native``, with a scale so small that most of it saturates."""
+    h, residual, scale = product(x), residual.clone(), residual.abs().amax().view(1) / 3
+    result, _ = room(h)
+    torch.ops._C.fused_add_rms_norm_static_fp8_quant(result, h, residual, gain, scale, EPS)
+    alone, _ = room(h)
+    torch.ops._C.rms_norm_static_fp8_quant(alone, product(x.cos()), gain, scale, EPS)
+    y = torch.nn.functional.rms_norm(product(x.sin()), (6,), None, EPS)
+    small = scale / 1000
+    native = (y.to(torch.float32) * small.reciprocal()).clamp(-448.0, 448.0).to(FP8)
+    return (result, scale), (alone, scale), (native, small), residual
+
+
 def other_scales(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     """One for all rows; a sixteenth of the range of fp8."""
     made = []
@@ -111,7 +124,11 @@ def read_by_others(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
 
 
 TAKEN, NORM = "its rows leave as fp8", "matmul_all_reduce_norm"
-LEFT = "left out a quantisation: its scale is not that of the largest number of a row"
+STATIC = f"{TAKEN} by a scale that is an input"
+LEFT = (
+    "left out a quantisation: its scale is not that of the largest number of a row, nor is it there "
+    "before the rows are"
+)
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] = {
     "ops": (by_ops, [(NORM, (TAKEN,))]),
     "one op": (by_one_op, [(NORM, (TAKEN,)), (NORM, ())]),
@@ -126,7 +143,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] =
         ],
     ),
     "native": (as_native, [(NORM, (TAKEN,))]),
-    "static": (static, [(NORM, (LEFT,))]),
+    "static": (static, [(NORM, (STATIC,))]),
+    "static at once": (static_at_once, [(NORM, (STATIC,))] * 3),
     "other scales": (other_scales, [(NORM, (LEFT,)), (NORM, (LEFT,))]),
     "read by others": (
         read_by_others,

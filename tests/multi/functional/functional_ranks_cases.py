@@ -4,6 +4,7 @@
 ranks must get. Modules of their own are imported by new processes.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import interlace
 from interlace import functional
 from interlace.groups.specs import describe
+from interlace.reference import split
 
 Tensors = list[torch.Tensor]
 
@@ -47,10 +49,6 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def reduced(op: str, xs: list[Tensors]) -> torch.Tensor:
     return REDUCTIONS[op](torch.stack([x[0] for x in xs]))
-
-
-def split(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
-    return list(tensor.chunk(size, dim)) if tensor.shape[dim] else [tensor] * size
 
 
 def catted(xs: list[Tensors], dim: int) -> torch.Tensor:
@@ -247,23 +245,24 @@ def _matmul_reduces() -> list[Case]:
                 parts = split(whole, len(xs), dim)
                 biases = [x[2] for x in xs]
                 if dim == -1:
-                    biases = [b.chunk(len(xs))[rank] for rank, b in enumerate(biases)]
+                    biases = [split(b, len(xs))[rank] for rank, b in enumerate(biases)]
                 return [part + b for part, b in zip(parts, biases, strict=True)]
 
-            found.append(
-                Case(
-                    f"matmul_reduce_scatter {op} {dim}",
-                    lambda rank, size: [
-                        numbers(rank, size, 2 * size, 3),
-                        numbers(rank, 3, 2 * size, seed=1),
-                        numbers(rank, 2 * size, seed=2),
-                    ],
-                    lambda group, x, w, b, op=op, dim=dim: functional.matmul_reduce_scatter(
-                        x, w, op, dim, bias=b, group=group
-                    ),
-                    summed,
+            for less in (0, 1):  # one less, and nobody's part is whole, or the last rank has none
+                found.append(
+                    Case(
+                        f"matmul_reduce_scatter {op} {dim}{' uneven' * less}",
+                        lambda rank, size, less=less: [
+                            numbers(rank, size - less, 2 * size - less, 3),
+                            numbers(rank, 3, 2 * size - less, seed=1),
+                            numbers(rank, 2 * size - less, seed=2),
+                        ],
+                        lambda group, x, w, b, op=op, dim=dim: functional.matmul_reduce_scatter(
+                            x, w, op, dim, bias=b, group=group
+                        ),
+                        summed,
+                    )
                 )
-            )
         found.append(
             Case(
                 f"matmul_all_reduce {op}",
@@ -310,17 +309,21 @@ def _normed() -> list[Case]:
     def vectors(rank: int, kind: str) -> Tensors:
         return [numbers(rank, 5, seed=3), numbers(rank, 5, seed=4)][: 2 if kind == "layer" else 1]
 
+    def residual(rank: int, size: int, rows: int, dim: int) -> torch.Tensor:
+        own = len(split(torch.empty(rows), size)[rank])
+        return numbers(rank, *(2, own)[:: -1 if dim == 0 else 1], 5, seed=2)
+
     found = []
-    for kind in ("rms", "layer"):
-        for gather in (False, True):
-            dim = int(gather)
-            found.append(
+    for kind, gather, less in itertools.product(("rms", "layer"), (False, True), (0, 1)):
+        dim = int(gather)
+        found.append(
                 Case(
-                    f"matmul_reduce_scatter_norm {kind} {'gathered' if gather else 'own'}",
-                    lambda rank, size, kind=kind, dim=dim: [
-                        numbers(rank, *(2, 2 * size)[:: -1 if dim == 0 else 1], 4),
+                    f"matmul_reduce_scatter_norm {kind} {'gathered' if gather else 'own'}"
+                    + " uneven" * less,
+                    lambda rank, size, kind=kind, dim=dim, less=less: [
+                        numbers(rank, *(2, 2 * size - less)[:: -1 if dim == 0 else 1], 4),
                         numbers(rank, 4, 5, seed=1),
-                        numbers(rank, 2, 2, 5, seed=2),
+                        residual(rank, size, 2 * size - less, dim),
                         *vectors(rank, kind),
                     ],
                     lambda group, x, w, h, *v, dim=dim, gather=gather: (
@@ -355,10 +358,10 @@ def _normed() -> list[Case]:
                 ],
             )
         )
-    found.append(
+    found += [
         Case(
-            "reduce_scatter_norm normed",
-            lambda rank, size: [numbers(rank, 2 * size, 5), numbers(rank, 5, seed=1)],
+            f"reduce_scatter_norm of {rows} rows",
+            lambda rank, size, rows=rows: [numbers(rank, rows, 5), numbers(rank, 5, seed=1)],
             lambda group, x, w: functional.reduce_scatter_norm(
                 x, norm=norm_of(w), gather_normed=True, group=group
             ),
@@ -368,7 +371,8 @@ def _normed() -> list[Case]:
                 for parts in [split(reduced("sum", xs), len(xs), 0)]
             ],
         )
-    )
+        for rows in (1, 6)
+    ]
     return found
 
 

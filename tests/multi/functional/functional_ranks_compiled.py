@@ -117,12 +117,14 @@ def unwaited_results() -> list[Any]:
     return found
 
 
-def dynamic_batch(backend: str) -> int:
-    """How many graphs were compiled for batches of several lengths."""
+def dynamic_batch(backend: str, uneven: bool) -> int:
+    """How many graphs were compiled for batches of several lengths; of uneven ones a part is scattered."""
     rank, _size = place()
     compilations = 0
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if uneven:
+            return functional.matmul_reduce_scatter(x, w) * 2
         h = functional.all_gather_matmul(x, w)
         part = functional.reduce_scatter(torch.relu(h), "avg")
         return functional.matmul_reduce_scatter(functional.all_gather(part), w.t()) + x
@@ -135,7 +137,7 @@ def dynamic_batch(backend: str) -> int:
     torch._dynamo.reset()
     compiled = torch.compile(run, backend=counting, fullgraph=True)
     w = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    for batch in (4, 6, 10, 34):
+    for batch in (5, 7, 11, 33) if uneven else (4, 6, 10, 34):
         x = torch.full((batch, 3), 1.0 + rank, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 0)
         got = compiled(x, w)

@@ -12,7 +12,7 @@ def misuse() -> dict[str, str]:
     """Every error that one rank makes and all must get; ops work again afterwards."""
     rank, size = place()
     x = torch.ones(4, 4)
-    one = rank == 1
+    one, complete = rank == 1, torch.ops._c10d_functional.wait_tensor
     calls: dict[str, Function] = {
         "reduce_op": lambda: functional.all_reduce(x, "median" if one else "sum"),
         "reduce_op differs": lambda: functional.all_reduce(x, "max" if one else "sum"),
@@ -34,6 +34,16 @@ def misuse() -> dict[str, str]:
         ),
         "weight": lambda: functional.all_gather_matmul(x, x[:3] if one else x),
         "scattered": lambda: functional.matmul_reduce_scatter(x[:3] if one else x, x),
+        "length": lambda: complete(
+            torch.ops.interlace.matmul_reduce_scatter(
+                x[:3], x, None, "sum", 0, 2, "auto", None, size, "0"
+            )
+        ),
+        "length of rows": lambda: complete(
+            torch.ops.interlace.reduce_scatter_norm(
+                x[:3], *[None] * 4, "sum", 0, 2, "auto", "rms", 0.5, "", False, size, "0"
+            )[0]
+        ),
         "not an int": lambda: functional.all_gather(x, "a" if one else 0),  # type: ignore[arg-type]
         "not a tensor": lambda: functional.all_reduce([1.0] if one else x),  # type: ignore[arg-type]
         "no permutation": lambda: functional.permute(x, None if one else [1, 0]),  # type: ignore[arg-type]

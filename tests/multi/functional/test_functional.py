@@ -76,12 +76,11 @@ def test_what_runs_in_backward(name: str, save_gathered: bool, expected: list[st
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_interlaces_own_fused_ops_record_gradients(async_op: bool) -> None:
-    """Of unequal parts they warn that they do not, and give what they gave."""
+    """Of unequal shards they warn that they do not, and give what they gave."""
     for rank, found in enumerate(on_ranks(ranks.eager_fused_ops, 2, async_op)):
         scale = 1.0 + rank
         text = "interlace.{} does not record"
         unequal = text.format("all_gather_matmul")
-        parts = text.format("matmul_reduce_scatter")
         assert found == {
             "all_gather_matmul": [True, [], 144.0],
             "all_gather_matmul ['return_gathered']": [True, [], 144.0],
@@ -89,7 +88,7 @@ def test_interlaces_own_fused_ops_record_gradients(async_op: bool) -> None:
             "matmul_reduce_scatter ['reduce_op']": [True, [], 24.0 * scale],
             "matmul_all_reduce": [True, [], 96.0 * scale],
             "all_gather_matmul ['gather_dim']": [False, [unequal], None],
-            "matmul_reduce_scatter ['scatter_dim']": [False, [parts], None],
+            "matmul_reduce_scatter ['scatter_dim']": [True, [], 36.0],
             "refused": ["ValueError"],
         }
 
@@ -224,7 +223,9 @@ def test_misuse_on_one_rank_is_raised_on_all() -> None:
         "out dtype": "ValueError: * out must be (4, 4) of torch.float32 on cpu, got (4, 4) of "
         "torch.float64",
         "weight": "ValueError: * weight[0] has 3 rows, input has k = 4",
-        "scattered": "ValueError: * length 3, which the group's size 2 does not divide",
+        "scattered": "ValueError: * the shape of input without k differs between ranks: (4,) on rank 0",
+        "length": "ValueError: * length must be 1, rank 1's part, got 2",
+        "length of rows": "ValueError: * length must be 1, rank 1's part, got 2",
         "not a tensor": "TypeError: * input must be a tensor, got list",
         "not an int": "TypeError: * gather_dim must be an int, got str",
         "no permutation": "TypeError: * src_dst must be a list of ints, got None",

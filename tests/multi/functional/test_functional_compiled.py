@@ -29,8 +29,10 @@ ONCE = [  # every op, every reduction, every position of the dimension; the rest
     "broadcast", "reduce avg", "permute", "gather -1", "scatter 1", "all_gather_matmul 0",
     "all_gather_matmul 1 save_gathered=False, no bias", "all_gather_matmul -1 several",
     "matmul_reduce_scatter sum 0", "matmul_reduce_scatter avg -1", "matmul_all_reduce avg",
+    "matmul_reduce_scatter sum 0 uneven", "matmul_reduce_scatter avg -1 uneven",
 ]  # fmt: skip
-ONE_OF_EACH_KIND = ["all_reduce sum", "reduce_scatter min 1", "all_to_all", "all_gather_matmul 0"]
+ONE_OF_EACH_KIND = ["all_reduce sum", "reduce_scatter min 1", "all_to_all", "all_gather_matmul 0",
+                    "matmul_reduce_scatter_norm rms gathered uneven"]  # fmt: skip
 
 
 def test_one_op_of_each_kind_in_one_graph() -> None:
@@ -85,8 +87,9 @@ def test_unwaited_results_and_arguments_of_graphs() -> None:
         ]  # fmt: skip
 
 
-def test_one_graph_for_all_batches() -> None:
-    assert on_ranks(ranks.dynamic_batch, 2, "aot_eager") == [1, 1]
+@pytest.mark.parametrize("uneven", [False, True])
+def test_one_graph_for_all_batches(uneven: bool) -> None:
+    assert on_ranks(ranks.dynamic_batch, 2, "aot_eager", uneven) == [1, 1]
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

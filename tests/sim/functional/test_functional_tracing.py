@@ -199,7 +199,7 @@ def test_ops_conform() -> None:
             "broadcast": (x, 0),
             "permute": (x, [0]),
             "all_gather_matmul": (x, [w], [], 0, True, "auto", None),
-            "matmul_reduce_scatter": (x, w, None, "sum", 0, "auto", None),
+            "matmul_reduce_scatter": (x, w, None, "sum", 0, None, "auto", None),
             "matmul_all_reduce": (x, w, None, "sum", "auto", None),
         }
         for name, args in calls.items():

@@ -197,7 +197,7 @@ def test_copies_share_the_group_and_pickles_are_refused() -> None:
             "input must be equally long on all ranks along dimension 0, lengths by rank are [2, 3, 4, 5]",
         ),
         (
-            lambda: functional.matmul_reduce_scatter(torch.ones(6, 4), torch.ones(4, 4)),
+            lambda: functional.reduce_scatter(torch.ones(6, 4)),
             "dimension 0 of input has length 6, which the group's size 4 does not divide",
         ),
     ],

@@ -46,7 +46,7 @@ CASES: tuple[tuple[Callable[..., Any], dict[str, Any], type[Exception], str], ..
     (rows, {"norm": interlace.LayerNorm(None, torch.ones(7))}, ValueError, "bias of norm"),
     (rows, {"norm": interlace.RMSNorm(None, -1.0)}, ValueError, "eps of norm must be 0 or more"),
     (rows, {"norm": interlace.RMSNorm(None, None)}, TypeError, "eps of norm must be a number"),  # type: ignore[arg-type]
-    (rows, {"norm": RMS, "quantize": "int8"}, ValueError, "None or one of fp8, got 'int8'"),
+    (rows, {"norm": RMS, "quantize": "int8"}, ValueError, "None or one of fp8, fp8_static, got 'int8'"),
     (scatter, {"norm": RMS, "gather_normed": 1}, TypeError, "gather_normed must be a bool, got 1"),
     (rows, {"norm": RMS, "algorithm": "kernel"}, ValueError, "algorithm must be one of auto, fused"),
     (parts, {"norm": RMS, "algorithm": "low_latency"}, ValueError, "use all_reduce_norm"),
@@ -155,8 +155,6 @@ def test_functional_forms_refuse_too() -> None:
         ):
             with pytest.raises(TypeError, match=text):
                 functional.all_reduce_norm(torch.ones(2, 8), **given)  # type: ignore[call-overload]
-        with pytest.raises(ValueError, match="does not divide"):
-            functional.reduce_scatter_norm(torch.ones(3, 8), norm=RMS)
         with pytest.raises(ValueError, match="for a call with norm"):
             functional.matmul_all_reduce(
                 torch.ones(3, 8), torch.ones(8, 8), residual=torch.ones(3, 8)

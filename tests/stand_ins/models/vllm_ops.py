@@ -29,7 +29,16 @@ SCHEMAS = {
     "_C::dynamic_per_token_scaled_fp8_quant": (
         "(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()"
     ),
-    "_C::static_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor scale) -> ()",
+    "_C::static_scaled_fp8_quant": (
+        "(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()"
+    ),
+    "_C::rms_norm_static_fp8_quant": (
+        "(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()"
+    ),
+    "_C::fused_add_rms_norm_static_fp8_quant": (
+        "(Tensor! result, Tensor input, Tensor! residual, Tensor weight, Tensor scale, float epsilon) "
+        "-> ()"
+    ),
     "_C::rms_norm_dynamic_per_token_quant": (
         "(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub, "
         "Tensor!? residual) -> ()"
@@ -79,8 +88,20 @@ def by_row(result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None
     static(result, input, scale)
 
 
-def static(result: Tensor, input: Tensor, scale: Tensor) -> None:
+def static(result: Tensor, input: Tensor, scale: Tensor, group_shape: Any = None) -> None:
     result.copy_((input.float() / scale).clamp(-448, 448))
+
+
+def normed_static(
+    result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    static(result, normed(input, weight, epsilon), scale)
+
+
+def added_static(
+    result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    normed_static(result, residual.add_(input), weight, scale, epsilon)
 
 
 def normed_by_row(
@@ -98,7 +119,7 @@ def normed_by_row(
 
 KERNELS = (
     *(all_reduce, reduce_scatter, all_gather, normed, added),
-    *(rms_norm, fused_add_rms_norm, by_row, static, normed_by_row),
+    *(rms_norm, fused_add_rms_norm, by_row, static, normed_static, added_static, normed_by_row),
 )
 _libraries: list[Any] = []
 

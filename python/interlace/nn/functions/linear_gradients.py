@@ -173,7 +173,7 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
         return Started([grad @ weight], None)
     if not layer.sharded:
         return fused.matmul_all_reduce(over, grad, weight, None, "sum", "auto", None)
-    return fused.matmul_reduce_scatter(over, grad, weight, None, "sum", 0, "auto", None)
+    return fused.matmul_reduce_scatter(over, grad, weight, None, "sum", 0, None, "auto", None)
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -192,7 +192,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
                 product = (communicator, own, matrix.t(), vector, "sum")
                 how = ("auto", layer.out_dtype)
                 if layer.sharded:
-                    started = fused.matmul_reduce_scatter(*product, layer.dim, *how)
+                    started = fused.matmul_reduce_scatter(*product, layer.dim, None, *how)
                 else:
                     started = fused.matmul_all_reduce(*product, *how)
                 (output,) = _finished(started)

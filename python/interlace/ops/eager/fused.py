@@ -65,11 +65,11 @@ def reduce_product(
     if options.scatter_dim is None:  # all rows, as where the last dimension is gathered
         return shapes.gathered_rows(input, input.dim() - 1, size, weight.shape[1], dtype)
     dim = shapes.dimension("scatter_dim", options.scatter_dim, input.dim())
-    return shapes.scattered_product(input, weight.shape[1], dim, size, dtype)
+    return shapes.scattered_product(input, weight.shape[1], dim, options.length, size, dtype)
 
 
 def all_reduce_options(reduce_op: str, algorithm: str, dtype: Any) -> reduce.MatmulReduceOptions:
-    return reduce.MatmulReduceOptions(reduce_op, None, algorithm, dtype, op=reduce.ALL_REDUCE)
+    return reduce.MatmulReduceOptions(reduce_op, None, None, algorithm, dtype, op=reduce.ALL_REDUCE)
 
 
 def _reduced(

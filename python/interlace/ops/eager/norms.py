@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.arguments.norms import NormOptions
+from interlace.arguments.norms import BY_ROW, NormOptions
 from interlace.fused import norms
 from interlace.fused.norms import ReduceNormOptions
 from interlace.fused.reduce import ALL_REDUCE, SCATTER, MatmulReduceOptions
@@ -31,6 +31,7 @@ class NormCall(NamedTuple):
 
     reduce_op: str
     scatter_dim: int | None
+    length: int | None
     algorithm: str
     out_dtype: torch.dtype | None
     norm: NormOptions
@@ -40,11 +41,11 @@ def call_of(op: str, *given: Any) -> NormCall:
     """``given`` by the schema of ``op``: see ``library.py``."""
     reduce_op, *rest = given
     scattered = op in ("matmul_reduce_scatter_norm", norms.SCATTER_NORM)
-    dim = rest.pop(0) if scattered else None
+    dim, length = (rest.pop(0), rest.pop(0)) if scattered else (None, None)
     gather = rest.pop() if scattered else False
     algorithm, *dtype, kind, eps, quantize = rest
     options = NormOptions(kind, eps, quantize or None, gather)
-    return NormCall(reduce_op, dim, algorithm, dtype[0] if dtype else None, options)
+    return NormCall(reduce_op, dim, length, algorithm, dtype[0] if dtype else None, options)
 
 
 def _rows(like: Tensor, lengths: Sequence[Any], dim: int, columns: Any, dtype: Any) -> Output:
@@ -65,12 +66,12 @@ def outputs(input: Tensor, columns: Any, call: NormCall, size: Any) -> list[Outp
         dim = shapes.dimension("scatter_dim", call.scatter_dim, input.dim())
         if dim == len(lengths):
             raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
-        part = shapes.divided(lengths[dim], size, f"dimension {dim} of input")
+        part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", call.length)
         own = [part if i == dim else n for i, n in enumerate(lengths)]
     normed = lengths if call.norm.gather_normed else own
     made = QUANTIZED if call.norm.quantize else dtype
     found = [_rows(input, normed, dim, columns, made), _rows(input, own, dim, columns, dtype)]
-    if call.norm.quantize:
+    if call.norm.quantize == BY_ROW:
         found.append(_rows(input, normed, dim, 1, torch.float32))
     return found
 
@@ -107,7 +108,7 @@ def _matmul(
     with communicator.accepting(public):
         made = matmul_outputs(op, input, weight, call, communicator.world_size)
     options = MatmulReduceOptions(
-        call.reduce_op, call.scatter_dim, call.algorithm, call.out_dtype, op=public
+        call.reduce_op, call.scatter_dim, call.length, call.algorithm, call.out_dtype, op=public
     )
     buffers = [each.matrix for each in made]
     tensors = (input, weight, bias, residual, norm_weight, norm_bias, buffers)
@@ -122,7 +123,7 @@ def _reduced(op: str, communicator: Communicator, input: Tensor, *rest: Any) -> 
         if not input.dim():
             raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
         made = outputs(input, input.shape[-1], call, communicator.world_size)
-    options = ReduceNormOptions(call.reduce_op, call.scatter_dim, call.algorithm)
+    options = ReduceNormOptions(call.reduce_op, call.scatter_dim, call.length, call.algorithm)
     buffers = [each.matrix for each in made]
     tensors = (input, bias, residual, norm_weight, norm_bias, buffers)
     work = norms.ROW_FORMS[op](communicator, tensors, (options, call.norm), True)

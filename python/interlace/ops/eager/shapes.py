@@ -46,7 +46,10 @@ def scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return input.new_empty([part if i == dim else n for i, n in enumerate(input.shape)])
 
 
-def divided(length: Any, size: int, what: str) -> Any:
+def divided(length: Any, size: int, what: str, part: Any = None) -> Any:
+    """The own part of ``length``, which is ``part`` if that is given, else an equal one."""
+    if part is not None:
+        return part
     if isinstance(length, int) and isinstance(size, int) and length % size:
         raise ValueError(
             f"{what} has length {length}, which the group's size {size} does not divide"
@@ -101,14 +104,19 @@ def gathered_input(input: torch.Tensor, dim: int, size: int) -> Output:
     return Output(flat, whole.movedim(0, dim))
 
 
-def scattered_product(input: torch.Tensor, columns: Any, dim: int, size: int, dtype: Any) -> Output:
-    """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split."""
+def scattered_product(
+    input: torch.Tensor, columns: Any, dim: int, length: Any, size: int, dtype: Any
+) -> Output:
+    """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split.
+
+    ``length``: of the own part, if parts are unequal.
+    """
     lengths = list(input.shape[:-1])
     if dim == input.dim() - 1:
-        part = divided(columns, size, "the columns of weight")
+        part = divided(columns, size, "the columns of weight", length)
         matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
         return Output(matrix, matrix.T.view(*lengths, part))
-    part = divided(lengths[dim], size, f"dimension {dim} of input")
+    part = divided(lengths[dim], size, f"dimension {dim} of input", length)
     others = [n for i, n in enumerate(lengths) if i != dim]
     matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
     return Output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
