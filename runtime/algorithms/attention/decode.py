@@ -231,9 +231,9 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
     def finish() -> None:
         rows = slice(0, query.shape[2])
         parts = [(rows, *each) for each in zip(every, logs, strict=True)]
-        total, reach = merged(parts, torch.zeros_like(every[0]))
+        total = torch.empty_like(every[0])
+        lse.copy_(merged(parts, total))
         output.copy_(total)
-        lse.copy_(reach)
 
     communicator.compute.call(finish, "merge")
     return communicator.compute.record()

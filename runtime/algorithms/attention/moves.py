@@ -46,9 +46,8 @@ class StagedKeys:
         layout.pulled = True
 
     def _of(self, workspace: Workspace, source: int) -> Tensor:
-        problem = self._problem
-        shape = problem.shards.lengths[source], *problem.key_row
-        return workspace.data(source, self._offset, shape, problem.key.dtype)
+        rows = self._problem.shards.lengths[source]
+        return self._problem.packed_in(workspace, source, self._offset, rows)
 
     def travel(
         self, workspace: Workspace, behind: Behind = no_step
@@ -68,7 +67,7 @@ class StagedKeys:
                 direct = communicator.place.direct_access
                 (compute if direct else copying).wait(workspace, source, self._slots + source)
                 if not direct:
-                    brought = problem.key.new_empty(packed.shape)
+                    brought = torch.empty_like(packed)
                     copying.copy(brought, packed, f"keys of rank {source}")
                     compute.wait_event(copying.record())
                     packed = brought
@@ -94,9 +93,8 @@ class RingKeys:
         self._buffers = [layout.add_data(nbytes) for _ in range(2)]
 
     def _buffer(self, workspace: Workspace, owner: int, step: int, source: int) -> Tensor:
-        problem = self._problem
-        shape = problem.shards.lengths[source], *problem.key_row
-        return workspace.data(owner, self._buffers[step % 2], shape, problem.key.dtype)
+        rows = self._problem.shards.lengths[source]
+        return self._problem.packed_in(workspace, owner, self._buffers[step % 2], rows)
 
     def travel(
         self, workspace: Workspace, behind: Behind = no_step

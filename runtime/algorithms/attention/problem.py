@@ -15,6 +15,7 @@ from interlace.kernels.arguments import AttentionTiles, Queries
 from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
 from interlace.runtime.algorithms.operands import input_precision
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import Workspace
 from interlace.runtime.tuning.configuration import Configuration
 
 LOG2E = 1.0 / math.log(2.0)
@@ -44,7 +45,7 @@ class AttentionProblem:
     """What every method works on. ``first_head``: see ``kernels/arguments.py``; ``per_key``, too.
 
     ``ranks``: whose tokens all tensors have, one after another; None: the query this rank's, and so the key
-    until it travels.
+    until it travels. ``heads_first``: packed keys lie in memory as torch's products read them.
     """
 
     communicator: Communicator
@@ -59,6 +60,7 @@ class AttentionProblem:
     per_key: int
     first_head: int = 0
     ranks: tuple[int, ...] | None = None
+    heads_first: bool = False
 
     @property
     def whose(self) -> tuple[int, ...]:
@@ -86,7 +88,18 @@ class AttentionProblem:
 
     def packed(self) -> torch.Tensor:
         """Keys and values of this rank, as they travel."""
+        if self.heads_first:
+            made = torch.stack([each.permute(1, 2, 0, 3) for each in (self.key, self.value)])
+            return made.permute(3, 0, 1, 2, 4)
         return torch.stack([self.key, self.value], 1)
+
+    def packed_in(self, workspace: Workspace, owner: int, offset: int, rows: int) -> torch.Tensor:
+        """So many packed keys in the workspace of ``owner``."""
+        dtype, (_, batches, heads, size) = self.key.dtype, self.key_row
+        if self.heads_first:
+            made = workspace.data(owner, offset, (2, batches, heads, rows, size), dtype)
+            return made.permute(3, 0, 1, 2, 4)
+        return workspace.data(owner, offset, (rows, *self.key_row), dtype)
 
     def sources(self) -> list[int]:
         """The ranks whose keys are seen, in their order."""

@@ -73,6 +73,12 @@ class TokenShards:
         """The place in the sequence of each of a rank's tokens."""
         return [run.position + row for run in self.runs(rank) for row in range(run.rows)]
 
+    def places(self, ranks: Sequence[int], device: torch.device | None) -> torch.Tensor:
+        """int64 ``[tokens of ranks]``: the place in the sequence of each."""
+        runs = [run for rank in ranks for run in self.runs(rank)]
+        at = [torch.arange(run.position, run.position + run.rows, device=device) for run in runs]
+        return torch.cat(at) if at else torch.empty(0, dtype=torch.int64, device=device)
+
     def sees(self, rank: int, source: int, mask: AttentionMask) -> bool:
         """Whether some query of ``rank`` sees some key of ``source``; packed sequences may say no later."""
         for run in self.runs(rank):
@@ -94,10 +100,7 @@ class TokenShards:
         ``documents``: where packed sequences begin, and the end of the last; beyond it nothing is seen.
         """
         before, after = mask.window
-        runs = [run for rank in ranks for run in self.runs(rank)]
-        device = None if documents is None else documents.device
-        at = [torch.arange(run.position, run.position + run.rows, device=device) for run in runs]
-        position = torch.cat(at) if at else torch.empty(0, dtype=torch.int64, device=device)
+        position = self.places(ranks, None if documents is None else documents.device)
         low = torch.zeros_like(position) if before == NO_LIMIT else (position - before).clamp(min=0)
         high = torch.full_like(position, self.total)
         if after != NO_LIMIT:

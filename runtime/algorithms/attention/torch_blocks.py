@@ -5,8 +5,9 @@ tensors. Where a mask is causal only, keys are seen wholly, not at all, or as a 
 mask. Operands of 16 bits are widened first: partial results are fp32.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +53,7 @@ class TorchBlocks:
 
     def _mask(self, source: int) -> Tensor:
         """``[queries, keys]``: what a query sees of the keys of ``source``."""
-        positions = torch.tensor(
-            self._problem.shards.positions(source), dtype=torch.int64, device=self._spans.device
-        )
+        positions = self._problem.shards.places([source], self._spans.device)
         return (self._spans[:, :1] <= positions) & (positions < self._spans[:, 1:])
 
     def _pairs(self, source: int) -> list[tuple[slice, int, str]]:
@@ -85,10 +84,12 @@ class TorchBlocks:
             begin += shards.lengths[rank]
         return found
 
-    def _heads_first(self, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The first ``count`` keys and values, ``[b, h, tokens, size]``, dense: products are of these."""
-        both = packed[:count].permute(1, 2, 3, 0, 4).to(self._wide).contiguous()
-        return both[0], both[1]
+    def _heads_first(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[b, h, tokens, size]``, widened, rows dense: products are of these."""
+        both = packed.permute(1, 2, 3, 0, 4)
+        if both.dtype != self._wide or both.stride(-2) != both.shape[-1]:
+            both = both.new_empty(both.shape, dtype=self._wide).copy_(both)
+        return self._groups(both[0]), self._groups(both[1])
 
     def _groups(self, key: Tensor) -> Tensor:
         """A head of keys for every head of queries, where these are no equal groups of all of them."""
@@ -102,15 +103,24 @@ class TorchBlocks:
         heads = torch.arange(self._heads, device=device)
         return (heads + self._problem.first_head) // self._problem.per_key
 
+    def _seen(
+        self, source: int, packed: Tensor
+    ) -> Iterator[tuple[slice, Tensor | None, bool, Tensor, Tensor]]:
+        """(rows of queries, mask, whether it is causal, the keys, the values) that meet."""
+        pairs = self._pairs(source)
+        if pairs:
+            keys = self._heads_first(packed[: max(count for _, count, _ in pairs)])
+        for rows, count, relation in pairs:
+            mask = self._mask(source) if relation == MASKED else None
+            if mask is None or bool(mask.any()):
+                key, value = (each[:, :, :count] for each in keys)
+                yield rows, mask, relation == TRIANGLE, key, value
+
     def attend(self, source: int, packed: Tensor) -> None:
         def run() -> None:
             found = self._partials[source] = []
-            for rows, count, relation in self._pairs(source):
-                mask = self._mask(source) if relation == MASKED else None
-                if mask is not None and not bool(mask.any()):
-                    continue
-                key, value = map(self._groups, self._heads_first(packed, count))
-                query, causal = self._query[:, :, rows], relation == TRIANGLE
+            for rows, mask, causal, key, value in self._seen(source, packed):
+                query = self._query[:, :, rows]
                 made = attended(query, key, value, mask, causal, self._problem.scale)
                 found.append((rows, *made))
 
@@ -119,16 +129,23 @@ class TorchBlocks:
     def merge(self, output: Tensor, lse: Tensor) -> None:
         def run() -> None:
             parts = [part for source in self._sources for part in self._partials[source]]
-            total, reach = merged(parts, torch.zeros_like(self._query))
-            output.copy_(total.permute(2, 0, 1, 3))
-            lse.copy_(reach)
+            with self._given_to(output) as total:
+                lse.copy_(merged(parts, total))
 
         self._call(run, "merge")
+
+    @contextlib.contextmanager
+    def _given_to(self, output: Tensor) -> Iterator[Tensor]:
+        """``[b, h, tokens, size]``, wide, for what ``output`` gets, and that itself if it is wide."""
+        wide = output if output.dtype == self._wide else torch.empty_like(output, dtype=self._wide)
+        yield wide.permute(1, 2, 0, 3)
+        if wide is not output:
+            output.copy_(wide)
 
     # -- gradients -----------------------------------------------------------------------------
 
     def begin_backward(self, result: AttentionResult) -> None:
-        self._of_query: dict[int, Tensor] = {}
+        self._of_query: dict[int, list[tuple[slice, Tensor]]] = {}
 
         def prepare() -> None:
             self._grad, self._out = (
@@ -143,22 +160,18 @@ class TorchBlocks:
 
     def differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
         def run() -> None:
-            contribution.zero_()
-            of_query = self._of_query[source] = torch.zeros_like(self._query)
-            for rows, count, relation in self._pairs(source):
-                mask = self._mask(source) if relation == MASKED else None
-                if mask is not None and not bool(mask.any()):
-                    continue
-                key, value = map(self._groups, self._heads_first(packed, count))
+            of_query = self._of_query[source] = []
+            sums = [RowTotal(each) for each in contribution.permute(1, 2, 3, 0, 4)]
+            for rows, mask, causal, key, value in self._seen(source, packed):
                 of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
                 delta = None if self._delta is None else self._delta[:, :, rows]
-                query, causal = self._query[:, :, rows], relation == TRIANGLE
-                scale = self._problem.scale
+                query, scale = self._query[:, :, rows], self._problem.scale
                 grads = differentiated(query, key, value, of, delta, mask, causal, scale)
-                of_query[:, :, rows] += grads[0]
-                for which, made in enumerate(grads[1:]):
-                    of_heads = self._of_key_heads(made, packed.shape[3])
-                    contribution[:count, which] += of_heads.permute(2, 0, 1, 3)
+                of_query.append((rows, grads[0]))
+                for total, made in zip(sums, grads[1:], strict=True):
+                    total.add(slice(0, key.shape[2]), self._of_key_heads(made, packed.shape[3]))
+            for total in sums:
+                total.end()
 
         self._call(run, f"gradients of keys of rank {source}")
 
@@ -174,10 +187,12 @@ class TorchBlocks:
 
     def query_gradient(self, output: Tensor) -> None:
         def run() -> None:
-            total = torch.zeros_like(self._query)
-            for source in self._sources:
-                total += self._of_query[source]
-            output.copy_(total.permute(2, 0, 1, 3))
+            with self._given_to(output) as total:
+                sums = RowTotal(total)
+                for source in self._sources:
+                    for part in self._of_query[source]:
+                        sums.add(*part)
+                sums.end()
 
         self._call(run, "gradient of the query")
 
@@ -253,16 +268,46 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
-def merged(parts: Sequence[tuple[slice, Tensor, Tensor]], total: Tensor) -> tuple[Tensor, Tensor]:
-    """One output and one logarithm of several for rows of ``total``, which is zeros, in their order."""
+class RowTotal:
+    """Sums of rows ``[b, h, rows, size]``: what is first is stored, so that ``total`` need not be zeros."""
+
+    def __init__(self, total: Tensor) -> None:
+        self._total, self._end = total, 0  # every row before this one has something
+
+    def add(self, rows: slice, part: Tensor, weight: Tensor | None = None) -> None:
+        """``weight``: of each row, ``[b, h, rows, 1]``."""
+        self._zero(rows.start)
+        old = min(self._end, rows.stop) - rows.start
+        known, new = torch.split(self._total[:, :, rows], [old, part.shape[2] - old], 2)
+        if weight is None:
+            known += part[:, :, :old]
+            new.copy_(part[:, :, old:])
+        else:
+            known.addcmul_(part[:, :, :old], weight[:, :, :old])
+            torch.mul(part[:, :, old:], weight[:, :, old:], out=new)
+        self._end = max(self._end, rows.stop)
+
+    def _zero(self, begin: int) -> None:
+        if self._end < begin:
+            self._total[:, :, self._end : begin].zero_()
+            self._end = begin
+
+    def end(self) -> None:
+        """There is no more."""
+        self._zero(self._total.shape[2])
+
+
+def merged(parts: Sequence[tuple[slice, Tensor, Tensor]], total: Tensor) -> Tensor:
+    """``total``, and the logarithm that is returned, of several for rows of it, in their order."""
     largest = total.new_full(total.shape[:3], float("-inf"))
     for rows, _, lse in parts:
         largest[:, :, rows] = torch.maximum(largest[:, :, rows], lse)
-    base = torch.where(largest == float("-inf"), 0, largest)
-    weights = torch.zeros_like(largest)
-    for rows, out, lse in parts:
-        weight = torch.exp(lse - base[:, :, rows])
-        total[:, :, rows].addcmul_(out, weight.unsqueeze(-1))
-        weights[:, :, rows] += weight
-    lse = base + torch.log(weights)
-    return total.div_(torch.where(weights == 0, 1, weights).unsqueeze(-1)), lse
+    base, sums = torch.where(largest == float("-inf"), 0, largest), torch.zeros_like(largest)
+    weights = [torch.exp(lse - base[:, :, rows]) for rows, _, lse in parts]
+    for (rows, _, _), weight in zip(parts, weights, strict=True):
+        sums[:, :, rows] += weight
+    divisor, into = torch.where(sums == 0, 1, sums), RowTotal(total)
+    for (rows, out, _), weight in zip(parts, weights, strict=True):
+        into.add(rows, out, weight.div_(divisor[:, :, rows]).unsqueeze(-1))
+    into.end()
+    return base + torch.log(sums)

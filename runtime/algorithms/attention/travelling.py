@@ -9,6 +9,7 @@ in fp32 (``returns.py``).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -39,6 +40,7 @@ def attention_on_the_way(
     lse: Tensor,
     configuration: Configuration | None,
 ) -> Event:
+    problem = replace(problem, heads_first=configuration is None)
     layout, blocks = Layout(), blocks_of(problem, configuration)
     keys = WAYS[method](problem, layout)
 
@@ -86,6 +88,7 @@ def attention_backward(
     configuration: Configuration | None,
 ) -> Event:
     """``grads``, of query, key and value, as the problem has these; keys come by ``method`` once more."""
+    problem = replace(problem, heads_first=configuration is None)
     layout, blocks = Layout(), blocks_of(problem, configuration)
     keys = WAYS[method](problem, layout)
     sums = BACK[method](problem, layout)
