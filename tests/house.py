@@ -156,7 +156,8 @@ FOLDERS = {
     "interlace/nn/layers": (
         "interlace interlace/arguments interlace/collectives interlace/experts interlace/functional "
         "interlace/groups interlace/nn/functions interlace/nn/parameters "
-        "runtime/algorithms/attention runtime/algorithms/experts runtime/core runtime/numerics"
+        "runtime/algorithms/attention runtime/algorithms/experts runtime/compat runtime/core "
+        "runtime/numerics"
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (

@@ -175,7 +175,7 @@ def test_the_layer_says_what_it_refuses() -> None:
         (torch.zeros(3, 8), None, ValueError, "input must have 3 dimensions and 8 features"),
         (torch.zeros(1, 3, 8), 6, TypeError, "lengths must be a list of ints, got 6"),
         (torch.zeros(1, 3, 8), [6], ValueError, "lengths must be of 2 ranks, 3 of this one, got [6]"),
-        (torch.zeros(1, 3, 8), [4, 3], ValueError, "length is for 7 on rank 1, the ranks have 6"),
+        (torch.zeros(1, 3, 8), [4, 3], ValueError, "lengths differs between ranks: (3, 3) on rank 0"),
         (torch.zeros(1, 3, 8), [4, 2], ValueError, "3 of this one, got [4, 2]"),
     ],
 )  # fmt: skip
@@ -190,6 +190,22 @@ def test_the_layer_tells_all_ranks_what_one_gave(
         return str(error.value)
 
     assert all(text in each for each in interlace.run(on_rank, 2))
+
+
+@pytest.mark.parametrize("key_heads", [3, 2])
+def test_lengths_of_third_ranks_are_compared(key_heads: int) -> None:
+    """Each gives its own, and the sum is right; also where heads are not exchanged in matmuls."""
+
+    def on_rank() -> str:
+        layer = nn.UlyssesAttention(8, 2 * key_heads, key_heads, 4)
+        lengths = [3, 2, 4] if interlace.get_rank() == 0 else [3, 3, 3]
+        with pytest.raises(ValueError, match="lengths differs") as error:
+            layer(torch.zeros(1, 3, 8), lengths=lengths)
+        layer(torch.zeros(1, 3, 8))  # the group goes on
+        return str(error.value)
+
+    text = "lengths differs between ranks: (3, 2, 4) on rank 0, (3, 3, 3) on rank 1"
+    assert all(text in each for each in interlace.run(on_rank, 3))
 
 
 def test_heads_of_all_tokens_say_what_they_refuse() -> None:

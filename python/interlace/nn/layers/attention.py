@@ -19,6 +19,8 @@ from interlace.nn.functions.attention import (
 )
 from interlace.nn.parameters.sharding import OnGroup, positive
 from interlace.runtime.algorithms.attention.shards import TokenShards
+from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.call import Call
 
 Tensor = torch.Tensor
 
@@ -99,7 +101,8 @@ class UlyssesAttention(OnGroup):
     FSDP).
 
     Forward: ``input`` ``[batch, tokens, hidden]``, or as ``layout`` says, gives the same shape.
-    ``lengths``: every rank's number of tokens, where these differ. ``cu_seqlens``: as for the function.
+    ``lengths``: every rank's number of tokens, where these differ; the same on all ranks, which is checked
+    but in graphs. ``cu_seqlens``: as for the function.
     ``rotary(q, k, positions)``: called on queries and keys in that layout, with int64 ``[tokens]``, the
     place in the sequence of each of their tokens; returns both.
 
@@ -202,12 +205,15 @@ class UlyssesAttention(OnGroup):
             text = f"input must have 3 dimensions and {hidden} features, got shape {tuple(input.shape)}"
             refuse(op, self.group, "", ValueError(text))
         tokens = input.shape[1 if self.layout == "bshd" else 0]
-        if lengths is None:
-            return tokens, [tokens] * world
-        given = ints(op, self.group, "", "lengths", lengths)
+        given = [tokens] * world
+        if lengths is not None:
+            given = ints(op, self.group, "", "lengths", lengths)
         if len(given) != world or given[self.group.rank] != tokens:
             text = f"lengths must be of {world} ranks, {tokens} of this one, got {given}"
             refuse(op, self.group, "", ValueError(text))
+        if not torch.compiler.is_compiling() and not modes_active():
+            # positions follow from them, and what others have no rank can see
+            self.group.told(Call(op, (("lengths", tuple(given)),)))
         return tokens, given
 
     def _by_rank(self) -> tuple[Tensor, Tensor | None]:
