@@ -434,13 +434,18 @@ class _Accepting:
             self._communicator.refuse(self._op, error)
 
 
+def _begun(communicator: Communicator, op: str, prepared: PreparedCall, async_op: bool) -> Any:
+    return communicator.run(op, prepared[0], prepared[1], async_op)
+
+
 def internal_form(
     op: str,
-    check: Callable[..., PreparedCall],
+    check: Callable[..., Any],
     *,
     fills: bool | None = None,
     names: Sequence[str] = (),
-) -> Callable[..., Work | None]:
+    begin: Callable[..., Any] = _begun,
+) -> Callable[..., Any]:
     """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
 
     It is done from a plan where there is one; else ``check(communicator, *tensors, *options)`` prepares it.
@@ -460,14 +465,26 @@ def internal_form(
             if planned is not None:
                 return planned[0]
         try:
-            start, outputs, _ = check(communicator, *tensors, *options)
+            prepared = check(communicator, *tensors, *options)
         except Exception as error:
             communicator.refuse(op, error)
             raise
-        return communicator.run(op, start, outputs, async_op)
+        return begin(communicator, op, prepared, async_op)
 
     form = Form(op, check, fills, names, run)
     return run
+
+
+def composed_form(op: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """``op`` as another form: ``prepare``, a ``check``, returns that, its tensors and options.
+
+    So that may be done from a plan, which has no room for torch code; hooks see the caller's tensors.
+    """
+    return internal_form(op, prepare, begin=_composed)
+
+
+def _composed(communicator: Communicator, _: str, prepared: Any, async_op: bool) -> Any:
+    return prepared[0](communicator, *prepared[1:], async_op)
 
 
 def _outcome(made: Outcome | Event | None) -> Outcome:

@@ -15,7 +15,6 @@ from interlace.fused.routing import (
     Routing,
     agreed,
     assignment_of,
-    composed_form,
     resolved,
     senders_of,
     weights_of,
@@ -24,7 +23,7 @@ from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.combine import Combine, Home
 from interlace.runtime.algorithms.experts.dispatch import Bounds, HostRoutes
 from interlace.runtime.core.call import PreparedCall
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import FUSED_DTYPES

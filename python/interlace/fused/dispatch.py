@@ -15,7 +15,6 @@ from interlace.fused.routing import (
     Routing,
     agreed,
     assignment_of,
-    composed_form,
     resolved,
     senders_of,
     weights_of,
@@ -28,7 +27,7 @@ from interlace.runtime.algorithms.experts.dispatch import (
     HostRoutes,
 )
 from interlace.runtime.core.call import PreparedCall, Terms
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration

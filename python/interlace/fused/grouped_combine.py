@@ -19,7 +19,6 @@ from interlace.fused.routing import (
     Routing,
     agreed,
     assignment_of,
-    composed_form,
     least_of_all,
     weights_of,
 )
@@ -29,7 +28,7 @@ from interlace.runtime.algorithms.experts.grouped_combine import OP, GroupedMatm
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.call import Call, PreparedCall, Terms
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm

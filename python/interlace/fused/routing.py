@@ -9,7 +9,7 @@ begin, how many they are, and which of the source's rows the first of them is, i
 expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.dispatch import sender_programs
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.hooks import Form
 from interlace.runtime.tuning import configuration
 
 Tensor = torch.Tensor
@@ -151,32 +150,6 @@ def routing_of(
         raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
     bound = (capacity or max_tokens) if packed else capacity
     return Routing(num_experts, bound or 0, max_tokens or 0, packed, algorithm)
-
-
-def composed_form(op: str, prepare: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """``op`` as another form, whose tensors torch code makes of the caller's.
-
-    ``prepare(communicator, *tensors, *options)`` checks, and returns that form, its tensors and options. So
-    that form may be done from a plan, which has no room for torch code; hooks see the caller's tensors.
-    """
-
-    def run(
-        communicator: Communicator,
-        tensors: Sequence[Any],
-        options: tuple[Any, ...] = (),
-        async_op: bool = False,
-    ) -> Any:
-        plans = communicator.plans
-        if plans is not None:
-            watched = plans.again(form, tensors, options, async_op=async_op)
-            if watched is not None:
-                return watched[0]
-        with communicator.accepting(op):
-            then, given, more = prepare(communicator, *tensors, *options)
-        return then(communicator, given, more, async_op)
-
-    form = Form(op, prepare, None, (), run)
-    return run
 
 
 def resolved(communicator: Communicator, algorithm: str) -> str:
