@@ -140,7 +140,7 @@ FOLDERS = {
     ),
     "interlace/experts": (
         "interlace interlace/arguments interlace/functional interlace/fused interlace/groups "
-        "interlace/ops interlace/ops/eager runtime/algorithms/experts runtime/core"
+        "interlace/ops interlace/ops/eager runtime/algorithms/experts runtime/compat runtime/core"
     ),
     "interlace/integrations": (
         "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"

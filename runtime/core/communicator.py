@@ -76,7 +76,7 @@ class Communicator:
         self.table = self.tables.table
         self.calls: dict[Any, Call] = {}  # that come again and again
         self.derived: dict[Any, Any] = {}  # what algorithms have made of shapes and configurations
-        self.least: dict[Any, int] = {}  # numbers that ranks have compared once for all
+        self.numbers: dict[Any, int] = {}  # that ranks have told each other once for all
         self.plans: Any = place.new_plans(self)
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._generation = 0
@@ -445,7 +445,7 @@ def internal_form(
     fills: bool | None = None,
     names: Sequence[str] = (),
     begin: Callable[..., Any] = _begun,
-) -> Callable[..., Any]:
+) -> Callable[..., Work | None]:
     """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
 
     It is done from a plan where there is one; else ``check(communicator, *tensors, *options)`` prepares it.

@@ -58,13 +58,14 @@ def low_latency_combine(
     topk_weights: Tensor,
     handle: DispatchHandle,
     *,
+    group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
 ) -> Any:
     """Rows back to their tokens, times ``topk_weights`` ``(t, k)``, and summed: ``(t, n)``.
 
     ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``, of which only rows that came
-    are looked at; ``topk_idx`` and ``handle`` those of the dispatch. Sums as of
+    are looked at; ``topk_idx``, ``handle`` and ``group`` those of the dispatch. Sums as of
     :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data moves.
 
     Compared with DeepEP's ``Buffer.low_latency_combine``: the same arguments.
@@ -78,4 +79,4 @@ def low_latency_combine(
     """
     if isinstance(handle, DispatchHandle):  # else combine refuses it
         handle = handle._replace(topk_idx=topk_idx, topk_weights=topk_weights)
-    return combine(y, handle, async_op=async_op, algorithm=algorithm)
+    return combine(y, handle, group=group, async_op=async_op, algorithm=algorithm)

@@ -1,10 +1,10 @@
 """The matmul between a dispatch and what takes its rows home."""
 
 import torch
-import torch.nn.functional as F
 
 from interlace.fused.routing import Received
-from interlace.ops.experts import grouped_on_device
+from interlace.ops.experts import grouped_on_device, multiplied, multiply_in_graph
+from interlace.runtime.compat.torch_modes import modes_active
 
 Tensor = torch.Tensor
 
@@ -36,8 +36,5 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
         return torch.bmm(x, weight)
     if grouped_on_device(x, weight):
         return torch._grouped_mm(x, weight, offs=received.offsets)
-    counts = received.num_tokens_per_expert.tolist()
-    rest = x.shape[0] - sum(counts)
-    parts = torch.split(x, [*counts, rest])[:-1]
-    made = torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
-    return F.pad(made, (0, 0, 0, rest))
+    traced = torch.compiler.is_compiling() or modes_active()
+    return (multiply_in_graph if traced else multiplied)(x, weight, received.segments)

@@ -174,6 +174,7 @@ def combine(
     handle: DispatchHandle,
     *,
     weighted: bool = ...,
+    group: Group = ...,
     async_op: No = ...,
     algorithm: FusedAlgorithm = ...,
 ) -> Tensor: ...
@@ -183,6 +184,7 @@ def combine(
     handle: DispatchHandle,
     *,
     weighted: bool = ...,
+    group: Group = ...,
     async_op: Yes,
     algorithm: FusedAlgorithm = ...,
 ) -> Work: ...
@@ -192,6 +194,7 @@ def combine(
     handle: DispatchHandle,
     *,
     weighted: bool = ...,
+    group: Group = ...,
     async_op: bool = ...,
     algorithm: FusedAlgorithm = ...,
 ) -> Tensor | Work: ...
@@ -200,6 +203,7 @@ def combine(
     handle: DispatchHandle,
     *,
     weighted: bool = True,
+    group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
 ) -> Any:
@@ -212,6 +216,7 @@ def combine(
     handle : that of the :func:`dispatch`; it may be used several times.
     weighted : multiply by the ``topk_weights`` that the dispatch was given, if there were any, in fp32 and
         where the token is.
+    group : that of the handle; it is told if ``handle`` is none.
     algorithm : as for :func:`dispatch`.
 
     Returns ``(t, n)`` of ``y``'s dtype, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it:
@@ -232,13 +237,14 @@ def combine(
     >>> interlace.run(on_rank, 2)
     [[[3.0, 3.0]], [[3.0, 3.0]]]
     """
-    if not isinstance(handle, DispatchHandle):  # whose group this rank does not know
-        raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
-    communicator = resolve(handle.group)
-    weights = handle.topk_weights if weighted else None
+    handled = isinstance(handle, DispatchHandle)
+    communicator = resolve(handle.group if handled else group).on(y)
     with communicator.accepting(COMBINE):
+        if not handled:
+            raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")
+    weights = handle.topk_weights if weighted else None
     rows = flat(handle, y)
     routing = handle.routing._replace(algorithm=algorithm)
     tensors = (rows, handle.segments, handle.topk_idx, weights)

@@ -102,6 +102,9 @@ def combine(
     >>> interlace.run(on_rank, 2)
     [[[5.0, 5.0]], [[5.0, 5.0]]]
     """
+    if not isinstance(handle, DispatchHandle):
+        text = f"handle must be that of a dispatch, got {type(handle).__name__}"
+        refuse("combine", None, tag, TypeError(text))
     group = handle.group
     check("combine", group, tag, y=y)
     rows = flat(handle, y)

@@ -15,6 +15,7 @@ from interlace.fused.routing import (
     Routing,
     agreed,
     assignment_of,
+    most_dispatched,
     resolved,
     senders_of,
     weights_of,
@@ -63,6 +64,9 @@ def _prepared(
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
     check_segments(communicator, segments, routing, "y", rows)
+    tokens, most = len(assignment.topk_idx), most_dispatched(communicator)
+    if not routing.max_tokens and most and tokens > most:
+        raise ValueError(f"topk_idx has {tokens} rows, no dispatch has had more than {most}")
     if algorithm == "fused":
         tensors = rows, segments, assignment.inverse, weights, outputs
         return (_planned if routing.max_tokens else _unplanned), tensors, (routing,)

@@ -21,6 +21,7 @@ from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import configuration
 
+MOST = "most tokens of a rank"
 Tensor = torch.Tensor
 
 
@@ -167,15 +168,20 @@ def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> i
     To be called when ranks have agreed on their configuration.
     """
     key = what, configuration.OVERRIDE.get()
-    if key not in communicator.least:
-        communicator.least[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
-    return communicator.least[key]
+    if key not in communicator.numbers:
+        communicator.numbers[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
+    return communicator.numbers[key]
 
 
 def senders_of(communicator: Communicator, op: str) -> int:
     """Programs that send to one rank, in a kernel that moves rows."""
     common = configuration.choose(communicator.place, torch.float32, 1, 1, 1)
     return least_of_all(communicator, op, "senders", sender_programs(communicator, common))
+
+
+def most_dispatched(communicator: Communicator) -> int:
+    """The most tokens that a rank has had in a dispatch whose numbers were told; 0 before the first."""
+    return communicator.numbers.get(MOST, 0)
 
 
 def agreed(
@@ -189,8 +195,10 @@ def agreed(
     """The tokens of the rank with most, or a bound of them; all ranks' counts. Raises alike on all.
 
     ``shape``: of ``topk_idx``. ``counts``: this rank's rows by expert, where all ranks' are needed on the
-    host. Without them, and with a bound of tokens, a rank says nothing of its own, and waits for nobody.
+    host. Without them, and with a bound of tokens, a rank says nothing of its own, and waits for nobody:
+    what ranks have said in dispatches is a bound too, of whatever comes back from one.
     """
+    known = routing.max_tokens or most_dispatched(communicator)
     terms = (
         *terms,
         ("k of topk_idx", shape[1]),
@@ -201,12 +209,15 @@ def agreed(
         ("algorithm", routing.algorithm),
         ("configuration", configuration.OVERRIDE.get()),
     )
-    if counts is None and routing.max_tokens:
+    if counts is None and known:
+        terms = (*terms, ("tokens of the rank with most", known))
         communicator.parts(communicator.call_of(op, terms, None))
-        return routing.max_tokens, None
+        return known, None
     part = shape[0], None if counts is None else tuple(counts.tolist())
     parts = communicator.parts(Call(op, terms, part=part))
-    most = routing.max_tokens or max(tokens for tokens, _ in parts)
+    most = max(tokens for tokens, _ in parts)
+    communicator.numbers[MOST] = max(most, most_dispatched(communicator))
+    most = routing.max_tokens or most
     return most, None if counts is None else torch.tensor([each for _, each in parts])
 
 

@@ -364,6 +364,42 @@ def _products(
     return [F.pad(of_input, (0, 0, 0, rest)), of_weight, of_bias]
 
 
+def multiplied(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+    """Rows by expert times their weights; the host reads how many each has. Zeros where nothing came."""
+    counts = segments[..., 1].sum(1).tolist()
+    rest = x.shape[0] - sum(counts)
+    parts = torch.split(x, [*counts, rest])[:-1]
+    made = torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
+    return F.pad(made, (0, 0, 0, rest))
+
+
+# The same for graphs, which cannot read counts.
+multiply_in_graph: Any = torch.library.custom_op("interlace::multiply", multiplied, mutates_args=())
+
+
+@torch.library.custom_op("interlace::multiply_backward", mutates_args=())
+def _multiply_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor]:
+    of_x, of_weight, _ = _products(x, grad, weight, segments, False)
+    return of_x, of_weight
+
+
+def _setup_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_multiply(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (*_multiply_backward(grad, *ctx.saved_tensors), None)
+
+
+multiply_in_graph.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[2]))
+multiply_in_graph.register_autograd(_gradients_of_multiply, setup_context=_setup_multiply)
+_multiply_backward.register_fake(
+    lambda grad, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape))
+)
+
+
 def grouped_on_device(*tensors: Tensor) -> bool:
     """Whether torch has a grouped matmul for these that reads its counts on the device."""
     return all(

@@ -29,6 +29,18 @@ class SentTokens(NamedTuple):
     lines: Tensor
 
 
+def by_expert(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """By slot: the expert, ``experts`` for none; the order by expert; the position in an expert."""
+    # slots without an expert are behind all others
+    key = torch.where((flat < 0) | (flat >= experts), experts, flat)
+    order = torch.argsort(key, stable=True)
+    counts = flat.new_zeros(experts + 1).scatter_add_(0, key, torch.ones_like(flat))
+    begins = counts.cumsum(0) - counts
+    position = torch.empty_like(flat)
+    position[order] = torch.arange(flat.numel(), device=flat.device)
+    return key, order, position - begins[key]
+
+
 @dataclass(frozen=True)
 class Assignment:
     """``topk_idx`` ``[T, k]``, int64; ``experts`` of all ranks together; ``capacity`` 0: no bound."""
@@ -44,16 +56,7 @@ class Assignment:
 
     @cached_property
     def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
-        """By slot of all tokens: the expert, E for none; the order by expert; the position in an expert."""
-        flat = self.topk_idx.reshape(-1)
-        # slots without an expert are behind all others
-        key = torch.where((flat < 0) | (flat >= self.experts), self.experts, flat)
-        order = torch.argsort(key, stable=True)
-        counts = flat.new_zeros(self.experts + 1).scatter_add_(0, key, torch.ones_like(flat))
-        begins = counts.cumsum(0) - counts
-        position = torch.empty_like(flat)
-        position[order] = torch.arange(flat.numel(), device=flat.device)
-        return key, order, position - begins[key]
+        return by_expert(self.topk_idx.reshape(-1), self.experts)
 
     @cached_property
     def position(self) -> Tensor:

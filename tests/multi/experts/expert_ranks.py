@@ -191,6 +191,32 @@ FORMS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+def layer_compiled(most: int | None) -> list[str]:
+    """What differs between nn.MoE and its graph, of unequally many tokens; with a bound of two numbers."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    torch.manual_seed(0)
+    how: Any = {"gated": True, "shared_size": 8, "capacity_factor": 1.0, "expert_bias": True}
+    bound: Any = {"num_max_dispatch_tokens_per_rank": most}
+    layer = interlace.nn.MoE(HIDDEN, COLUMNS, 2 * world_size, TOPK, **how, **bound)
+    compiled, wrong = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
+    for shift in range(1 if most is None else 2):
+        found = []
+        for run in (layer, compiled):
+            layer.zero_grad()
+            x = tokens((rank + shift) % world_size, torch.float32).requires_grad_()
+            output = run(x)
+            output.square().sum().backward()
+            of = {name: each.grad for name, each in layer.named_parameters()}
+            balance = layer.load_balance()
+            found.append({"output": output, "x": x.grad, "loss": balance.loss, **of})
+        wrong += [
+            name
+            for name, each in found[0].items()
+            if not torch.allclose(each, found[1][name], 1e-5, 1e-6)
+        ]
+    return wrong
+
+
 def called(how: str) -> list[str]:
     """The ops of a forward and its backward, as ranks agree on them."""
     seen: list[str] = []

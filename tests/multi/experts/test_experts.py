@@ -17,6 +17,11 @@ def test_gradients(how: str) -> None:
     assert interlace.run(expert_ranks.gradients, 2, how, place="shm") == [[]] * 2
 
 
+@pytest.mark.parametrize("most", few([None, 9], None))
+def test_a_layer_is_one_graph(most: int | None) -> None:
+    assert interlace.run(expert_ranks.layer_compiled, 2, most, place="shm") == [[]] * 2
+
+
 def test_shapes_are_known_without_a_group() -> None:
     shapes = [(80, 8), (2, 40, 8), (24, 8), (6, 2), (6, 5), (6, 3), (6, 7)]
     assert interlace.run(expert_ranks.faked, 1, place="shm") == [shapes]

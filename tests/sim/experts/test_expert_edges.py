@@ -121,12 +121,33 @@ def test_misuse_of_low_latency_is_named(text: str, given: dict[str, Any]) -> Non
     assert text in str(failure(on_rank, 2))
 
 
-@pytest.mark.parametrize("combined", [experts.combine, experts.low_latency_combine])
-def test_a_handle_is_that_of_a_dispatch(combined: Any) -> None:
-    def on_rank() -> None:
-        more = (
-            [torch.zeros(1, 1, dtype=torch.int64), None] if combined is not experts.combine else []
-        )
-        combined(torch.ones(1, 2), *more, None)
+@pytest.mark.parametrize(
+    "combined", [experts.combine, experts.low_latency_combine, interlace.functional.combine]
+)
+def test_all_ranks_are_told_of_a_handle_that_is_none(combined: Any) -> None:
+    low = combined is experts.low_latency_combine
 
-    assert "handle must be that of a dispatch, got NoneType" in str(failure(on_rank, 1))
+    def on_rank() -> list[Any]:
+        x, idx = torch.ones(2, 128), torch.tensor([[0, 1], [1, -1]])
+        handle = experts.dispatch(x, idx, None, 2)[1]
+        more = [idx, None] if low else []
+        texts = []
+        for given in (handle if interlace.get_rank() else None, None):
+            with pytest.raises(TypeError) as error:
+                combined(torch.ones(4, 2), *more, given)
+            texts.append(str(error.value))
+        return texts
+
+    for texts in interlace.run(on_rank, 2):
+        assert all("handle must be that of a dispatch, got NoneType" in text for text in texts)
+        assert "rank 0" in texts[0]
+
+
+def test_tokens_that_no_dispatch_has_had_are_named() -> None:
+    def on_rank() -> None:
+        idx = torch.zeros(2, 1, dtype=torch.int64)
+        received, handle = experts.dispatch(torch.ones(2, 4), idx, None, 2)
+        longer = handle._replace(topk_idx=torch.full((3, 1), -1))
+        experts.combine(received.x, longer if interlace.get_rank() else handle)
+
+    assert "topk_idx has 3 rows, no dispatch has had more than 2" in str(failure(on_rank, 2))

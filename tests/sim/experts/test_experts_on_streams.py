@@ -127,6 +127,31 @@ def layer(x: torch.Tensor, idx: torch.Tensor, kind: str) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_host_waits_for_nothing_in_a_combine(
+    world_size: int, held_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a dispatch without a bound, whose numbers of tokens all ranks know."""
+    of, seen = held_up
+    install(monkeypatch, FakeGpu(3, eager=0.0))
+
+    def on_rank() -> None:
+        for number in range(ROUNDS):
+            tokens = TOKENS - (interlace.get_rank() + number) % 3
+            x, idx = torch.ones(tokens, 16), torch.arange(2 * tokens).view(-1, 2) + number
+            how: Any = {"algorithm": "fused"}
+            received, handle = experts.dispatch(x, idx % world_size, None, world_size, **how)
+            torch.cuda.synchronize()
+            of.this = number >= KNOWN
+            result = experts.combine(received.x, handle, **how)
+            of.this = False
+            torch.cuda.synchronize()
+            assert torch.equal(result, 2 * x)
+
+    fake_host.run(on_rank, world_size)
+    assert not seen, seen
+
+
 @pytest.mark.parametrize("kind", ["weighted", "unweighted", "low latency", "as long as it is"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_host_waits_for_nothing_when_a_call_is_repeated(

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import Group
-from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
 from interlace.ops.eager import plain
 from interlace.ops.eager.pending import finish
@@ -120,7 +120,7 @@ class _CopyToGroup(torch.autograd.Function):
         dtypes = [grad.dtype for grad in grads]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        _all_reduce(ctx.group, (flat,))
+        flat = functional.wait(functional.all_reduce(flat, group=ctx.group))
         parts = zip(torch.split(flat, [grad.numel() for grad in grads]), grads, strict=True)
         return None, *[part.view_as(grad).to(grad.dtype) for part, grad in parts]
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.collectives.rootless import _all_reduce
@@ -75,7 +76,8 @@ class MoE(ShardedModule):
     algorithm : of both fused ops.
 
     Forward: ``input`` ``(..., hidden)``, this rank's tokens, gives the same shape; the numbers of tokens
-    may differ between ranks. :meth:`load_balance` has the statistics.
+    may differ between ranks. :meth:`load_balance` has the statistics. Compiled, it is one graph, in which
+    rows are dispatched.
 
     Parameters are ``router`` ``(num_experts, hidden)``, ``up`` ``(num_experts, intermediate, hidden)`` and
     ``down`` ``(num_experts, hidden, intermediate)``, of which a rank has its experts', ``shared_up`` and
@@ -242,11 +244,14 @@ class MoE(ShardedModule):
         self, x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor
     ) -> Any:
         how: Any = {"group": self.group, "algorithm": self.algorithm}
-        if self.most_tokens is not None:
+        traced = torch.compiler.is_compiling()  # a graph knows no splits
+        if traced or self.most_tokens is not None:
             how["num_max_dispatch_tokens_per_rank"] = self.most_tokens
-            received, handle = dispatch(x, chosen, weights, self.num_experts, **how)
+            there = functional.dispatch if traced else dispatch
+            home: Any = functional.grouped_matmul_combine if traced else grouped_matmul_combine
+            received, handle = there(x, chosen, weights, self.num_experts, **how)
             hidden = self._between(multiply(received, up))
-            return grouped_matmul_combine(hidden, down, handle, algorithm=self.algorithm)
+            return home(hidden, down, handle, algorithm=self.algorithm)
         activation: Any = None if self.gated else self.activation
         rows, sent = permute(x, chosen, self.num_experts)
         hidden, splits = all_to_all_grouped_matmul(rows, up, sent, activation=activation, **how)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.algorithms.experts.assignment import by_expert
 
 Tensor = torch.Tensor
 SMALLEST = 1e-20  # added to a sum of scores, which sigmoids may leave at 0
@@ -69,7 +69,7 @@ class Router(NamedTuple):
         order = torch.arange(flat.numel(), device=flat.device)
         if self.drop == "probs":
             order = weights.reshape(-1).argsort(descending=True, stable=True)
-        position = Assignment(flat[order].view(-1, 1), self.num_experts, 1, capacity).position
+        _, _, position = by_expert(flat[order], self.num_experts)
         dropped = torch.empty_like(flat, dtype=torch.bool)
-        dropped[order] = position.view(-1) < 0
+        dropped[order] = position >= capacity
         return flat.masked_fill(dropped, -1).view(chosen.shape)
