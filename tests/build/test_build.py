@@ -3,6 +3,7 @@
 The entries compile once per session, in worker processes; Triton's cache keeps them between sessions.
 """
 
+import functools
 import importlib
 import io
 import json
@@ -21,7 +22,7 @@ from house import module_name
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import catalogue, worker
 from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries
+from interlace.runtime.compiler.catalogue import ARCHES, Entry
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
@@ -33,20 +34,33 @@ HERE = pathlib.Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 
 
-def representatives(arch: int) -> list[Entry]:
-    """Every kernel once, in the first of its variants: bf16, the default path."""
-    return catalogue.one_of_each(entries(arch))
+entries = functools.cache(catalogue.entries)
+SHIPPED = {
+    (module_name("kernels" / file.relative_to(KERNELS)), name)
+    for file in KERNELS.rglob("*.py")
+    for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
+}
+"""The modules and names of the kernels."""
 
 
-OLDER = [entry for entry in representatives(80) if entry.kernel == "all_gather_matmul_kernel"]
-CHOSEN = [*representatives(90), *representatives(100), *OLDER]
+def shipped(arch: int) -> set[tuple[str, str]]:
+    """Those that the catalogue has for ``arch``: old chips have no multimem instructions."""
+    absent = [".multimem"] if arch < 90 else []
+    absent += ["_roles_|sum_tiles"] if arch != 90 else []
+    return {each for each in SHIPPED if not any(re.search(one, ".".join(each)) for one in absent)}
+
+
+def representative(kernel: str, arch: int) -> Entry:
+    """The first of its variants: bf16, the default path."""
+    return next(entry for entry in entries(arch) if entry.kernel == kernel)
+
+
+CHOSEN = [(name, arch) for arch in (90, 100) for _, name in sorted(shipped(arch))]
+CHOSEN.append(("all_gather_matmul_kernel", 80))
 QUICK = [
-    entry
-    for entry in representatives(90)
-    if entry.kernel
-    in ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "all_gather_kernel")
+    (name, 90)
+    for name in ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "all_gather_kernel")
 ]
-assert len(QUICK) == 3
 
 
 def mutant(kernel: str, types: dict[str, str], **constants: int) -> Entry:
@@ -90,28 +104,26 @@ def reports(
 ) -> dict[tuple[str, int], BuildReport]:
     """By name (of a mutant: what it must be accused of) and architecture; of the tests that run."""
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    chosen = [each["entry"] for each in asked if each.get("entry") in CHOSEN]
+    names = [(each["kernel"], each["arch"]) for each in asked if "kernel" in each]
     folder = tmp_path_factory.mktemp("modules")
     (folder / "compiler_that_exits.py").write_text("import os\nos._exit(7)\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(HERE)
         patch.syspath_prepend(folder)
-        made = build([*chosen, *MUTANTS.values()])
-    names = [entry.name for entry in chosen] + list(MUTANTS)
-    return {(name, report.arch): report for name, report in zip(names, made, strict=True)}
+        made = build([*(representative(*name) for name in names), *MUTANTS.values()])
+    names += [(name, 90) for name in MUTANTS]
+    return dict(zip(names, made, strict=True))
 
 
-@pytest.mark.parametrize(
-    "entry", few(CHOSEN, *QUICK), ids=lambda entry: f"{entry.name} sm_{entry.arch}"
-)
-def test_kernel(entry: Entry, reports: dict[tuple[str, int], BuildReport]) -> None:
-    report = reports[entry.name, entry.arch]
+@pytest.mark.parametrize(("kernel", "arch"), few(CHOSEN, *QUICK))
+def test_kernel(kernel: str, arch: int, reports: dict[tuple[str, int], BuildReport]) -> None:
+    report = reports[kernel, arch]
     assert report.problems() == []
     assert (report.stack, report.spills) == (0, 0)
     assert 0 < report.registers <= 255
     assert report.loops[0].depth == 0 < report.loops[0].instructions
-    attends = "attention" in entry.kernel and entry.kernel != "merge_attention_kernel"
-    if "K" in entry.types or attends:
+    attends = "attention" in kernel and kernel != "merge_attention_kernel"
+    if "K" in representative(kernel, arch).types or attends:
         assert report.tensor_cores
     else:
         assert report.tensor_cores is None
@@ -177,21 +189,8 @@ def test_what_another_copy_compiled_is_not_taken(tmp_path: pathlib.Path) -> None
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_catalogue_covers_every_kernel(arch: int) -> None:
-    shipped = set()
-    for file in KERNELS.rglob("*.py"):
-        module = module_name("kernels" / file.relative_to(KERNELS))
-        names = vars(importlib.import_module(module)).items()
-        shipped |= {
-            (module, name)
-            for name, value in names
-            if name.endswith("_kernel") and value.fn.__module__ == module
-        }
-    if arch < 90:  # which has no multimem instructions
-        shipped = {each for each in shipped if each[0] != "interlace.kernels.collectives.multimem"}
-    if arch != 90:
-        shipped = {each for each in shipped if not re.search("_roles_|sum_tiles", each[1])}
     listed = entries(arch)
-    assert {(entry.module, entry.kernel) for entry in listed} == shipped
+    assert {(entry.module, entry.kernel) for entry in listed} == shipped(arch)
     assert len({entry.name for entry in listed}) == len(listed)
 
 

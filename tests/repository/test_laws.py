@@ -96,7 +96,9 @@ def foreign_calls(source: str) -> list[str]:
 
 def memory_ordering(source: str) -> list[str]:
     """Law 11: atomics, and `sem=` or `scope=` of any call, are named in kernels/signal.py only."""
-    found = []
+    found: list[str] = []
+    if not re.search(r"atomic_|\b(sem|scope)\b", source):
+        return found
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("atomic_"):
             # The runtime may name the interpreter's own atomics, which are no device code.

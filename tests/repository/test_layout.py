@@ -4,21 +4,29 @@ Each check is a function over a graph or over text, and has a negative control.
 """
 
 import ast
+import functools
 import pathlib
 from collections import Counter
 from collections.abc import Collection, Iterable
+
+import pytest
 
 import house
 
 FILES = house.sources()
 TEXTS = {module: (house.ROOT / file).read_text() for module, file in FILES.items()}
-GRAPH = house.edges(TEXTS)
 REGISTERS = ("interlace.ops", "interlace.compile")  # faces that tell torch of what they hand on
 
 # both public, of a bundle and to measure; a lease, and the same as an argument of kernels
 NAMED_TWICE = ["Kernel", "Workspace"]
 # each would do for many classes: in the model of ``benchmarks`` too it names one type at most
 WORDS = "Host Machine Node Nodes Outcome Part Prepared Segment Step Steps Target Ways"
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Module -> modules that it imports."""
+    return house.edges(TEXTS)
 
 
 def forbidden(graph: dict[str, set[str]], plan: dict[str, str]) -> list[str]:
@@ -53,17 +61,25 @@ def upward(plan: dict[str, str]) -> list[str]:
     return found
 
 
+@functools.cache
+def named(text: str) -> tuple[list[str], list[str]]:
+    """The classes of a file, and its names by assignment."""
+    classes, others = list[str](), list[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            classes.append(node.name.lstrip("_"))
+        elif isinstance(node, ast.Assign):
+            others += [to.id.lstrip("_") for to in node.targets if isinstance(to, ast.Name)]
+    return classes, others
+
+
 def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
     """What names several classes, or a class and another type, in all files; or such of ``words``."""
-    classes, names = set[str](), Counter[str]()
-    for text in texts:
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                classes.add(node.name.lstrip("_"))
-                names[node.name.lstrip("_")] += 1
-            elif isinstance(node, ast.Assign):
-                names.update(to.id.lstrip("_") for to in node.targets if isinstance(to, ast.Name))
-    return sorted(name for name in words or classes if names[name] > 1)
+    found = [named(text) for text in texts]
+    names = Counter(name for both in found for some in both for name in some)
+    return sorted(
+        name for name in words or {n for some, _ in found for n in some} if names[name] > 1
+    )
 
 
 def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
@@ -76,11 +92,11 @@ def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
     return [ast.unparse(node) for node in rest]
 
 
-def test_imports_are_on_the_list() -> None:
-    graph = house.folder_edges(FILES, GRAPH)
-    assert forbidden(graph, house.FOLDERS) == []
-    assert sorted(graph) == sorted(house.FOLDERS), "a folder without a line, or a line too many"
-    assert unused(graph, house.FOLDERS) == []
+def test_imports_are_on_the_list(graph: dict[str, set[str]]) -> None:
+    folders = house.folder_edges(FILES, graph)
+    assert forbidden(folders, house.FOLDERS) == []
+    assert sorted(folders) == sorted(house.FOLDERS), "a folder without a line, or a line too many"
+    assert unused(folders, house.FOLDERS) == []
     assert forbidden({"a": {"b"}}, {"a": "", "b": ""}) == ["a -> b"]
     assert unused({"a": {"b"}}, {"a": "b c"}) == ["a -> c"]
     assert not forbidden({"a": {"b", "kernels/fused"}}, {"a": "b", "b": ""})
@@ -92,8 +108,9 @@ def test_the_list_goes_down_only() -> None:
     assert upward({"a": "", "b": "a", "c": "d", "d": ""}) == ["c -> d"]
 
 
-def test_no_circle_of_files() -> None:
-    assert house.circles(GRAPH) == []
+def test_no_circles(graph: dict[str, set[str]]) -> None:
+    assert house.circles(graph) == []
+    assert house.circles(house.folder_edges(FILES, graph)) == []
 
 
 def test_no_circle_of_benchmarks() -> None:
@@ -103,10 +120,6 @@ def test_no_circle_of_benchmarks() -> None:
     graph = house.edges(texts)
     assert graph["predict"] >= {"model.tables", "model.simulation.machines"}
     assert house.circles(graph) == []
-
-
-def test_no_circle_of_folders() -> None:
-    assert house.circles(house.folder_edges(FILES, GRAPH)) == []
 
 
 def test_circles_are_seen() -> None:
