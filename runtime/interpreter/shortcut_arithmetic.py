@@ -18,10 +18,12 @@ before for all else::
     a pointer; int64                                      .to(int64); of a   int64; the pointer's type
                                                           pointer's type
     anything                                              .to(its type)      itself
+    a line of numbers                                     [:, None] [None, :]  a column, a row
 
-Shapes are equal, or one of the two is a scalar: then numpy broadcasts as Triton does. What comes out has
-the type, the shape and the bits that the front end would have given it; test_interpreter_shortcuts.py
-compares. Integers wrap around, without a check for overflow: the session leaves that out too.
+Shapes have as many dimensions, of equal lengths or 1, or one of the two is a scalar: then numpy broadcasts
+as Triton does. What comes out has the type, the shape and the bits that the front end would have given it;
+test_interpreter_shortcuts.py compares. Integers wrap around, without a check for overflow: the session
+leaves that out too.
 """
 
 import operator
@@ -41,6 +43,9 @@ _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 _widths: dict[str, Any] = {}
 _blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
+_models: dict[tuple[int, ...], Any] = {}
+_joint: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
+_ALL = slice(None)
 
 
 def _divide(left: Any, right: Any) -> Any:
@@ -92,12 +97,29 @@ def _shaped(dtype: Any, model: Any) -> Any:
     return block_of(dtype, kind)
 
 
+def _of_shape(shape: tuple[int, ...]) -> Any:
+    """A block of that shape, of no data, made once."""
+    found = _models.get(shape)
+    if found is None:
+        found = _models[shape] = tl.tensor(None, tl.block_type(tl.int32, list(shape)))
+    return found
+
+
+def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Any:
+    """A block of the shape that blocks of these give; None if they give none, or have other dimensions."""
+    if (mine, theirs) not in _joint:
+        pairs = list(zip(mine, theirs, strict=False))
+        fit = len(mine) == len(theirs) and all(a == b or 1 in (a, b) for a, b in pairs)
+        _joint[mine, theirs] = _of_shape(tuple(map(max, pairs))) if fit else None
+    return _joint[mine, theirs]
+
+
 def _model(left: Any, right: Any) -> Any:
-    """The tensor of the two that has the result's shape; None if neither has, or scalars are odd."""
+    """A tensor that has the result's shape; None if there is none, or scalars are odd."""
     mine, theirs = left.handle.data.shape, right.handle.data.shape
     if left.type.__class__ is tl.block_type:
         if right.type.__class__ is tl.block_type:
-            return left if mine == theirs else None
+            return left if mine == theirs else _together(mine, theirs)
         return left if theirs == _SCALAR else None
     if mine != _SCALAR:
         return None
@@ -168,7 +190,7 @@ def _logic(stock: Method, op: Any) -> Method:
             mine, theirs = self.handle.data, other.handle.data
             model = _model(self, other)
             if model is not None and mine.dtype == theirs.dtype == bool:
-                return _made(model, op(mine, theirs), self.dtype, model.type)
+                return _made(model, op(mine, theirs), self.dtype, _shaped(self.dtype, model))
         return stock(self, other)
 
     return method
@@ -230,6 +252,26 @@ def _conversion(stock: Method) -> Method:
     return method
 
 
+def _axis(stock: Method) -> Method:
+    def method(self: Any, slices: Any) -> Any:
+        where = slices.values if slices.__class__ is tl.tuple else slices
+        data = self.handle.data
+        line = self.type.__class__ is tl.block_type and data.ndim == 1
+        two = where.__class__ in (tuple, list) and len(where) == 2
+        if line and two and self.dtype.__class__ is tl.dtype:
+            first, second = where
+            if second is None and first == _ALL:
+                data = data[:, None]
+            elif first is None and second == _ALL:
+                data = data[None, :]
+            if data.ndim == 2:
+                model = _of_shape(data.shape)
+                return _made(model, data, self.dtype, _shaped(self.dtype, model), self.handle.dtype)
+        return stock(self, slices)
+
+    return method
+
+
 def shortcuts() -> list[Replacement]:
     """The replacements inside a session of the interpreter, which has patched the language already."""
     stock = vars(tl.tensor)
@@ -249,4 +291,5 @@ def shortcuts() -> list[Replacement]:
     found["__add__"] = _steps(stock["__add__"], _ARITHMETIC["add"])
     found["__sub__"] = _steps(stock["__sub__"], _ARITHMETIC["sub"], down=True)
     found["to"] = _conversion(stock["to"])
+    found["__getitem__"] = _axis(stock["__getitem__"])
     return [(tl.tensor, name, method) for name, method in found.items()]

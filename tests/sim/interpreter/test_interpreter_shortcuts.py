@@ -24,7 +24,7 @@ NUMBERS = {
     "int32": np.int32, "int64": np.int64, "uint32": np.uint32, "int8": np.int8, "int1": np.bool_,
     "fp32": np.float32,
 }  # fmt: skip
-SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 4), (2, 1), (1, 4)]
+SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 4), (2, 1), (1, 4), (1, 2, 1)]
 PLAIN = [0, 1, 3, -5, 2**31 - 1, -(2**31), 2**31, 2**40, True, 1.5]
 
 
@@ -117,6 +117,28 @@ def test_conversions() -> None:
     cases["bits"] = lambda: TENSORS["fp32 (4,)"].to(tl.int32, bitcast=True)
     cases["by name"] = lambda: TENSORS["int32 (4,)"].to(dtype=tl.int64)
     assert compare(cases) > 100
+
+
+def test_axes() -> None:
+    """Of all but scalars, which the front end makes blocks."""
+    wheres: dict[str, Callable[[Any], Any]] = {
+        "column": lambda x: x[:, None],
+        "row": lambda x: x[None, :],
+        "in a tuple of Triton's": lambda x: x[tl.tuple([tl.constexpr(None), slice(None)])],
+        "by a constexpr": lambda x: x[:, tl.constexpr(None)],
+        "all": lambda x: x[:, :],
+        "one": lambda x: x[None],
+        "none": lambda x: x[:],
+        "more": lambda x: x[:, None, :],
+        "two": lambda x: x[None, None],
+        "part": lambda x: x[1:, None],
+        "number": lambda x: x[0, None],
+    }
+    operands = (TENSORS | POINTERS).items()
+    assert (
+        compare({f"{n} {w}": lambda x=x, w=w: wheres[w](x) for n, x in operands for w in wheres})
+        > 150
+    )
 
 
 def test_integers_do_not_go_through_the_front_end() -> None:
