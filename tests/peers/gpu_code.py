@@ -91,10 +91,10 @@ def twice_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, 2 * tl.load(x_ptr + offsets))
 
 
-@torch.library.custom_op("interlace_gpu_code::twice", mutates_args=())
+@torch.library.custom_op("interlace_gpu_code::twice", mutates_args=(), device_types="cuda")
 def twice(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
-    twice_kernel[(1,)](x, y, 16)
+    twice_kernel[(1,)](x.view(4, 4).t().reshape(-1), y, 16)  # which copies, as any op of torch's
     return y
 
 

@@ -160,6 +160,33 @@ def test_streams_that_are_in_order(function: Any, name: str) -> None:
     assert schedules(fn, 2, n=6, workers=1, shrink=False).clean
 
 
+def total(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """What ranks wait for within an op; the host waits, too."""
+    y = factor * x
+    torch.distributed.all_reduce(y)
+    return y + y.sum().item()
+
+
+def test_ranks_wait_within_ops_of_libraries() -> None:
+    """Which in C++ would end the process."""
+
+    def on_rank() -> Any:
+        x = torch.full((2,), 1.0 + interlace.get_rank(), device="cuda", requires_grad=True)
+        y = custom(x, factor=2.0)
+        y.sum().backward()
+        return torch.ops.interlace_test_shims.total(x).tolist(), y.tolist(), x.grad.tolist()  # type: ignore[union-attr]
+
+    with shims.installed("torch"):
+        library = torch.library.Library("interlace_test_shims", "DEF")
+        library.define("total(Tensor x, float factor=1.0) -> Tensor")
+        library.impl("total", total, "CUDA")
+        custom = torch.library.custom_op(
+            "interlace_test_shims::custom", total, mutates_args=(), device_types="cuda"
+        )
+        custom.register_autograd(lambda ctx, grad: (3 * grad, None))
+        assert interlace.run(on_rank, 2) == [([9.0, 9.0], [18.0, 18.0], [3.0, 3.0])] * 2
+
+
 @pytest.mark.parametrize("in_threads", [False, True])
 def test_a_stream_waits_for_a_value_and_autograd_goes_through_streams(
     function: Any, in_threads: bool, monkeypatch: pytest.MonkeyPatch

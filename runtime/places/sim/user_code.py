@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from interlace.runtime.compat.custom_ops import called_directly
 from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
 from interlace.runtime.places.sim.rank_globals import RankGlobals
 
@@ -37,7 +38,6 @@ _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
     "interlace_user_stream", default=None
 )
 _C: Any = torch._C
-_ON_CPU: Any = _C.DispatchKeySet(_C.DispatchKey.CPU)
 _WITHOUT_DATA = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
 _WAITING = ("c10d", "_c10d_functional")  # whose ops know streams, by the place's events
 
@@ -159,6 +159,7 @@ def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], 
         chosen.begin(place)
 
     with ExitStack() as stack:
+        stack.enter_context(called_directly(lambda: streams.current() is not None))
         stack.enter_context(Asynchronous(streams))
         for each in chosen.entered(streams):
             stack.enter_context(each)
@@ -183,11 +184,16 @@ class Asynchronous(TorchDispatchMode):
 
     def _enqueued(self, stream: UserStream, func: Any, args: Any, kwargs: Any) -> Any:
         if _touches_nothing(func):
-            return func(*args, **kwargs)
+            if not _is_composite(func):
+                return func(*args, **kwargs)
+            with self:  # as a reshape within another library's op: it may copy
+                return func.decompose(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if _is_users(func):
+        if keys := _users(func):
             with self:  # what it calls is put on the stream
-                return func.redispatch(_ON_CPU, *args, **kwargs)
+                return func.redispatch(keys, *args, **kwargs)
+        if func.namespace != "aten":  # which cannot be run, and says why
+            return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default and _plain_copy(args[0], args[1]):
             stream.copy(args[0].data, args[1].data.expand_as(args[0]), name)
             return args[0]
@@ -225,10 +231,18 @@ def _plain_copy(destination: Any, source: Any) -> bool:
 
 
 @cache
-def _is_users(func: Any) -> bool:
-    """Whether the op is of another library than torch's own, with code for CPUs."""
-    computed = _C._dispatch_has_computed_kernel_for_dispatch_key
-    return bool(func.namespace != "aten" and computed(func.name(), "CPU"))
+def _is_composite(func: Any) -> bool:
+    has_kernel = _C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+
+
+@cache
+def _users(func: Any) -> Any:
+    """Where an op of another library than torch's own has its code; None for torch's ops."""
+    for key in ("CPU", "CUDA") if func.namespace != "aten" else ():
+        if _C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
+            return _C.DispatchKeySet(getattr(_C.DispatchKey, key))
+    return None
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.runtime.compat import stand_ins
+from interlace.runtime.compat import custom_ops, stand_ins
 from interlace.runtime.compiler.request import STOOD_FOR
 from interlace.runtime.places.sim import place, user_code
 from interlace.symmetric_memory.registration import NAMES
@@ -135,6 +135,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
     token = place.AROUND.set(functools.partial(user_code.entered, setup))
     try:
         with contextlib.ExitStack() as leaving:
+            leaving.enter_context(custom_ops.of_libraries())
             for module, names in replaced:
                 for name, value in names.items():
                     stand_ins.put(leaving, vars(module), name, value)
