@@ -11,126 +11,40 @@ _WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
 
 CASES = [
     # -- kernels/fused/grouped_matmul.py -----------------------------------------------------------------
-    Case(
-        mutant_of(
-            _GROUPED,
-            "grouped rows of some ranks not waited for",
-            (_WAIT_ROWS, f"                    if source > workspace.rank:\n    {_WAIT_ROWS}"),
-        ),
-        "races",
-        _A2A,
-    ),
-    Case(
-        mutant_of(
-            _GROUPED,
-            "one slot for all chunks of a segment",
-            ("slot = first_slot + first_row // chunk_rows", "slot = first_slot"),
-        ),
-        "races",
-        _A2A,
-    ),
-    Case(
-        mutant_of(
-            _GROUPED,
-            "slot of another source",
-            ("first_slot = segment + segment_row", "first_slot = segment - 1 + segment_row"),
-        ),
-        "races",
-        _A2A,
-    ),
-    Case(
-        mutant_of(
-            _GROUPED,
-            "fence of grouped descriptor loads dropped",
-            (
-                "                    fence_descriptor_loads(TILES.COMPILED)\n",
-                "                    pass\n",
-            ),
-        ),
-        "lint",
-        _A2A,
-        "grouped_matmul_kernel",
-    ),
+    Case(mutant_of(_GROUPED, "grouped rows of some ranks not waited for", (_WAIT_ROWS,
+     f"                    if source > workspace.rank:\n    {_WAIT_ROWS}")), "races", _A2A),
+    Case(mutant_of(_GROUPED, "one slot for all chunks of a segment",
+     ("slot = first_slot + first_row // chunk_rows", "slot = first_slot")), "races", _A2A),
+    Case(mutant_of(_GROUPED, "slot of another source", ("first_slot = segment + segment_row",
+     "first_slot = segment - 1 + segment_row")), "races", _A2A),
+    Case(mutant_of(_GROUPED, "fence of grouped descriptor loads dropped",
+     ("                    fence_descriptor_loads(TILES.COMPILED)\n", "                    pass\n")),
+     "lint", _A2A, "grouped_matmul_kernel"),
     # -- words that carry their flag -----------------------------------------------------------------
-    Case(
-        mutant_of(
-            _SIGNAL,
-            "flag of two epochs before taken",
-            ("(words >> 32).to(tl.int32) != flag", "(words >> 32).to(tl.int32) < flag - 2"),
-        ),
-        "schedules",
-        "all_gather low_latency",
-    ),
-    Case(
-        mutant_of(_SIGNAL, "word stored plainly", (_WORD, "tl.store(pointers, word)")),
-        "races",
-        "all_gather low_latency",
-    ),
-    Case(
-        mutant_of(_LOW, "one set of words", ("block * 2 + lot.epoch % 2", "block * 2")),
-        "schedules",
-        "all_reduce low_latency",
-    ),
-    Case(
-        mutant_of(
-            _LOW,
-            "epoch of words used again",
-            ("    tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))", "    pass"),
-        ),
-        "schedules",
-        "all_reduce low_latency",
-    ),
-    Case(
-        mutant_of(_LOW, "root waits for nobody", ("words, first + 1)", "words, first)")),
-        "schedules",
-        "broadcast low_latency",
-    ),
-    Case(
-        mutant_of(
-            _LOW,
-            "one set of words for all sources",
-            ("(block * 2 + lot.epoch % 2) * world_size + source", "(block * 2 + lot.epoch % 2)"),
-        ),
-        "schedules",
-        "all_gather low_latency",
-    ),
+    Case(mutant_of(_SIGNAL, "flag of two epochs before taken", ("(words >> 32).to(tl.int32) != flag",
+     "(words >> 32).to(tl.int32) < flag - 2")), "schedules", "all_gather low_latency"),
+    Case(mutant_of(_SIGNAL, "word stored plainly", (_WORD, "tl.store(pointers, word)")), "races",
+     "all_gather low_latency"),
+    Case(mutant_of(_LOW, "one set of words", ("block * 2 + lot.epoch % 2", "block * 2")), "schedules",
+     "all_reduce low_latency"),
+    Case(mutant_of(_LOW, "epoch of words used again",
+     ("    tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))", "    pass")), "schedules",
+     "all_reduce low_latency"),
+    Case(mutant_of(_LOW, "root waits for nobody", ("words, first + 1)", "words, first)")), "schedules",
+     "broadcast low_latency"),
+    Case(mutant_of(_LOW, "one set of words for all sources",
+     ("(block * 2 + lot.epoch % 2) * world_size + source", "(block * 2 + lot.epoch % 2)")), "schedules",
+     "all_gather low_latency"),
     # -- by the switch ---------------------------------------------------------------------------------
-    Case(
-        mutant_of(
-            _SWITCH,
-            "sum before all have come",
-            (
-                "arrived = arrived & (wait(peers, source, slot, epoch) >= epoch)",
-                "if source > 0:\n            wait(peers, source, slot, epoch)",
-            ),
-        ),
-        "races",
-        "all_reduce multimem",
-    ),
-    Case(
-        mutant_of(
-            _SWITCH,
-            "credit of one rank for all",
-            (
-                "    for peer in range(peers.world_size):\n        free =",
-                "    for peer in range(peers.rank, peers.rank + 1):\n        free =",
-            ),
-        ),
-        "races",
-        "all_gather multimem",
-    ),
-    Case(
-        mutant_of(
-            _SWITCH,
-            "sums told to one rank",
-            (
-                "            for peer in range(workspace.world_size):\n"
-                "                publish(peer_pointer(workspace, peer, sums_slot",
-                "            for peer in range(1):\n"
-                "                publish(peer_pointer(workspace, peer, sums_slot",
-            ),
-        ),
-        "schedules",
-        "all_reduce multimem",
-    ),
-]
+    Case(mutant_of(_SWITCH, "sum before all have come",
+     ("arrived = arrived & (wait(peers, source, slot, epoch) >= epoch)",
+     "if source > 0:\n            wait(peers, source, slot, epoch)")), "races", "all_reduce multimem"),
+    Case(mutant_of(_SWITCH, "credit of one rank for all",
+     ("    for peer in range(peers.world_size):\n        free =",
+     "    for peer in range(peers.rank, peers.rank + 1):\n        free =")), "races",
+     "all_gather multimem"),
+    Case(mutant_of(_SWITCH, "sums told to one rank",
+     ("            for peer in range(workspace.world_size):\n" "                publish(peer_pointer(workspace, peer, sums_slot",
+     "            for peer in range(1):\n" "                publish(peer_pointer(workspace, peer, sums_slot")),
+     "schedules", "all_reduce multimem"),
+]  # fmt: skip
