@@ -6,13 +6,20 @@ import pathlib
 
 import pytest
 
-from cases.bundles import build_all
+from cases.bundles import ONE_OF_EACH, build_all
 from interlace.runtime.compiler.bundle.ops import OPS
+
+HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """The directory of every bundle, by op."""
+def bundles(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, pathlib.Path]:
+    """The directories of the bundles that tests of the run ask for, by op."""
+    here = [item for item in request.session.items if item.path.parent == HERE]
+    asked = [item.callspec.params.get("op") for item in here if hasattr(item, "callspec")]
+    ops = [op for op in OPS if op in ONE_OF_EACH or op in asked]
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "bundles"
     folder.mkdir(exist_ok=True)
@@ -20,6 +27,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]
         fcntl.flock(lock, fcntl.LOCK_EX)
         built = folder / "built"
         if not built.exists():
-            build_all(folder)
+            build_all(folder, ops)
             built.touch()
-    return {op: folder / op for op in OPS}
+    return {op: folder / op for op in ops}

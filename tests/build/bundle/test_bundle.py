@@ -20,6 +20,7 @@ from cases.bundles import (
     EXTRA,
     INNER,
     LIMIT,
+    ONE_OF_EACH,
     SHAPES,
     Shape,
     launched_on_host,
@@ -32,6 +33,7 @@ from interlace.runtime.compiler.bundle import bundle
 from interlace.runtime.compiler.bundle.ops import OPS
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.tuning.configuration import gpu_default
+from tiers import few, thorough
 
 # -- the manifest and the cubin ----------------------------------------------------------------
 
@@ -71,7 +73,9 @@ def differences(facts: dict[str, Any], cubin: pathlib.Path) -> list[str]:
     return [f"{name}: {a} is not {b}" for name, (a, b) in pairs.items() if a != b]
 
 
-@pytest.mark.parametrize(("op", "arch", "kernel"), KERNELS)
+@pytest.mark.parametrize(
+    ("op", "arch", "kernel"), few(KERNELS, *(each for each in KERNELS if each[0] in ONE_OF_EACH))
+)
 def test_manifest_is_true_of_the_cubin(
     op: str, arch: str, kernel: str, bundles: dict[str, pathlib.Path]
 ) -> None:
@@ -138,10 +142,16 @@ def test_contracts_are_the_docstrings(bundles: dict[str, pathlib.Path]) -> None:
         assert f"Ordering: {contracts[kernel]['ordering']} Example:" in text
 
 
+def quick_or_not(op: str) -> Any:
+    return () if op in ONE_OF_EACH else thorough
+
+
 # -- the formulas and the host -----------------------------------------------------------------
 
 CASES = [
-    pytest.param(op, str(arches[-1]), shape, id=f"{op} {len(shape.rows)} ranks")
+    pytest.param(
+        op, str(arches[-1]), shape, id=f"{op} {len(shape.rows)} ranks", marks=quick_or_not(op)
+    )
     for op, arches in ARCHES.items()
     for shape in SHAPES
     # every rank takes something of every other where all have some
