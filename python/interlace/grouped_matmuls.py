@@ -358,7 +358,7 @@ def _grouped_matmul(
             with communicator.accepting(op):
                 call = grouped.checked(communicator, input, weight, bias, options)
             first = f"{op} of tensors that require gradients"  # on all ranks, then
-            routes = communicator.run(
+            routes, _ = communicator.run(
                 first,
                 lambda: Outcome(grouped.agree(communicator, options, call, first), None),
                 async_op=False,

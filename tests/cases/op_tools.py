@@ -103,7 +103,7 @@ WHY_NOT: dict[tuple[str, str], str] = {
         for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
     },
     **{(op, "tune"): "by where it runs alone" for op in ("dispatch", "combine")},
-    **{(op, tool): _LATER for op in _GROUPED for tool in ("bench", "tune", "bundle")},
+    **{(op, tool): _LATER for op in _GROUPED for tool in ("bundle",)},
 }
 
 

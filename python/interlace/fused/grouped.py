@@ -30,7 +30,7 @@ from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
@@ -79,14 +79,14 @@ def grouped_matmul(
     call = checked(communicator, input, weight, bias, options)
 
     def start() -> Outcome:
-        routes = agree(communicator, options, call)
+        routes, columns = agree(communicator, options, call)
         made, rows = output, received
         if made is None:
             count = routes.received(communicator.rank)
             made = call.input.new_empty(count, call.weight.shape[2], dtype=call.dtype)
             if options.return_received:
                 rows = call.input.new_empty(count, call.input.shape[1])
-        event = _started(communicator, options.op, call, routes, made, rows)
+        event = _started(communicator, options.op, call, routes, columns, made, rows)
         if output is not None:
             return Outcome(None, event)
         return Outcome(result(rows, made, routes.splits()), event)
@@ -99,10 +99,11 @@ def _started(
     op: str,
     call: Checked,
     routes: Routes,
+    columns: int,
     output: torch.Tensor,
     received: torch.Tensor | None,
 ) -> Event:
-    """Choose the algorithm, from what all ranks know alike, and start it."""
+    """Choose the algorithm, from what all ranks know alike, and start it. ``columns``: of the widest."""
     input, linear = call.input, Linear(call.weight, call.bias, output)
     linear.activation = call.activation
     inner, place = input.shape[1], communicator.place
@@ -112,7 +113,12 @@ def _started(
     if algorithm == "auto" or empty:
         moved = rows * inner * input.element_size() if routes.world_size > 1 else 0
         wide = torch.float64 if call.dtype == torch.float64 else input.dtype
-        algorithm = choose_algorithm(place, wide, rows, moved, empty=empty)
+        tuned = ""
+        if not empty:
+            about = rows, columns, inner, routes.world_size
+            problem = tuning.Problem(op, input.dtype, *about)
+            tuned = tuning.measured(communicator, problem).algorithm
+        algorithm = choose_algorithm(place, wide, rows, moved, empty=empty, tuned=tuned)
         if place.nodes is not None:
             algorithm = "unfused"
     made = GroupedMatmul(communicator, op, input, linear, routes, received)
@@ -203,8 +209,11 @@ def counts(name: str, value: Any) -> list[int]:
 
 def agree(
     communicator: Communicator, options: GroupedOptions, call: Checked, name: str | None = None
-) -> Routes:
-    """The routes; raises alike on all ranks. ``name``: what ranks call this agreement, if not by op."""
+) -> tuple[Routes, int]:
+    """The routes, and the columns of the widest weight; raises alike on all ranks.
+
+    ``name``: what ranks call this agreement, if not by op.
+    """
     op, rank, world_size = options.op, communicator.rank, communicator.world_size
     terms = (
         ("dtype of input", call.input.dtype),
@@ -215,19 +224,19 @@ def agree(
         ("return_received", bool(options.return_received)),
         ("configuration", configuration.OVERRIDE.get()),
     )
-    splits = tuple(call.input_splits), call.output_splits
-    answers = communicator.parts(Call(name or op, terms, part=splits))
+    mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
+    answers = communicator.parts(Call(name or op, terms, part=mine))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size
     else:
         each = experts // world_size
         blocks = [(r * each, (r + 1) * each) for r in range(world_size)]
-    routes = Routes(rank, tuple(sent for sent, _ in answers), tuple(blocks))
-    for receiver, (_, expected) in enumerate(answers):
+    routes = Routes(rank, tuple(sent for sent, *_ in answers), tuple(blocks))
+    for receiver, (_, expected, _) in enumerate(answers):
         if expected is not None:
             _expected(op, routes, receiver, expected)
-    return routes
+    return routes, max(columns for *_, columns in answers)
 
 
 def _expected(op: str, routes: Routes, receiver: int, expected: Sequence[int]) -> None:

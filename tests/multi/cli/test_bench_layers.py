@@ -21,6 +21,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "context_parallel_attention_backward": {"m": "8", "n": "2", "k": "8", "dtype": "bfloat16"},
     "matmul_all_to_all": {"m": "3", "n": "16", "k": "8", "dtype": "bfloat16"},
     "all_to_all_matmul": {"m": "3", "n": "16", "k": "8"},
+    "all_to_all_grouped_matmul": {"m": "8", "n": "6", "k": "8"},
+    "all_gather_grouped_matmul": {"m": "8", "n": "6", "k": "8", "dtype": "bfloat16"},
     "distributed_decode": {"m": "32", "n": "4", "k": "8", "key_heads": 2, "batch": 2},
 }
 
@@ -81,6 +83,10 @@ def test_what_cannot_be_is_told_before(capsys: pytest.CaptureFixture[str]) -> No
         (["distributed_decode", "--key-heads", "3"], "--key-heads 3: does not divide --n 8"),
         (["context_parallel_attention", "--m", "6"], "--m 6: context_parallel_attention shares"),
         (["matmul_all_to_all", "--n", "31"], "--n 31: matmul_all_to_all gives ranks parts"),
+        (
+            ["all_gather_grouped_matmul", "--m", "6"],
+            "--m 6: all_gather_grouped_matmul has 2 experts",
+        ),
         (["all_to_all_matmul", "--k", "31"], "--k 31: all_to_all_matmul gives ranks parts"),
         (["context_parallel_attention", "--m", "4M", "--n", "4K"], "GiB"),
     ):

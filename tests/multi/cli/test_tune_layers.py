@@ -31,6 +31,8 @@ FASTEST = {
     "matmul_all_reduce_norm": "pipelined",
     "matmul_all_to_all": "pipelined",
     "all_to_all_matmul": "pipelined",
+    "all_to_all_grouped_matmul": "pipelined",
+    "all_gather_grouped_matmul": "pipelined",
     "context_parallel_attention": "ring pipelined",
     "context_parallel_attention_backward": "ring pipelined",
 }
@@ -47,6 +49,11 @@ def call(op: str, **how: Any) -> Any:
         return torch.autograd.grad(made.sum(), q) if op.endswith("backward") else made
     if op == "matmul_all_reduce_norm":
         return interlace.matmul_all_reduce(torch.ones(m, k), torch.ones(k, n), norm=NORM, **how)
+    if op.endswith("grouped_matmul"):
+        experts = 1 if op.startswith("all_to_all") else 2
+        weight, each = torch.ones(experts, k, n), m // 2
+        rows = torch.ones(m if experts == 1 else each, k)
+        return getattr(interlace, op)(rows, weight, [len(rows) // 2] * 2, **how)[0]
     if op == "matmul_all_to_all":
         return interlace.functional.matmul_all_to_all(torch.ones(m, k), torch.ones(k, n), **how)
     if op == "all_to_all_matmul":

@@ -1,4 +1,4 @@
-"""Dispatch, combine, and grouped matmul + combine, at one size.
+"""Dispatch, combine, and the grouped matmuls, at one size.
 
 Every rank has one expert and as many tokens as the others; a token goes to ``TOPK`` ranks, to all equally
 often. So a rank gets as many rows as it sends, by expert and by source alike, and torch's way is an
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.by_rows import INPUT, Expected
-from interlace.benchmark.subjects.fused import Fused
+from interlace.benchmark.subjects.by_rows import INPUT, ByRows, Expected
+from interlace.benchmark.subjects.fused import AllGatherMatmul, Fused
 from interlace.benchmark.subjects.plain import AllToAll, Plain, Tensors
 from interlace.benchmark.timing import payload
 from interlace.runtime.algorithms.experts.assignment import Assignment
@@ -146,12 +146,112 @@ class CombineRows(_ExpertRowsPlain):
         return self._error(result, self._sums(self._home(call).double()))
 
 
-class GroupedMatmulCombineRows(Fused):
+class _Exchanged(Fused):
     """M are the rows that a rank's expert multiplies, as many as it sends."""
 
-    op = "grouped_matmul_combine"
     shards = False
     communication = AllToAll
+
+    def _arrived(self, call: int) -> torch.Tensor:
+        """The rows of this rank's expert, those of one source after another."""
+        rows = self.own + torch.arange(self.rows, device=self.device)
+        parts = [
+            payload.some_rows(rows, self.k, source, 2 * call + INPUT, self.dtype)
+            for source in range(self.world_size)
+        ]
+        return torch.cat(parts)
+
+
+class AllToAllGroupedRows(_Exchanged):
+    op = "all_to_all_grouped_matmul"
+    communicated = "k"
+
+    def inputs(self, call: int) -> Tensors:
+        return (*self.matmul_inputs(call), self.collective.empty(self.m, self.k))
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        splits, op = [self.rows] * self.world_size, getattr(interlace, self.op)
+        return lambda input, weight, buffer: op(
+            input, weight.unsqueeze(0), splits, algorithm=algorithm
+        )[0]
+
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        dist.all_to_all_single(buffer, input)
+        return torch.mm(buffer, weight)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        buffer = self.collective.empty(self.m, self.k)
+        return self._arrived(call), self.weight(self.rank, call), buffer
+
+    def alone(self, arrived: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        return torch.mm(buffer.copy_(arrived), weight)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        weight, arrived = self.weight(self.rank, call), self._arrived(call)[rows]
+        value, bound = reference.matmul(arrived, weight, self.dtype, roundings=2)
+        return value, bound, bound
+
+
+class AllGatherGroupedRows(AllGatherMatmul):
+    """Every rank has a slice of ``TOPK`` experts, and equally many rows for each."""
+
+    op = "all_gather_grouped_matmul"
+    shards = False
+
+    @classmethod
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+        super().refuse(world_size, m, dtype)
+        if (m or 0) % (world_size * TOPK):
+            raise ValueError(
+                f"--m {m}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
+            )
+
+    def _stacked(self, call: int) -> torch.Tensor:
+        experts = [self.weight(self.rank * TOPK + expert, call) for expert in range(TOPK)]
+        return torch.stack(experts)
+
+    def inputs(self, call: int) -> Tensors:
+        input, _, buffer = super().inputs(call)
+        return input, self._stacked(call), buffer
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        splits, op = [self.rows // TOPK] * TOPK, getattr(interlace, self.op)
+        return lambda input, weight, buffer: op(input, weight, splits, algorithm=algorithm)[0]
+
+    def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        return self._by_expert(self.collective.theirs(buffer, input), weight)
+
+    def _by_expert(self, gathered: Any, weight: Any) -> torch.Tensor:
+        rows = gathered.view(self.world_size, TOPK, -1, self.k).transpose(0, 1)
+        return torch.bmm(rows.reshape(TOPK, -1, self.k), weight).view(self.m, self.n)
+
+    def alone_inputs(self, call: int) -> Tensors:
+        gathered, _, buffer = super().alone_inputs(call)
+        return gathered, self._stacked(call), buffer
+
+    def alone(self, gathered: Any, weight: Any, buffer: Any) -> torch.Tensor:
+        return self._by_expert(buffer.copy_(gathered), weight)
+
+    def symmetric(self, group_name: str) -> Callable[..., Any]:
+        return ByRows.symmetric(self, group_name)
+
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        each = self.rows // TOPK  # rows of one source for one expert
+        expert, source = rows // (self.m // TOPK), rows // each % self.world_size
+        index, parts = expert * each + rows % each, []
+        for number, weight in enumerate(self._stacked(call)):  # rows come by expert, then by source
+            pieces = [
+                payload.some_rows(index[here], self.k, rank, 2 * call + INPUT, self.dtype)
+                for rank in range(self.world_size)
+                for here in [(expert == number) & (source == rank)]
+            ]
+            parts.append(reference.all_gather_matmul(pieces, weight, self.dtype, roundings=2))
+        value, bound = (torch.cat(each) for each in zip(*parts, strict=True))
+        return value, bound, bound
+
+
+class GroupedMatmulCombineRows(_Exchanged):
+    op = "grouped_matmul_combine"
 
     def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
         super().__init__(place, dtype, m, n, k)
@@ -168,15 +268,6 @@ class GroupedMatmulCombineRows(Fused):
                 f"--m {m}: {cls.op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
                 f"{min(TOPK, world_size)} experts for each token"
             )
-
-    def _arrived(self, call: int) -> torch.Tensor:
-        """The rows of this rank's expert, those of one source after another."""
-        rows = self.own + torch.arange(self.rows, device=self.device)
-        parts = [
-            payload.some_rows(rows, self.k, source, 2 * call + INPUT, self.dtype)
-            for source in range(self.world_size)
-        ]
-        return torch.cat(parts)
 
     def inputs(self, call: int) -> Tensors:
         return (

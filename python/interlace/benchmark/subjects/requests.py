@@ -38,6 +38,7 @@ _FUSED: tuple[type[Fused], ...] = (
 _BY_ROWS: tuple[type[ByRows], ...] = (
     norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,
     norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
+    expert_rows.AllGatherGroupedRows, expert_rows.AllToAllGroupedRows,
     expert_rows.GroupedMatmulCombineRows,
     head_exchange.MatmulAllToAll, head_exchange.AllToAllMatmul,
     attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,

@@ -51,7 +51,8 @@ class BenchOptions(CommandOptions):
     OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
     scatter, send_recv, barrier; dispatch, combine), a fused op (all_gather_matmul, matmul_reduce_scatter,
     matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
-    reduce_scatter_norm, and gather_normed, which is the last with an all-gather; grouped_matmul_combine;
+    reduce_scatter_norm, and gather_normed, which is the last with an all-gather; all_to_all_grouped_matmul,
+    all_gather_grouped_matmul, grouped_matmul_combine;
     matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as ..._backward;
     distributed_decode), or path/to/file.py::function,
     which returns an interlace.benchmark.Kernel, or a callable to time.
