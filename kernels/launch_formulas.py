@@ -158,6 +158,56 @@ def head_send_lines(
     return lines
 
 
+def expert_offsets(rank: int, world_size: int, splits: Sequence[int], experts: int) -> list[int]:
+    """Rows of ``rank`` before each segment, by expert and source; the number of all its rows last.
+
+    ``splits``: every rank's rows for each expert, one rank after another; ``experts``: those of one rank,
+    which are others on each where not all have all.
+    """
+    total = len(splits) // world_size
+    first = rank * experts % total
+    offsets = [0]
+    for expert in range(first, first + experts):
+        for source in range(world_size):
+            offsets.append(offsets[-1] + splits[source * total + expert])
+    return offsets
+
+
+def expert_offset_lines(
+    rank: int, world_size: int, splits: Sequence[int], experts: int
+) -> list[Line]:
+    """Lines of ``grouped_matmul_kernel``'s ``offsets``: the first row for this rank itself, offsets."""
+    total = len(splits) // world_size
+    begin = rank * total
+    own = sum(splits[begin : begin + rank * experts % total])
+    return [[own], expert_offsets(rank, world_size, splits, experts)]
+
+
+def expert_send_lines(
+    rank: int, world_size: int, splits: Sequence[int], experts: int, chunk_size: int
+) -> list[Line]:
+    """Lines of ``grouped_matmul_kernel``'s ``sends``; to the next rank first: all to different ones.
+
+    The chunks of a segment have slots of their own: ``kernels/fused/grouped_matmul.py`` says why.
+    """
+    total = len(splits) // world_size
+    lines = []
+    for step in range(1, world_size):
+        peer = (rank + step) % world_size
+        begin = peer * experts % total
+        offsets = expert_offsets(peer, world_size, splits, experts)
+        for expert in range(experts):
+            number = expert * world_size + rank
+            row = rank * total + begin + expert
+            first = sum(splits[rank * total : row])
+            slot = number + offsets[number] // chunk_size
+            for chunk in range(ceil_div(splits[row], chunk_size)):
+                done = chunk * chunk_size
+                count = min(chunk_size, splits[row] - done)
+                lines.append([peer, first + done, count, offsets[number] + done, slot + chunk])
+    return lines
+
+
 def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
     """Lines of ``parts`` of ``multimem.py``, by rank: first element, elements, byte, first block."""
     lines = []

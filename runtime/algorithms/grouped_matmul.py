@@ -67,7 +67,7 @@ class GroupedMatmul:
         # Made before the op begins on the streams: they wait for what the caller has issued until then.
         known = self._operands(configuration)
         tiles_n = formulas.ceil_div(columns, configuration.block_n)
-        tiles = routes.tiles(configuration.block_m, size, tiles_n)
+        tiles = routes.tiles(configuration.block_m, tiles_n)
 
         def body(workspace: Workspace) -> None:
             most = max(1, communicator.place.program_limit // 4)

@@ -9,8 +9,9 @@ order (expert, source, row of the source), and so is its workspace.
 from dataclasses import dataclass
 from functools import cached_property
 
-from interlace.kernels.launch_formulas import Line, ceil_div
-from interlace.kernels.tiling import chunks_of, prefix_sums
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.launch_formulas import Line
+from interlace.kernels.tiling import prefix_sums
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,14 @@ class Routes:
     def longest(self) -> int:
         return max(max(each) for each in self.counts)
 
+    @cached_property
+    def _splits(self) -> tuple[int, list[int], int]:
+        """As ``launch_formulas.py`` has them: ranks, their rows by expert, experts of a rank."""
+        first, end = self.blocks[0]
+        return self.world_size, [rows for each in self.counts for rows in each], end - first
+
     def offsets(self, rank: int) -> list[int]:
-        """Where the segments of ``rank`` begin, by expert and source; the number of all rows last."""
-        first, end = self.blocks[rank]
-        return list(prefix_sums([each[e] for e in range(first, end) for each in self.counts]))
+        return formulas.expert_offsets(rank, *self._splits)
 
     def segments(self, rank: int) -> list[list[RouteSegment]]:
         """The segments that ``rank`` multiplies, by expert and source; experts count from its first one."""
@@ -101,33 +106,25 @@ class Routes:
 
     def chunk_rows(self, block_m: int, chunks: int) -> int:
         """Rows per chunk: whole tiles, and the longest segment in about ``chunks`` chunks."""
-        return max(1, ceil_div(ceil_div(self.longest, block_m), chunks)) * block_m
+        return formulas.chunk_rows([max(1, self.longest)], block_m, chunks)
 
     def slots(self, chunk_rows: int) -> int:
         """Signal slots that the rank with the most rows, or the most experts, needs."""
-        experts = max(end - first for first, end in self.blocks)
-        return experts * self.world_size + self.most_received // chunk_rows + 1
+        return self._splits[2] * self.world_size + self.most_received // chunk_rows + 1
 
     def offset_lines(self) -> list[Line]:
-        """``grouped_matmul_kernel``'s ``offsets``."""
-        return [[self.block(self.rank, self.rank)[0]], self.offsets(self.rank)]
+        return formulas.expert_offset_lines(self.rank, *self._splits)
 
     def send_lines(self, chunk_rows: int) -> list[Line]:
-        """Lines as of ``transfer.py``; to the next rank first, so that all send to different ones."""
-        lines = []
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
-            for expert in self.segments(peer):
-                lines += self._chunk_lines(peer, expert[self.rank], chunk_rows)
-        return lines
+        return formulas.expert_send_lines(self.rank, *self._splits, chunk_rows)
 
     def arrival_slots(self, chunk_rows: int) -> list[tuple[int, int]]:
         """(source, slot) of all that arrives, in the order of consumption."""
         return [
             (source, line[4])
             for source in self.sources[1:]
-            for expert in self.mine
-            for line in self._chunk_lines(self.rank, expert[source], chunk_rows)
+            for line in formulas.expert_send_lines(source, *self._splits, chunk_rows)
+            if line[0] == self.rank
         ]
 
     @property
@@ -135,20 +132,7 @@ class Routes:
         """All ranks in the order in which their rows arrive: this one, then rank - 1 and so on."""
         return [(self.rank - step) % self.world_size for step in range(self.world_size)]
 
-    def _chunk_lines(self, peer: int, segment: RouteSegment, chunk_rows: int) -> list[Line]:
-        """The chunks of a segment of ``peer``'s: [peer, first row, rows, row of the result, slot]."""
-        number = segment.expert * self.world_size + segment.source
-        slot = number + segment.to // chunk_rows
-        return [
-            [peer, segment.first + first, rows, segment.to + first, slot + chunk]
-            for chunk, (first, rows) in enumerate(chunks_of(segment.rows, chunk_rows))
-        ]
-
-    def tiles(self, block_m: int, chunk_rows: int, tiles_n: int) -> int:
+    def tiles(self, block_m: int, tiles_n: int) -> int:
         """The number of tiles that this rank computes."""
-        return tiles_n * sum(
-            ceil_div(rows, block_m)
-            for expert in self.mine
-            for segment in expert
-            for _, rows in chunks_of(segment.rows, chunk_rows)
-        )
+        rows = [segment.rows for expert in self.mine for segment in expert]
+        return formulas.tiles_of(rows, block_m, tiles_n)

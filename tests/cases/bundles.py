@@ -5,14 +5,16 @@ Bundles are of every op, three architectures, and options that change the manife
 
 import json
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 from interlace.cli.commands.build import write
+from interlace.fused.grouped import EXCHANGE, GATHER
 from interlace.runtime.algorithms import (
     gather_matmul,
     head_exchange,
@@ -29,6 +31,8 @@ from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.combine import Combine, Home
 from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
 from interlace.runtime.algorithms.experts.grouped_combine import GroupedMatmulCombine
+from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
+from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.bundle.bundle import BundleTarget
 from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
@@ -51,6 +55,8 @@ OPTIONS = {
     "dispatch": KernelOptions(topk=2, experts=3),
     "combine": KernelOptions(topk=2, experts=3),
     "grouped_matmul_combine": KernelOptions(topk=2, experts=3),
+    "all_gather_grouped_matmul": KernelOptions("fp16", weight="nk"),
+    "all_to_all_grouped_matmul": KernelOptions(bias="n"),
     "matmul_all_to_all": KernelOptions(bias="n"),
     "all_to_all_matmul": KernelOptions("fp16", weight="nk"),
     "context_parallel_attention": KernelOptions(head_dim=64),
@@ -84,6 +90,7 @@ def manifest_of(path: pathlib.Path) -> dict[str, Any]:
 
 LIMIT = 132
 TOKENS = 4  # of an op by words
+GROUPED_EXPERTS = 3  # of a rank
 EXTRA = {"tokens": TOKENS, "query_rows": 4, "programs": 32, "home_rows": 5000}
 """Launch values that are no argument of a kernel."""
 
@@ -262,6 +269,28 @@ def _grouped_matmul_combine(group: Any, rows: Any, configuration: Configuration)
     op.fused(_segments(experts, group), EXTRA["home_rows"], EXTRA["programs"], configuration)
 
 
+def splits_of(op: str, rows: Sequence[int]) -> list[int]:
+    """Rows of every rank for each of all experts, of which the second gets none."""
+    total = GROUPED_EXPERTS * (len(rows) if op.startswith("all_to_all") else 1)
+    splits: list[int] = []
+    for count in rows:
+        each = count // total
+        splits += [count - each * (total - 2), 0, *[each] * (total - 2)]
+    return splits
+
+
+def _grouped_matmul(op: str, group: Any, rows: Any, configuration: Configuration) -> None:
+    splits, ranks, experts = splits_of(op, rows), len(rows), GROUPED_EXPERTS
+    total = len(splits) // ranks
+    counts = tuple(tuple(splits[r * total : (r + 1) * total]) for r in range(ranks))
+    blocks = tuple((r * experts % total, r * experts % total + experts) for r in range(ranks))
+    routes = Routes(group.rank, counts, blocks)
+    variant = MatmulVariant(OPTIONS[op].dtype, OPTIONS[op].weight, bias=OPTIONS[op].bias)
+    input, linear = variant.tensors(rows[group.rank], experts)
+    linear = replace(linear, output=input.new_empty(routes.received(group.rank), 4096))
+    GroupedMatmul(group, op, input, linear, routes, None).fused(configuration)
+
+
 def _attention(group: Any, rows: Any, configuration: Configuration) -> None:
     size, count = OPTIONS["context_parallel_attention"].head_dim, rows[group.rank]
     tiles = gpu_attention(90, torch.bfloat16, size, backward=False)
@@ -290,6 +319,7 @@ LAUNCHES = {
     "dispatch": _dispatch,
     "combine": _combine,
     "grouped_matmul_combine": _grouped_matmul_combine,
+    **{op: partial(_grouped_matmul, op) for op in (GATHER, EXCHANGE)},
     "context_parallel_attention": _attention,
     "distributed_decode": _decode,
 }

@@ -92,8 +92,6 @@ NAMES: dict[tuple[str, str], tuple[str, ...]] = {
 """Where a tool calls an op otherwise, or knows more of it than one form."""
 
 _PLAIN = ("all_to_all", "gather", "scatter", "reduce", "send_recv", "barrier")
-_GROUPED = ("all_gather_grouped_matmul", "all_to_all_grouped_matmul")
-_LATER = "not yet"
 WHY_NOT: dict[tuple[str, str], str] = {
     **{(op, "tune"): "one way" for op in _PLAIN},
     **{(op, "bundle"): "copies and torch's sums: no kernel" for op in _PLAIN},
@@ -103,7 +101,6 @@ WHY_NOT: dict[tuple[str, str], str] = {
         for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
     },
     **{(op, "tune"): "by where it runs alone" for op in ("dispatch", "combine")},
-    **{(op, tool): _LATER for op in _GROUPED for tool in ("bundle",)},
 }
 
 

@@ -31,6 +31,7 @@ VALUES = {
     "rank": "this rank, from 0",
     "world_size": "number of ranks",
     "rows": "rows of every rank, by rank; of a flat tensor: its elements; of attention: its tokens",
+    "splits": "rows of every rank for each of all experts, one rank after another",
     "tokens": "rows of the input",
     "programs": "programs of the kernel, alike on all ranks",
     "home_rows": "rows of the rank to which most come home",
@@ -52,10 +53,10 @@ def _collective(op: str) -> Make:
     return made
 
 
-def _heads(made: Callable[..., Entry]) -> Make:
+def _by_columns(made: Callable[..., Entry]) -> Make:
     def of_options(arch: int, options: KernelOptions) -> list[Entry]:
         if options.bias == "m":
-            raise ValueError("bias is 'm': heads are exchanged with a bias per column only")
+            raise ValueError("bias is 'm': this op has a bias per column only")
         return [made(arch, options.operands(arch))]
 
     return of_options
@@ -118,6 +119,7 @@ def _one(kernel: str, grid: str) -> dict[str, str]:
 
 RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
 _ROWS = ("len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
+_SPLITS = ("num_experts > 0", "min(splits) >= 0", "max(splits) > 0")
 _FUSED = ("weight", "bias", "path", "columns", "inner")
 _NORM = ("average", "norm", "quantize")
 _ROUTED = ("topk", "experts", "columns")
@@ -278,8 +280,37 @@ OPS = {
         {"slots": "world_size * programs", "data_bytes": "home_rows * N * ITEMSIZE"},
         conditions=(*RANKS, "0 < programs <= resident", "home_rows > 0", "num_experts <= EXPERTS"),
     ),
+    **{
+        op: BundleOp(
+            _by_columns(catalogue.grouped_matmul),
+            _FUSED,
+            _one("grouped_matmul", "persistent_grid(COPIERS, tiles, resident)"),
+            {
+                "offsets": "expert_offset_lines(rank, world_size, splits, num_experts)",
+                "received": "[expert_offsets(r, world_size, splits, num_experts)[-1] "
+                "for r in range(world_size)]",
+                "chunk_rows": "chunk_size",
+                "chunk_size": "chunk_rows(splits, BLOCK_M, CHUNKS)",
+                "tiles_n": "ceil_div(N, BLOCK_N)",
+                "ends": "offsets[1]",
+                "segments": "[ends[i + 1] - ends[i] for i in range(len(ends) - 1)]",
+                "tiles": "tiles_of(segments, BLOCK_M, tiles_n)",
+                "slots": "num_experts * world_size + max(received) // chunk_size + 1",
+                "data_bytes": "max(received) * K * ITEMSIZE",
+                "sends": "expert_send_lines(rank, world_size, splits, num_experts, chunk_size)",
+                "num_sends": "len(sends)",
+            },
+            {"sends_ptr": "sends", "offsets_ptr": "offsets"},
+            # without columns nobody would wait for what arrives, and it would hit the next op
+            (*RANKS, *_SPLITS, experts, "N > 0", "resident > COPIERS"),
+        )
+        for op, experts in (
+            ("all_gather_grouped_matmul", "len(splits) == world_size * num_experts"),
+            ("all_to_all_grouped_matmul", "len(splits) == world_size * world_size * num_experts"),
+        )
+    },
     "matmul_all_to_all": BundleOp(
-        _heads(catalogue.matmul_all_to_all),
+        _by_columns(catalogue.matmul_all_to_all),
         _FUSED,
         _one("matmul_all_to_all", "persistent_grid(0, tiles, resident)"),
         {
@@ -294,7 +325,7 @@ OPS = {
         (*RANKS, *_ROWS),
     ),
     "all_to_all_matmul": BundleOp(
-        _heads(catalogue.all_to_all_matmul),
+        _by_columns(catalogue.all_to_all_matmul),
         ("weight", "bias", "columns", "inner"),
         _one("all_to_all_matmul", "persistent_grid(COPIERS, tiles, resident)"),
         {

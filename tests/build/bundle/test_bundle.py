@@ -25,6 +25,7 @@ from cases.bundles import (
     Shape,
     launched_on_host,
     manifest_of,
+    splits_of,
 )
 from interlace import aot
 from interlace.cli.main import run
@@ -175,6 +176,7 @@ def host_differences(manifest: dict[str, Any], arch: str, shape: Shape) -> list[
         formulas = aot.Formulas(manifest["functions"], manifest["quantities"], constants)
         values: dict[str, Any] = {"rank": rank, "world_size": len(shape.rows), "resident": LIMIT}
         values |= {"rows": shape.rows} if "rows" in manifest["values"] else {}
+        values |= {"splits": splits_of(op, shape.rows)} if "splits" in manifest["values"] else {}
         values |= {name: value for name, value in EXTRA.items() if name in manifest["values"]}
         for arguments in given:
             numbers = {name: value for name, value in arguments.items() if type(value) is int}
@@ -236,6 +238,13 @@ def test_control_a_false_formula_is_seen(
         ("dispatch", "facts_byte", "x_byte"),
         ("combine", "data_bytes", "most_tokens * N"),
         ("grouped_matmul_combine", "slots", "programs"),
+        ("all_gather_grouped_matmul", "tiles", "tiles_n"),
+        ("all_to_all_grouped_matmul", "slots", "num_experts * world_size"),
+        (
+            "all_to_all_grouped_matmul",
+            "sends",
+            "expert_send_lines(0, world_size, splits, num_experts, chunk_size)",
+        ),
         ("matmul_all_to_all", "shards", "shard_lines(rows, BLOCK_M, 1)"),
         ("all_to_all_matmul", "chunk_rows", "BLOCK_M"),
         ("all_to_all_matmul", "sends", "head_send_lines(0, world_size, rows, chunk_size, chunks)"),

@@ -191,6 +191,32 @@ def grouped_matmul_combine(rank: int) -> Case:
     return values, arguments, [output], [right]
 
 
+def grouped(op: str, splits: list[list[int]], rank: int) -> Case:
+    """Two experts of a rank, a segment of several chunks, and one without rows."""
+    input, weight = some(rank, sum(splits[rank]), INNER), some(rank + 9, 2, INNER, COLUMNS)
+    right, received = getattr(interlace, op)(input, weight, splits[rank], algorithm="unfused")
+    output = torch.empty(int(received.sum()), COLUMNS, dtype=torch.bfloat16)
+    arguments = {
+        **{"input_ptr": input, "input_stride": INNER, "weight_ptr": weight, "output_ptr": output},
+        **{"weight_stride_e": INNER * COLUMNS, "weight_stride_k": COLUMNS, "num_experts": 2},
+    }
+    values = {
+        "splits": [rows for each in splits for rows in each],
+        "N": COLUMNS,
+        "K": INNER,
+        "resident": 3,
+    }
+    return values, arguments, [output], [right]
+
+
+def all_gather_grouped_matmul(rank: int) -> Case:
+    return grouped("all_gather_grouped_matmul", [[40, 3], [0, 18]], rank)
+
+
+def all_to_all_grouped_matmul(rank: int) -> Case:
+    return grouped("all_to_all_grouped_matmul", [[3, 0, 40, 5], [17, 2, 0, 1]], rank)
+
+
 def matmul_all_to_all(rank: int) -> Case:
     rows, bias = [ROWS, ROWS - 7], some(5, WORLD * COLUMNS)
     input, weight = some(rank, rows[rank], INNER), some(9, INNER, WORLD * COLUMNS)
@@ -275,6 +301,13 @@ CASES: dict[str, tuple[Callable[[int], Case], KernelOptions]] = {
         grouped_matmul_combine,
         KernelOptions(**{**ROUTED, "columns": COLUMNS, "inner": 32}, rows=16, overrides=SMALL[80]),
     ),
+    **{
+        case.__name__: (
+            case,
+            KernelOptions(rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
+        )
+        for case in (all_gather_grouped_matmul, all_to_all_grouped_matmul)
+    },
     "matmul_all_to_all": (
         matmul_all_to_all,
         KernelOptions(bias="n", rows=16, columns=COLUMNS, inner=INNER, overrides=SMALL[80]),
