@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch.utils._pytree import tree_map_only
 
 from interlace.runtime.compat.torch_groups import _register_work
@@ -206,6 +207,25 @@ def completed(tensor: torch.Tensor) -> AsyncTensor:
     made = AsyncTensor(tensor)
     made._waited = True
     return made
+
+
+_dispatch: Any = runtime_wrappers.AOTDispatchAutograd
+_tangent_of_graph: Any = _dispatch.process_runtime_tangent
+
+
+def _tangent(tangent: Any, expected: Any, *about: Any, **more: Any) -> Any:
+    """In place of torch's ``process_runtime_tangent``, before the backward of a compiled function.
+
+    Autograd has plain zeros for a result that no loss has used. torch takes them for the tangent of an
+    AsyncTensor that it has guessed wrong, and asks the tangent itself, which has no method for that.
+    """
+    plain = type(tangent) is torch.Tensor
+    if plain and getattr(expected, "original_subclass_type", None) is AsyncTensor:
+        tangent = completed(tangent)
+    return _tangent_of_graph(tangent, expected, *about, **more)
+
+
+_dispatch.process_runtime_tangent = staticmethod(_tangent)
 
 
 class _Tracked(torch.autograd.Function):

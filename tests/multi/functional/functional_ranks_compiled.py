@@ -150,6 +150,23 @@ def dynamic_batch(backend: str, uneven: bool) -> int:
     return compilations
 
 
+def some_results_used(backend: str) -> None:
+    """Gradients where a loss uses one result of a compiled function only, whichever it is."""
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        return [functional.all_reduce(x * 2), functional.all_gather(x.sin()).t(), x.sum()]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    for index in range(3):
+        grads = []
+        for each in (run, compiled):
+            x = torch.arange(6.0).view(2, 3).requires_grad_()
+            each(x)[index].square().sum().backward()  # type: ignore[no-untyped-call]
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads)
+
+
 def traced_with_make_fx(mode: str) -> list[str]:
     rank, _size = place()
 

@@ -65,6 +65,11 @@ def test_results_that_leave_a_graph_unwaited(kind: str) -> None:
     )
 
 
+def test_results_of_which_a_loss_uses_one() -> None:
+    """Of the others torch has a plain tensor of zeros."""
+    on_ranks(ranks.some_results_used, 2, "aot_eager")
+
+
 # -- graphs --------------------------------------------------------------------------------------------
 
 
