@@ -92,7 +92,8 @@ FOLDERS = {
     ),
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",
     "interlace/collectives": (
-        "interlace/arguments interlace/groups runtime/algorithms runtime/core runtime/engines"
+        "interlace/arguments interlace/groups runtime/algorithms runtime/compat runtime/core "
+        "runtime/engines"
     ),
     "interlace/fused": (
         "interlace/arguments interlace/collectives runtime/algorithms runtime/algorithms/experts "

@@ -23,7 +23,6 @@ import multiprocessing
 import multiprocessing.process
 import multiprocessing.resource_tracker
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -37,6 +36,7 @@ from typing import Any
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.compat.torch_groups import TCPStore
+from interlace.runtime.compat.torch_modes import pickled
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
 from interlace.runtime.start.child import STARTED_WITHOUT, RankTask, Setup, serve
 from interlace.runtime.start.worker_process import GRACE_SECONDS, TaskReport, ended
@@ -256,13 +256,13 @@ def _pickled_call(
     """By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver."""
     for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):
         try:
-            pickle.dumps(value)
+            pickled(value)
         except Exception as error:
             hint = ": define it at module level of a module" if name in ("fn", "setup") else ""
             raise TypeError(
                 f"{name} of a run in processes cannot be pickled{hint} ({error})"
             ) from error
-    return pickle.dumps((fn, tuple(args), dict(kwargs), setup))
+    return pickled((fn, tuple(args), dict(kwargs), setup))
 
 
 def _loopback_store() -> TCPStore:

@@ -12,6 +12,7 @@ from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from interlace.runtime.compat.torch_modes import pickled
 from interlace.runtime.core.errors import (
     AbortedError,
     InterlaceError,
@@ -55,7 +56,7 @@ class TaskReport:
 def success(value: Any) -> TaskReport:
     """The report of a function that returned ``value``. Raises TypeError if that cannot be pickled."""
     try:
-        return TaskReport(False, pickle.dumps(value))
+        return TaskReport(False, pickled(value))
     except Exception as error:
         kind = type(value).__name__
         raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
@@ -64,7 +65,7 @@ def success(value: Any) -> TaskReport:
 def failure(error: BaseException) -> TaskReport:
     """The report of a function that raised ``error``."""
     try:
-        value = pickle.dumps(error)
+        value = pickled(error)
         pickle.loads(value)  # many exceptions pickle, and then fail to load
     except Exception:
         value = b""

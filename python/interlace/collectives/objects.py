@@ -15,6 +15,7 @@ from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.collectives import point_to_point, rooted
 from interlace.groups.groups import resolve
+from interlace.runtime.compat.torch_modes import pickled
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
@@ -25,7 +26,7 @@ TAG = 1 << 30  # of messages with objects, so that they are not taken for tensor
 
 def _pickled(op: str, value: Any) -> bytes:
     try:
-        return pickle.dumps(value, protocol=5)
+        return pickled(value)
     except Exception as error:  # whatever a user's __reduce__ raises
         raise TypeError(
             f"{op}: an object of type {type(value).__name__} cannot be pickled: {error}"

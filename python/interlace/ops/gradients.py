@@ -238,6 +238,9 @@ def matmul_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     size, name, dim = ctx.size, ctx.name, ctx.dim % input.dim()
     columns, factor = dim == input.dim() - 1, weight.t()
     length = weight.shape[1] if columns else input.shape[dim]
+    algorithm = (
+        "auto" if columns else ctx.algorithm
+    )  # of the contracted dimension not all can gather
     if ctx.length is not None:
         grad = padded(grad, dim, longest(length, size))
         if columns:
@@ -249,7 +252,7 @@ def matmul_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     of_input = of_weight = None
     if ctx.shared:
         of_input, *rest = _ops.all_gather_matmul(
-            grad, [factor], [], dim, ctx.weighed, ctx.algorithm, None, size, name
+            grad, [factor], [], dim, ctx.weighed, algorithm, None, size, name
         )
         whole = rest[0] if rest else None
         of_input = wait(of_input)

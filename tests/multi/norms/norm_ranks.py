@@ -43,6 +43,9 @@ def every_op(algorithm: str, quantize: bool) -> list[str]:
         assert reference.worst_ratio(whole, value, bound) <= 1, op
         right_norm = reference.norm(whole, RowNorm("rms", 0.5, weight), torch.bfloat16)
         if quantize:
+            rows: list[torch.Tensor] = [torch.empty(0)] * world
+            interlace.all_gather_object(rows, made[0])
+            assert torch.equal(rows[rank].view(torch.uint8), made[0].view(torch.uint8))
             right_norm = reference.dequantized(made, right_norm)
             made = made[0].double() * made[1].double()
         assert reference.worst_ratio(made, *right_norm) <= 1, op

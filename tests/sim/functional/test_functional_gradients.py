@@ -81,6 +81,22 @@ def test_the_fused_ops_record_too(async_op: bool) -> None:
         assert of_weight.tolist() == [[2.0 * 2 * (1 + 2)] * 3] * 4
 
 
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
+def test_columns_that_are_scattered_have_gradients(algorithm: Any) -> None:
+    """The gradient is gathered along what a matmul sums, which not every algorithm can."""
+
+    def case() -> Any:
+        x = torch.full((2, 3), 1.0 + interlace.get_rank(), requires_grad=True)
+        w = torch.ones(3, 5, requires_grad=True)
+        how: Any = {"scatter_dim": 1, "algorithm": algorithm}
+        interlace.matmul_reduce_scatter(x, w, **how).sum().backward()
+        return x.grad, w.grad
+
+    for rank, (of_input, of_weight) in enumerate(interlace.run(case, 2)):
+        assert of_input.tolist() == [[5.0] * 3] * 2
+        assert of_weight.tolist() == [[2.0 * (1 + rank)] * 5] * 3
+
+
 def test_a_result_may_go_into_the_next_op_and_into_out() -> None:
     def case() -> Any:
         x, out = torch.ones(2), torch.empty(4)

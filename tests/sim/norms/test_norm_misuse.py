@@ -125,6 +125,24 @@ def test_no_fused_float64() -> None:
     assert "supports float32, float16 and bfloat16" in str(failure(on_rank, 2))
 
 
+def test_with_an_activation_and_gradients_the_norm_is_checked_too() -> None:
+    """Where torch norms what the op has summed."""
+
+    def on_rank() -> None:
+        x, one = torch.ones(4, 6, requires_grad=True), interlace.get_rank() == 1
+        for how, text in (
+            ({"residual": torch.ones(8)}, r"residual must have .* \(2, 8\), got \(8,\)"),
+            ({"scatter_dim": 1}, "is the last dimension"),
+            ({"norm": interlace.RMSNorm(None, 0.5 if one else 0.1)}, "eps of norm differs"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                interlace.matmul_reduce_scatter(
+                    x, torch.ones(6, 8), activation="relu", **{"norm": RMS, **how}
+                )  # type: ignore[call-overload]
+
+    interlace.run(on_rank, 2)
+
+
 def test_fp8_has_no_gradient() -> None:
     """The sum beside it has one."""
 
