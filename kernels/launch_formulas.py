@@ -276,6 +276,20 @@ def key_part_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: 
     return lines
 
 
+def key_lines(rows: Sequence[int]) -> list[Line]:
+    """As ``key_part_lines`` of keys that are there: a source's alone, then one's after another's."""
+    return [
+        key_part_line(source, source, among * sum(rows[:source]), zigzag_runs(source, rows), [0, 0])
+        for among in (0, 1)
+        for source in range(len(rows))
+    ]
+
+
+def all_causal_spans(rows: Sequence[int]) -> list[Line]:
+    """``causal_spans`` of all ranks, one after another."""
+    return [line for rank in range(len(rows)) for line in causal_spans(rank, rows)]
+
+
 def pieces_of(rows: int, block: int, most: int) -> int:
     """Pieces of ``rows`` keys, each of whole blocks: ``most`` at most."""
     return max(1, min(most, ceil_div(rows, block)))

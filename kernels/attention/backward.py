@@ -41,6 +41,16 @@ def _load_sums(sums, heads, batch, head, tile_m, TILES: tl.constexpr):
 
 
 @triton.jit
+def _differentiate_tile(
+    query, key, value, grad, acc, lse, delta, valid, scale, TILES: tl.constexpr
+):
+    weight = tl.exp2(scores(query, key, valid, scale, TILES) - lse[:, None])
+    of_weight = tl.dot(grad, tl.trans(value), input_precision=TILES.INPUT_PRECISION)
+    of_score = weight * (of_weight - delta[:, None])
+    return tl.dot(of_score.to(key.dtype), key, acc, input_precision=TILES.INPUT_PRECISION)
+
+
+@triton.jit
 def _differentiate_run(query, grad, acc, lse, delta, low, high, keys_ptr, stride, to_values, rows, position,
                        scale, TILES: tl.constexpr):  # fmt: skip
     """Add to ``acc`` what the keys of a run give to the gradient of a tile of queries."""
@@ -52,11 +62,16 @@ def _differentiate_run(query, grad, acc, lse, delta, low, high, keys_ptr, stride
         pointers = keys_ptr + offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
         key = tl.load(pointers, mask=mask, other=0.0)
         valid = sees(low, high, position + offs_n) & (offs_n < rows)[None, :]
-        weight = tl.exp2(scores(query, key, valid, scale, TILES) - lse[:, None])
         value = tl.load(pointers + to_values, mask=mask, other=0.0)
-        of_weight = tl.dot(grad, tl.trans(value), input_precision=TILES.INPUT_PRECISION)
-        of_score = weight * (of_weight - delta[:, None])
-        acc = tl.dot(of_score.to(key.dtype), key, acc, input_precision=TILES.INPUT_PRECISION)
+        if key.dtype == tl.float32:
+            # Under a condition, or queries and gradients would be held in registers across the loop, as
+            # operands of products without tensor cores are: whole rows in every thread.
+            if tl.max(valid.to(tl.int32)) > 0:
+                acc = _differentiate_tile(
+                    query, key, value, grad, acc, lse, delta, valid, scale, TILES
+                )
+        else:
+            acc = _differentiate_tile(query, key, value, grad, acc, lse, delta, valid, scale, TILES)
     return acc
 
 
@@ -102,18 +117,18 @@ def attention_queries_backward_kernel(
 def attention_keys_backward_kernel(
     keys, queries, grads, spans, sums, output_ptr, parts, heads, scale, factor, TILES: tl.constexpr
 ):
-    """What the own queries give to the gradients of the keys and values of one part.
+    """What the own queries give to the gradients of the keys and values of each part.
 
     Legend: that of ``attention_queries_backward_kernel``; ``output``, fp32, is packed as the keys are, from
-    the part's first row on. ``factor`` is the scale of the scores, ``scale`` that times log2(e). ``parts``
-    has one line. The grid is (tiles of keys, batches * key heads).
+    the part's first row on. ``factor`` is the scale of the scores, ``scale`` that times log2(e). The grid
+    is (tiles of keys, batches * key heads, parts).
 
     Ordering: nothing here waits or signals. What is stored is published after the kernel, on its stream.
 
-    Example: 4 heads of queries, 2 of keys: program (0, 1) has the first tile of keys of key head 1, and
+    Example: 4 heads of queries, 2 of keys: program (0, 1, 0) has the first tile of keys of key head 1, and
     adds up what the queries of head 2, then those of head 3 give to them.
     """
-    _, row, _, _, part = part_line(parts.ptr, parts.first)
+    _, row, _, _, part = part_line(parts.ptr, parts.first + tl.program_id(2))
     batch = tl.program_id(1) // heads.key_heads
     of_head = tl.program_id(1) % heads.key_heads
     offs_n = tile_offsets(tl.program_id(0), TILES.BLOCK_N)
@@ -156,6 +171,6 @@ def attention_keys_backward_kernel(
             of_score = weight * (of_weight - delta[:, None])
             turned = tl.trans(of_score.to(query.dtype))
             of_key = tl.dot(turned, query, of_key, input_precision=TILES.INPUT_PRECISION)
-    out_ptr = output_ptr + column + places
+    out_ptr = output_ptr + row * keys.stride + column + places
     tl.store(out_ptr, of_key * factor, mask=mask)
     tl.store(out_ptr + to_values, of_value, mask=mask)

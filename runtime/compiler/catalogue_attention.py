@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.algorithms.attention import gather, travelling
+from interlace.runtime.algorithms.attention import blocks, gather, travelling
 from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused, own_part
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
 from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.request import Entry
-from interlace.runtime.tuning.attention import differentiable, for_decoding, gpu_attention
+from interlace.runtime.tuning.attention import for_decoding, gpu_attention
 
 _ROWS = 4096
 _HEADS, _KEY_HEADS = 8, 2
@@ -35,9 +35,9 @@ def attention(arch: int) -> Iterator[Entry]:
     yield from decoding(arch)
 
 
-def _problem(group: AbsentGroup, dtype: str, size: int) -> AttentionProblem:
+def _problem(group: AbsentGroup, dtype: str, size: int, tokens: int = _ROWS) -> AttentionProblem:
     query, key, value = (
-        meta(_ROWS, 1, heads, size, dtype=DTYPES[dtype])
+        meta(tokens, 1, heads, size, dtype=DTYPES[dtype])
         for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)
     )
     shards, mask = TokenShards((_ROWS,) * RANKS, "zigzag"), AttentionMask(True)
@@ -78,14 +78,34 @@ def attention_kernels(arch: int, dtype: str, size: int) -> Iterator[Entry]:
         travelling.attention_backward(problem, "all_gather", result, grads, blocks)
 
     launched(forward, group=group)
-    if differentiable(DTYPES[dtype], size):
-        launched(backward, group=group)
+    launched(backward, group=group)
     for launch in group.launches:
         copies = launch.arguments.get("COPIES")
         variant = f"{name} copiers" if copies is not None and copies.COPIERS else name
         if (key := f"{launch.name} {variant}") not in seen:
             seen.add(key)
             yield entry(launch, variant, arch)
+
+
+def heads_kernels(
+    arch: int, dtype: str, size: int, *, backward: bool = False, **overrides: int
+) -> list[Entry]:
+    """Keys of all ranks at once, and the merge; or the gradients."""
+    own: dict[str, Any] = dict(overrides)
+    tiles = replace(gpu_attention(arch, DTYPES[dtype], size, backward=backward), **own)
+
+    def run(group: AbsentGroup) -> None:
+        problem = _problem(group, dtype, size, RANKS * _ROWS)
+        problem = replace(problem, ranks=tuple(range(RANKS)))
+        lse = meta(1, _HEADS, RANKS * _ROWS, dtype=torch.float32)
+        query, key = problem.query, problem.key
+        if backward:
+            result = AttentionResult(query, query, lse)
+            blocks.attention_of_heads_backward(problem, result, (query, key, key), tiles)
+        else:
+            blocks.attention_of_heads(problem, query, lse, tiles)
+
+    return [entry(launch, f"{dtype} head {size}", arch) for launch in launched(run)]
 
 
 def decoding(arch: int) -> Iterator[Entry]:

@@ -10,13 +10,6 @@ from interlace.runtime.tuning.configuration import OVERRIDE, Configuration, capa
 
 METHODS = ("all_gather", "ring", "ulysses")
 LARGEST_HEAD = 256
-LARGEST_FP32_BACKWARD = 128
-"""Of larger heads the gradients' kernels would spill registers: their products are not of tensor cores."""
-
-
-def differentiable(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether kernels have gradients of heads of this size."""
-    return head_dim <= (LARGEST_FP32_BACKWARD if dtype == torch.float32 else LARGEST_HEAD)
 
 
 def gpu_attention(

@@ -23,9 +23,9 @@ from interlace.runtime.algorithms import (
     plain,
 )
 from interlace.runtime.algorithms import norms as normed
-from interlace.runtime.algorithms.attention import gather
+from interlace.runtime.algorithms.attention import blocks, gather
 from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
-from interlace.runtime.algorithms.attention.problem import AttentionProblem
+from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
 from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.combine import Combine, Home
@@ -60,6 +60,8 @@ OPTIONS = {
     "matmul_all_to_all": KernelOptions(bias="n"),
     "all_to_all_matmul": KernelOptions("fp16", weight="nk"),
     "context_parallel_attention": KernelOptions(head_dim=64),
+    "attention_of_heads": KernelOptions("fp16", head_dim=64),
+    "attention_of_heads_backward": KernelOptions("fp32", head_dim=256),
     "distributed_decode": KernelOptions("fp16", head_dim=64),
     "all_gather": KernelOptions(),
     "reduce_scatter": KernelOptions(average=True),
@@ -300,6 +302,21 @@ def _attention(group: Any, rows: Any, configuration: Configuration) -> None:
     gather.all_gather_attention_fused(problem, query, lse, tiles)
 
 
+def _heads(group: Any, rows: Any, backward: bool) -> None:
+    op = f"attention_of_heads{'_backward' * backward}"
+    size, dtype = OPTIONS[op].head_dim, OPTIONS[op].torch_dtype
+    tiles = gpu_attention(90, dtype, size, backward=backward)
+    query, key = (meta(sum(rows), 2, heads, size, dtype=dtype) for heads in (8, 2))
+    lse = meta(2, 8, sum(rows), dtype=torch.float32)
+    about = TokenShards(tuple(rows), "zigzag"), AttentionMask(True), None, 0.125, 4
+    problem = AttentionProblem(group, op, query, key, key, *about, ranks=tuple(range(len(rows))))
+    if backward:
+        result = AttentionResult(query, query, lse)
+        blocks.attention_of_heads_backward(problem, result, (query, key, key), tiles)
+    else:
+        blocks.attention_of_heads(problem, query, lse, tiles)
+
+
 def _decode(group: Any, rows: Any, configuration: Configuration) -> None:
     size, half = OPTIONS["distributed_decode"].head_dim, torch.float16
     tiles = gpu_attention(90, half, size, backward=False)
@@ -321,5 +338,7 @@ LAUNCHES = {
     "grouped_matmul_combine": _grouped_matmul_combine,
     **{op: partial(_grouped_matmul, op) for op in (GATHER, EXCHANGE)},
     "context_parallel_attention": _attention,
+    "attention_of_heads": lambda group, rows, _: _heads(group, rows, backward=False),
+    "attention_of_heads_backward": lambda group, rows, _: _heads(group, rows, backward=True),
     "distributed_decode": _decode,
 }

@@ -68,6 +68,11 @@ SAME = {
 
 NAMES: dict[tuple[str, str], tuple[str, ...]] = {
     ("context_parallel_attention", "verify"): ("attention", "attention_backward"),
+    ("context_parallel_attention", "bundle"): (
+        "context_parallel_attention",
+        "attention_of_heads",
+        "attention_of_heads_backward",
+    ),
     ("distributed_decode", "verify"): ("decode",),
     ("all_reduce_norm", "bundle"): ("low_latency_norm", "reduce_norm"),
     ("reduce_scatter_norm", "bundle"): ("reduce_norm",),

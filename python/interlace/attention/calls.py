@@ -30,7 +30,7 @@ from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import attention as tuned_attention
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention, differentiable
+from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.table import threshold
 
@@ -366,7 +366,7 @@ def prepared_backward(
             return Outcome(None, unfused(problem, result, into))
         tiles = None
         size, dtype = call.query.shape[3], call.query.dtype
-        if algorithm == "fused" and differentiable(dtype, size):
+        if algorithm == "fused":
             rows, place = max(problem.shards.lengths), communicator.place
             rows = problem.shards.total if method == HEADS else rows
             tiles = measured.over(choose_attention(place, dtype, size, rows, backward=True))

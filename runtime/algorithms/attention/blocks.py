@@ -1,6 +1,6 @@
 """Attention to keys that are all there, and the gradients of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -34,19 +34,11 @@ def blocks_of(
     return made
 
 
-def _by_source(problem: AttentionProblem, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Those of ``packed``, all ranks' keys, that somebody sees."""
-    parts = torch.split(packed, list(problem.shards.lengths))
-    for source in problem.sources():
-        yield source, parts[source]
-
-
 def attend_to_all(
     problem: AttentionProblem, blocks: Blocks, packed: Tensor, output: Tensor, lse: Tensor
 ) -> None:
     """``packed``: all ranks' keys, there when the compute stream comes here."""
-    for source, keys in _by_source(problem, packed):
-        blocks.attend(source, keys)
+    blocks.attend(None, packed)
     blocks.merge(output, lse)
 
 
@@ -63,8 +55,7 @@ def differentiate_all(
     parts = torch.split(of_keys, list(problem.shards.lengths))
     for source in set(range(len(parts))) - set(problem.sources()):
         problem.communicator.compute.call(parts[source].zero_, "keys that nobody sees")
-    for source, keys in _by_source(problem, packed):
-        blocks.differentiate(source, keys, parts[source])
+    blocks.differentiate(None, packed, of_keys)
     blocks.query_gradient(of_query)
 
 

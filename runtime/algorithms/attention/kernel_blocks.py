@@ -1,6 +1,7 @@
 """Partial results over the keys of one source by Triton kernels, merged; and their gradients."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -48,9 +49,15 @@ class KernelBlocks:
         made = problem.query.new_empty(*parts, size, dtype=torch.float32)
         lse = problem.query.new_empty(parts, dtype=torch.float32)
         self.partials = Partials(made, lse, self._rows)
-        self._lone = problem.communicator.table(
-            ("attention parts", problem.shards, tuple(self._sources)),
-            lambda: [problem.shards.part_line(s, i, 0) for i, s in enumerate(self._sources)],
+        shards, begins = problem.shards, [0, *accumulate(problem.shards.lengths)]
+        # of each source alone, then of all where one's keys follow another's
+        self._parts = problem.communicator.table(
+            ("attention parts", shards, tuple(self._sources)),
+            lambda: [
+                shards.part_line(s, i, among * begins[s])
+                for among in (0, 1)
+                for i, s in enumerate(self._sources)
+            ],
             passing=True,
         )
 
@@ -66,16 +73,20 @@ class KernelBlocks:
         launch = KernelLaunch(kernel, grid, arguments, self._problem.op, **options)
         self._problem.communicator.compute.launch(launch)
 
-    def _keys(self, packed: torch.Tensor, source: int) -> dict[str, object]:
-        part = TablePart(self._lone, self._sources.index(source), 1)
-        return {"keys": Rows(packed, packed.stride(0)), "parts": part}
+    def _keys(self, packed: torch.Tensor, source: int | None) -> tuple[dict[str, object], int]:
+        """Arguments, and how many parts there are."""
+        every = len(self._sources)
+        part = (every, every) if source is None else (self._sources.index(source), 1)
+        parts = TablePart(self._parts, *part)
+        return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
 
-    def attend(self, source: int, packed: torch.Tensor) -> None:
-        """The partial result over the keys of ``source``."""
-        if not self.query_tiles:
+    def attend(self, source: int | None, packed: torch.Tensor) -> None:
+        """The partial result over the keys of ``source``, or those of all, each apart."""
+        keys, count = self._keys(packed, source)
+        if not self.query_tiles * count:
             return
         arguments = {
-            **self._keys(packed, source),
+            **keys,
             "queries": rows_argument(self.query),
             "spans": self.spans,
             "partials": self.partials,
@@ -83,7 +94,7 @@ class KernelBlocks:
             "scale": self.scale,
             "TILES": self.tiles,
         }
-        self._launch(forward.attention_kernel, (self.query_tiles, 1), arguments)
+        self._launch(forward.attention_kernel, (self.query_tiles, count), arguments)
 
     def merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         """``output``, of the shape of the query, and the logarithm of the sums, ``[b, h, tokens]``."""
@@ -115,10 +126,13 @@ class KernelBlocks:
         self._problem.communicator.compute.call(prepare, "sums of rows")
         self._sums = RowSums(reach, delta, lse.shape[2])
 
-    def differentiate(self, source: int, packed: torch.Tensor, contribution: torch.Tensor) -> None:
+    def differentiate(
+        self, source: int | None, packed: torch.Tensor, contribution: torch.Tensor
+    ) -> None:
         """A partial gradient of the query; ``contribution``, fp32, to that of the keys of ``source``."""
+        keys, count = self._keys(packed, source)
         arguments = {
-            **self._keys(packed, source),
+            **keys,
             "queries": rows_argument(self.query),
             "grads": rows_argument(self._grad),
             "spans": self.spans,
@@ -127,16 +141,17 @@ class KernelBlocks:
             "scale": self.scale,
             "TILES": self.tiles,
         }
-        if self.query_tiles:
+        if self.query_tiles * count:
             own = {**arguments, "partials": self.partials}
             kernel = backward.attention_queries_backward_kernel
-            self._launch(kernel, (self.query_tiles, 1), own)
-        tiles = formulas.ceil_div(packed.shape[0], self.tiles.BLOCK_N)
+            self._launch(kernel, (self.query_tiles, count), own)
+        longest = packed.shape[0] if source is not None else max(self._problem.shards.lengths)
+        tiles = formulas.ceil_div(longest, self.tiles.BLOCK_N)
         of_heads = packed.shape[2] * packed.shape[3]
-        if tiles * of_heads:
+        if tiles * of_heads * count:
             more = {"output_ptr": contribution, "factor": self._problem.scale}
             kernel = backward.attention_keys_backward_kernel
-            self._launch(kernel, (tiles, of_heads), {**arguments, **more})
+            self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
 
     def query_gradient(self, output: torch.Tensor) -> None:
         """``output`` = the sum of the partial gradients, in the order of the ranks."""

@@ -163,19 +163,20 @@ def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
 class Blocks(Protocol):
     """What is computed of the keys of one source after another: by kernels, or by torch.
 
-    All but ``begin`` goes to the compute stream.
+    ``source`` is None of packed keys of all ranks, one's after another's. All but ``begin`` goes to the
+    compute stream.
     """
 
     def begin(self, query: torch.Tensor) -> None: ...
 
-    def attend(self, source: int, packed: torch.Tensor) -> None: ...
+    def attend(self, source: int | None, packed: torch.Tensor) -> None: ...
 
     def merge(self, output: torch.Tensor, lse: torch.Tensor) -> None: ...
 
     def begin_backward(self, result: AttentionResult) -> None: ...
 
     def differentiate(
-        self, source: int, packed: torch.Tensor, contribution: torch.Tensor
+        self, source: int | None, packed: torch.Tensor, contribution: torch.Tensor
     ) -> None: ...
 
     def query_gradient(self, output: torch.Tensor) -> None: ...

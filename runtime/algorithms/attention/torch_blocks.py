@@ -116,7 +116,17 @@ class TorchBlocks:
                 key, value = (each[:, :, :count] for each in keys)
                 yield rows, mask, relation == TRIANGLE, key, value
 
-    def attend(self, source: int, packed: Tensor) -> None:
+    def _by_source(self, source: int | None, packed: Tensor) -> list[tuple[int, Tensor]]:
+        if source is not None:
+            return [(source, packed)]
+        parts = torch.split(packed, list(self._problem.shards.lengths))
+        return [(each, parts[each]) for each in self._sources]
+
+    def attend(self, source: int | None, packed: Tensor) -> None:
+        for each, keys in self._by_source(source, packed):
+            self._attend(each, keys)
+
+    def _attend(self, source: int, packed: Tensor) -> None:
         def run() -> None:
             found = self._partials[source] = []
             for rows, mask, causal, key, value in self._seen(source, packed):
@@ -158,7 +168,12 @@ class TorchBlocks:
 
         self._call(prepare, "sums of rows")
 
-    def differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
+    def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
+        parts = self._by_source(source, packed), self._by_source(source, contribution)
+        for (each, keys), (_, made) in zip(*parts, strict=True):
+            self._differentiate(each, keys, made)
+
+    def _differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
         def run() -> None:
             of_query = self._of_query[source] = []
             sums = [RowTotal(each) for each in contribution.permute(1, 2, 3, 0, 4)]

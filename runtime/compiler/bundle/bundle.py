@@ -117,8 +117,8 @@ def _mains(target: BundleTarget, arch: int) -> list[Entry]:
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
     """The kernels of one launch of the op, in order."""
-    last = [] if ops.OPS[target.op].words else [e for e in signals(arch) if e.kernel == _LAST]
-    return [*_mains(target, arch), *last]
+    last = [each for each in signals(arch) if each.kernel == _LAST]
+    return [*_mains(target, arch), *(last if ops.OPS[target.op].finished else ())]
 
 
 def _stem(entry: Entry) -> str:
@@ -129,7 +129,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
     op, options = ops.OPS[target.op], target.options
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
-    space = ops.WORDS_SPACE if op.words else ops.WORKSPACE
+    space = ops.WORDS_SPACE if op.words else ops.WORKSPACE if op.workspace else {}
     every = [*op.grids.values(), *op.conditions, *op.quantities.values(), *space.values()]
     needed = {
         value for text in every for value in names(text)

@@ -8,6 +8,7 @@ what both come to. In upper case are constants of one build: constexprs of the k
     GATHERS    results that all ranks get of rows that are normed, 0 to 2
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 from interlace.kernels.attention.decode import DECODE_LANES
@@ -21,7 +22,7 @@ from interlace.runtime.algorithms.low_latency import (
     MOST_PROGRAMS,
     WORDS_OFFSET,
 )
-from interlace.runtime.compiler import catalogue, catalogue_collectives
+from interlace.runtime.compiler import catalogue, catalogue_attention, catalogue_collectives
 from interlace.runtime.compiler.bundle.options import BundleOp
 from interlace.runtime.compiler.bundle.options import KernelOptions as KernelOptions
 from interlace.runtime.compiler.catalogue import Entry
@@ -148,6 +149,31 @@ def _scattered(tiles_n: str) -> dict[str, str]:
         "slots": "sum_slots + (slice_slots(world_size, rows, ROWS) if GATHERS else 0)",
         "data_bytes": "scale_byte + (sum(rows) * 4 if QUANTIZE else 0) if GATHERS else sum_bytes",
     }
+
+
+def _of_heads(grids: dict[str, str], *, backward: bool = False, **more: str) -> BundleOp:
+    """Keys of all ranks are there: nothing is sent. ``first`` and ``num_parts`` may say which are taken."""
+    return BundleOp(
+        _attention(functools.partial(catalogue_attention.heads_kernels, backward=backward)),
+        ("head_dim",),
+        grids,
+        {
+            "all_heads": "batches * heads",
+            "partials_rows": "sum(rows)",
+            "tiles": "ceil_div(partials_rows, BLOCK_M) * all_heads",
+            "parts": "key_lines(rows)",
+            "first": "world_size",
+            "num_parts": "world_size",
+            "spans": "all_causal_spans(rows)",
+            "span_stride": "0",
+            "per_key": "heads // key_heads",
+            "first_head": "0",
+            **more,
+        },
+        {"parts_ptr": "parts", "spans_ptr": "spans"},
+        (*RANKS, *_ROWS, "min(rows) > 1", "heads % key_heads == 0"),
+        apart=tuple(grids),
+    )
 
 
 OPS = {
@@ -372,6 +398,22 @@ OPS = {
         {"sends_ptr": "sends", "parts_ptr": "parts", "spans_ptr": "spans"},
         (*RANKS, *_ROWS, "min(rows) > 1", "resident > COPIERS", "heads % key_heads == 0"),
         apart=("merge_attention_kernel",),
+    ),
+    "attention_of_heads": _of_heads(
+        {
+            "attention_kernel": "[tiles, num_parts]",
+            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_D)) * all_heads",
+        },
+        count="world_size",
+    ),
+    "attention_of_heads_backward": _of_heads(
+        {
+            "attention_queries_backward_kernel": "[tiles, num_parts]",
+            "attention_keys_backward_kernel": "[key_tiles, batches * key_heads, num_parts]",
+        },
+        backward=True,
+        sums_rows="sum(rows)",
+        key_tiles="ceil_div(max(rows), BLOCK_N)",
     ),
     "distributed_decode": BundleOp(
         _attention(catalogue.decode_kernels),

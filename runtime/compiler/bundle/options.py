@@ -90,9 +90,10 @@ class BundleOp:
     """One op of a bundle: ``entries`` are its kernels, ``grids`` by kernel how many programs are launched.
 
     They are launched in this order; finish_kernel follows on the stream, but where the memory is that of
-    ``words`` that carry their flags. Those of ``apart`` wait for nothing. ``tables`` name the quantity that
-    an argument points to; ``options`` are those that apply. ``names``: of a kernel's arguments those that
-    mean something else there than in the others, and what they are called.
+    ``words`` that carry their flags. Those of ``apart`` wait for nothing; if all are, there is no
+    workspace. ``tables`` name the quantity that an argument points to; ``options`` are those that apply.
+    ``names``: of a kernel's arguments those that mean something else there than in the others, and what
+    they are called.
     """
 
     entries: Callable[[int, KernelOptions], list[Entry]]
@@ -104,6 +105,15 @@ class BundleOp:
     apart: tuple[str, ...] = ()
     words: bool = False
     names: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def workspace(self) -> bool:
+        return self.grids.keys() != set(self.apart)
+
+    @property
+    def finished(self) -> bool:
+        """Whether finish_kernel follows."""
+        return self.workspace and not self.words
 
     def checked(self, name: str, options: KernelOptions) -> None:
         """Raises ValueError for an option that ``name`` does not have, or that has no such value."""

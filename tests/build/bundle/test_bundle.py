@@ -42,7 +42,7 @@ KERNELS = [
     (op, arch, kernel)
     for op, arches in ARCHES.items()
     for arch in map(str, arches)
-    for kernel in (*OPS[op].grids, *([] if OPS[op].words else ["finish_kernel"]))
+    for kernel in (*OPS[op].grids, *(["finish_kernel"] if OPS[op].finished else []))
 ]
 SHARED_MEMORY = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10}
 
@@ -156,7 +156,7 @@ CASES = [
     for op, arches in ARCHES.items()
     for shape in SHAPES
     # every rank takes something of every other where all have some
-    if min(shape.rows) or op not in ("context_parallel_attention", "all_to_all_matmul")
+    if min(shape.rows) or not ("attention" in op or op == "all_to_all_matmul")
 ]
 
 
@@ -180,7 +180,8 @@ def host_differences(manifest: dict[str, Any], arch: str, shape: Shape) -> list[
         values |= {name: value for name, value in EXTRA.items() if name in manifest["values"]}
         for arguments in given:
             numbers = {name: value for name, value in arguments.items() if type(value) is int}
-            values |= {n: v for n, v in numbers.items() if n not in manifest["quantities"]}
+            known = manifest["quantities"].keys() | constants.keys()
+            values |= {name: each for name, each in numbers.items() if name not in known}
         pairs: dict[str, tuple[Any, Any]] = {}
         for layout in group.layouts:
             pairs["slots"] = formulas.value("slots", values), layout.slots
@@ -249,6 +250,8 @@ def test_control_a_false_formula_is_seen(
         ("all_to_all_matmul", "chunk_rows", "BLOCK_M"),
         ("all_to_all_matmul", "sends", "head_send_lines(0, world_size, rows, chunk_size, chunks)"),
         ("context_parallel_attention", "parts", "key_part_lines(0, world_size, rows, chunk_size)"),
+        ("attention_of_heads", "spans", "causal_spans(0, rows)"),
+        ("attention_of_heads_backward", "parts", "key_lines(rows[:1])"),
         ("distributed_decode", "piece", "most"),
         ("low_latency_norm", "words_offset", "epochs_offset"),
         ("broadcast", "blocks", "units"),
