@@ -26,6 +26,7 @@ from interlace.kernels import signal
 from interlace.kernels.collectives import low_latency as words
 from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.bundle import ops
+from interlace.runtime.compiler.bundle.options import RANKS
 from interlace.runtime.compiler.bundle.texts import contracts, functions, names
 from interlace.runtime.compiler.catalogue import Entry, entries, signals
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
@@ -187,7 +188,7 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
         for entry in mains
     }
     for last in _sequence(target, arch)[len(mains) :]:
-        kernels[last.kernel] = _kernel(target, last, staging, "1", ops.RANKS)
+        kernels[last.kernel] = _kernel(target, last, staging, "1", RANKS)
     return {
         "constants": {value: baked[value] for value in sorted(used & baked.keys())},
         "kernels": kernels,

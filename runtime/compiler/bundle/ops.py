@@ -8,22 +8,17 @@ what both come to. In upper case are constants of one build: constexprs of the k
     GATHERS    results that all ranks get of rows that are normed, 0 to 2
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from interlace.kernels.attention.decode import DECODE_LANES
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
-from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
-from interlace.runtime.algorithms.attention.decode import MOST_PIECES
-from interlace.runtime.algorithms.attention.kernel_blocks import MERGED
+from interlace.kernels.signal import HEADER_WORDS
 from interlace.runtime.algorithms.low_latency import (
     BLOCK_WORDS,
-    EPOCHS_OFFSET,
     MOST_PROGRAMS,
-    WORDS_OFFSET,
 )
-from interlace.runtime.compiler import catalogue, catalogue_attention, catalogue_collectives
-from interlace.runtime.compiler.bundle.options import BundleOp
+from interlace.runtime.compiler import catalogue, catalogue_collectives
+from interlace.runtime.compiler.bundle.attention_ops import ATTENTION
+from interlace.runtime.compiler.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
 from interlace.runtime.compiler.bundle.options import KernelOptions as KernelOptions
 from interlace.runtime.compiler.catalogue import Entry
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
@@ -42,8 +37,6 @@ VALUES = {
     "resident": "programs of this kernel that the device keeps resident at once: one for each of its "
     "multiprocessors, less what else runs there meanwhile",
 }
-
-Make = Callable[[int, KernelOptions], list[Entry]]
 
 
 def _collective(op: str) -> Make:
@@ -108,26 +101,15 @@ def _experts_rows(*kernels: str) -> Make:
     return made
 
 
-def _attention(made: Callable[..., Iterable[Entry]]) -> Make:
-    return lambda arch, options: list(
-        made(arch, options.dtype, options.head_dim, **options.overrides)
-    )
-
-
 def _one(kernel: str, grid: str) -> dict[str, str]:
     return {f"{kernel}_kernel": grid}
 
 
-RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
-_ROWS = ("len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
 _SPLITS = ("num_experts > 0", "min(splits) >= 0", "max(splits) > 0")
 _FUSED = ("weight", "bias", "path", "columns", "inner")
 _NORM = ("average", "norm", "quantize")
 _ROUTED = ("topk", "experts", "columns")
 _SENT = (*RANKS, "senders > 0", "most_tokens > 0")
-
-
-_WORDS = {"epochs_offset": str(EPOCHS_OFFSET), "words_offset": str(WORDS_OFFSET)}
 
 
 def _after(byte: str) -> str:
@@ -151,31 +133,6 @@ def _scattered(tiles_n: str) -> dict[str, str]:
     }
 
 
-def _of_heads(grids: dict[str, str], *, backward: bool = False, **more: str) -> BundleOp:
-    """Keys of all ranks are there: nothing is sent. ``first`` and ``num_parts`` may say which are taken."""
-    return BundleOp(
-        _attention(functools.partial(catalogue_attention.heads_kernels, backward=backward)),
-        ("head_dim",),
-        grids,
-        {
-            "all_heads": "batches * heads",
-            "partials_rows": "sum(rows)",
-            "tiles": "ceil_div(partials_rows, BLOCK_M) * all_heads",
-            "parts": "key_lines(rows)",
-            "first": "world_size",
-            "num_parts": "world_size",
-            "spans": "all_causal_spans(rows)",
-            "span_stride": "0",
-            "per_key": "heads // key_heads",
-            "first_head": "0",
-            **more,
-        },
-        {"parts_ptr": "parts", "spans_ptr": "spans"},
-        (*RANKS, *_ROWS, "min(rows) > 1", "heads % key_heads == 0"),
-        apart=tuple(grids),
-    )
-
-
 OPS = {
     "all_gather_matmul": BundleOp(
         lambda arch, options: [catalogue.all_gather_matmul(arch, options.operands(arch))],
@@ -195,7 +152,7 @@ OPS = {
         },
         {"sends_ptr": "sends", "chunks_ptr": "chunks"},
         # without columns nobody would wait for what arrives, and it would hit the next op
-        (*RANKS, *_ROWS, "N > 0", "resident > COPIERS"),
+        (*RANKS, *ROWS, "N > 0", "resident > COPIERS"),
     ),
     "matmul_reduce_scatter": BundleOp(
         _reduced(catalogue.matmul_reduce_scatter),
@@ -210,7 +167,7 @@ OPS = {
             "own_rows": "rows[rank]",
         },
         {"segments_ptr": "segments"},
-        (*RANKS, *_ROWS),
+        (*RANKS, *ROWS),
     ),
     "matmul_all_reduce": BundleOp(
         _reduced(catalogue.matmul_all_reduce),
@@ -234,7 +191,7 @@ OPS = {
             **_scattered("tiles_n"),
         },
         {"segments_ptr": "segments"},
-        (*RANKS, *_ROWS),
+        (*RANKS, *ROWS),
     ),
     "matmul_all_reduce_norm": BundleOp(
         _normed(catalogue.matmul_all_reduce_norm),
@@ -254,7 +211,7 @@ OPS = {
         _one("reduce_norm", "persistent_grid(0, tiles_of(rows, BLOCK_M, 1), resident)"),
         _scattered("1"),
         {"segments_ptr": "segments"},
-        (*RANKS, *_ROWS, "N <= BLOCK_N"),
+        (*RANKS, *ROWS, "N <= BLOCK_N"),
     ),
     "low_latency_norm": BundleOp(
         _low_latency_norm,
@@ -262,7 +219,7 @@ OPS = {
         _one("low_latency_norm", "tokens"),
         {
             "blocks": f"tokens * ceil_div(N * ITEMSIZE, {4 * BLOCK_WORDS})",
-            **_WORDS,
+            **WORDS,
         },
         conditions=(*RANKS, f"0 < blocks <= {MOST_PROGRAMS}", "N * ITEMSIZE % UNIT == 0"),
         words=True,
@@ -348,7 +305,7 @@ OPS = {
             "shards": "shard_lines(rows, BLOCK_M, tiles_n)",
         },
         {"shards_ptr": "shards"},
-        (*RANKS, *_ROWS),
+        (*RANKS, *ROWS),
     ),
     "all_to_all_matmul": BundleOp(
         _by_columns(catalogue.all_to_all_matmul),
@@ -369,83 +326,9 @@ OPS = {
         },
         {"sends_ptr": "sends"},
         # without a tile nobody would wait for what arrives, and it would hit the next op
-        (*RANKS, *_ROWS, "min(rows) > 0", "N > 0", "resident > COPIERS"),
+        (*RANKS, *ROWS, "min(rows) > 0", "N > 0", "resident > COPIERS"),
     ),
-    "context_parallel_attention": BundleOp(
-        _attention(catalogue.gathered_attention),
-        ("head_dim",),
-        {
-            "all_gather_attention_kernel": "persistent_grid(COPIERS, tiles, resident)",
-            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_D)) * all_heads",
-        },
-        {
-            "all_heads": "batches * heads",
-            "partials_rows": "rows[rank]",
-            "tiles": "ceil_div(partials_rows, BLOCK_M) * all_heads",
-            "chunk_size": "max(1, ceil_div(max(rows), CHUNKS))",
-            "slots": "chunk_slots(rows, chunk_size)",
-            "data_bytes": "gathered_bytes(rows, 2 * batches * key_heads * HEAD_DIM * ITEMSIZE)",
-            "sends": "send_lines(rank, world_size, rows, chunk_size)",
-            "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
-            "parts": "key_part_lines(rank, world_size, rows, chunk_size)",
-            "num_parts": "world_size",
-            "count": "world_size",
-            "spans": "causal_spans(rank, rows)",
-            "span_stride": "0",
-            "per_key": "heads // key_heads",
-            "first_head": "0",
-        },
-        {"sends_ptr": "sends", "parts_ptr": "parts", "spans_ptr": "spans"},
-        (*RANKS, *_ROWS, "min(rows) > 1", "resident > COPIERS", "heads % key_heads == 0"),
-        apart=("merge_attention_kernel",),
-    ),
-    "attention_of_heads": _of_heads(
-        {
-            "attention_kernel": "[tiles, num_parts]",
-            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_D)) * all_heads",
-        },
-        count="world_size",
-    ),
-    "attention_of_heads_backward": _of_heads(
-        {
-            "attention_queries_backward_kernel": "[tiles, num_parts]",
-            "attention_keys_backward_kernel": "[key_tiles, batches * key_heads, num_parts]",
-        },
-        backward=True,
-        sums_rows="sum(rows)",
-        key_tiles="ceil_div(max(rows), BLOCK_N)",
-    ),
-    "distributed_decode": BundleOp(
-        _attention(catalogue.decode_kernels),
-        ("head_dim",),
-        {
-            "decode_attention_kernel": "[ceil_div(query_rows, BLOCK_M), batches * heads, count]",
-            "merge_attention_kernel": "ceil_div(query_rows, BLOCK_M) * batches * heads",
-            "decode_exchange_kernel": "blocks",
-        },
-        {
-            "partials_rows": "query_rows",
-            "count": f"pieces_of(most, BLOCK_N, {MOST_PIECES})",
-            "piece": f"piece_rows(most, BLOCK_N, {MOST_PIECES})",
-            "key_heads": "heads",
-            "per_key": "1",
-            "first_head": "0",
-            "pages_stride": "0",
-            "pages_size": "0",
-            "rows": "batches * heads * query_rows",
-            "blocks": f"ceil_div(rows, {DECODE_LANES} // WIDTH) * ceil_div(HEAD_DIM, WIDTH)",
-            **_WORDS,
-        },
-        conditions=(*RANKS, f"0 < blocks <= {MOST_PROGRAMS}"),
-        apart=("decode_attention_kernel", "merge_attention_kernel"),
-        words=True,
-        # between the last two: what is merged is exchanged
-        names={
-            "merge_attention_kernel": {"output_ptr": "input_ptr"},
-            # a cache in one piece has none
-            "decode_attention_kernel": {"pages_ptr": "lengths_ptr"},
-        },
-    ),
+    **ATTENTION,
     "all_gather": BundleOp(
         _collective("all_gather"),
         (),
@@ -460,7 +343,7 @@ OPS = {
             "num_arrivals": "slots",
         },
         {"sends_ptr": "sends", "arrivals_ptr": "arrivals"},
-        (*RANKS, *_ROWS, "resident > COPIERS"),
+        (*RANKS, *ROWS, "resident > COPIERS"),
     ),
     "reduce_scatter": BundleOp(
         _collective("reduce_scatter"),
@@ -473,7 +356,7 @@ OPS = {
             "own_elements": "rows[rank]",
         },
         {"segments_ptr": "segments"},
-        (*RANKS, *_ROWS),
+        (*RANKS, *ROWS),
     ),
     "all_reduce": BundleOp(
         _collective("all_reduce"),
@@ -489,7 +372,7 @@ OPS = {
         lambda arch, options: catalogue_collectives.broadcast(arch, options.dtype),
         (),
         _one("low_latency_broadcast", "blocks"),
-        {"blocks": f"ceil_div(units * UNIT, {4 * BLOCK_WORDS})", **_WORDS},
+        {"blocks": f"ceil_div(units * UNIT, {4 * BLOCK_WORDS})", **WORDS},
         conditions=(*RANKS, "0 <= root < world_size", f"0 < blocks <= {MOST_PROGRAMS}"),
         words=True,
     ),

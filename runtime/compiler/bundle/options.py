@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+from interlace.kernels.signal import MAX_WORLD_SIZE
+from interlace.runtime.algorithms.low_latency import EPOCHS_OFFSET, WORDS_OFFSET
 from interlace.runtime.compiler import catalogue
 from interlace.runtime.compiler.catalogue import (
     DTYPES,
@@ -18,6 +20,11 @@ from interlace.runtime.tuning.configuration import Configuration, check_values, 
 
 # Not of one build: which path is an option, and how many programs is said at the launch.
 _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
+
+
+RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
+ROWS = ("len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
+WORDS = {"epochs_offset": str(EPOCHS_OFFSET), "words_offset": str(WORDS_OFFSET)}
 
 
 @dataclass(frozen=True)
@@ -128,3 +135,6 @@ class BundleOp:
             check_values({key: value})
             if value == 0 and not isinstance(value, bool):
                 raise ValueError(f"{key} must be positive, got {value}")
+
+
+Make = Callable[[int, KernelOptions], list[Entry]]
