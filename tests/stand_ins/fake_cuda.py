@@ -54,7 +54,7 @@ from stand_ins.fake_items import (
     storage_of,
 )
 from stand_ins.fake_queues import hardware_queues
-from stand_ins.models import fake_expert_kernels
+from stand_ins.models import fake_attention_kernels, fake_expert_kernels
 
 # Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
 MOST_IDLE, MOST_IDLE_TURNS = 0.7, 300
@@ -482,7 +482,7 @@ class FakeGpu:
             if form is not None
         }
         lease, tensor = self.lease(handle, forms)
-        models = fake_kernels.MODELS | fake_expert_kernels.MODELS
+        models = fake_kernels.MODELS | fake_expert_kernels.MODELS | fake_attention_kernels.MODELS
         model, captured = models[name], self.capture_of(handle) is not None
         given = {**arguments, "grid": programs}
 
