@@ -12,69 +12,19 @@ _PUBLISH = (
 )
 
 CASES = [
-    Case(
-        mutant_of(
-            _ROWS,
-            "rows summed when their first tile has come",
-            (
-                "valid = source < workspace.world_size",
-                "valid = (source < workspace.world_size) & (tile_n == 0)",
-            ),
-        ),
-        "races",
-        _SCATTER,
-    ),
-    Case(
-        mutant_of(_ROWS, "one late slot waited for", (_LOOK, "                        pass\n")),
-        "races",
-        _SCATTER,
-    ),
-    Case(
-        mutant_of(
-            _ROWS,
-            "slice published before its rows",
-            (_PUBLISH, "            pass\n"),
-            (_STORE, f'        if TAIL.GATHER != "":\n{_PUBLISH}{_STORE}'),
-        ),
-        "races",
-        _ALL,
-    ),
-    Case(
-        mutant_of(
-            _ROWS,
-            "one slot for all slices",
-            ("rank * gathered.slices + slice_m", "rank * gathered.slices"),
-        ),
-        "schedules",
-        _ALL,
-    ),
-    Case(
-        mutant_of(
-            _ROWS,
-            "rows collected unasked",
-            (
-                "            wait(workspace, owner, workspace",
-                "            (workspace, owner, workspace",
-            ),
-        ),
-        "races",
-        _ALL,
-    ),
-    Case(
-        mutant_of(
-            _SIGNAL,
-            "slots looked at relaxed",
-            (
-                'nothing, mask=valid, sem="acquire"',
-                'nothing, mask=valid, sem="relaxed"',
-            ),
-        ),
-        "races",
-        _SCATTER,
-    ),
-    Case(
-        mutant_of(_LOW, "all blocks of a row in the same words", ("row * blocks + number", "row")),
-        "schedules",
-        "all_reduce_norm low_latency",
-    ),
-]
+    Case(mutant_of(_ROWS, "rows summed when their first tile has come",
+     ("valid = source < workspace.world_size", "valid = (source < workspace.world_size) & (tile_n == 0)")),
+     "races", _SCATTER),
+    Case(mutant_of(_ROWS, "one late slot waited for", (_LOOK, "                        pass\n")), "races",
+     _SCATTER),
+    Case(mutant_of(_ROWS, "slice published before its rows", (_PUBLISH, "            pass\n"), (_STORE,
+     f'        if TAIL.GATHER != "":\n{_PUBLISH}{_STORE}')), "races", _ALL),
+    Case(mutant_of(_ROWS, "one slot for all slices", ("rank * gathered.slices + slice_m",
+     "rank * gathered.slices")), "schedules", _ALL),
+    Case(mutant_of(_ROWS, "rows collected unasked", ("            wait(workspace, owner, workspace",
+     "            (workspace, owner, workspace")), "races", _ALL),
+    Case(mutant_of(_SIGNAL, "slots looked at relaxed", ('nothing, mask=valid, sem="acquire"',
+     'nothing, mask=valid, sem="relaxed"')), "races", _SCATTER),
+    Case(mutant_of(_LOW, "all blocks of a row in the same words", ("row * blocks + number", "row")),
+     "schedules", "all_reduce_norm low_latency"),
+]  # fmt: skip

@@ -47,165 +47,59 @@ MULTIMEM = Peer("multimem_kernels.py", "two_rounds", ("torch",))
 PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, FLAG, TUPLE, TWO_SHOTS, PROGRESS, EXPERTS, MULTIMEM]
 
 MUTANTS = [
-    (
-        IRIS,
-        ("narrow scope",),
-        "the scope of iris' atomics is gpu unless told otherwise",
-        ('rank, to_rank, heap_bases, sem="release", scope="sys")', "rank, to_rank, heap_bases)"),
-    ),
-    (
-        IRIS,
-        ("no barrier",),
-        "the exchange releases one thread's stores",
-        (
-            "tl.debug_barrier()\n    iris.atomic_xchg(ready",
-            "iris.atomic_xchg(ready",
-        ),
-    ),
-    (
-        TRITON_DISTRIBUTED,
-        ("narrow scope",),
-        "a wait of scope gpu for a word of another GPU",
-        ('dl.wait(signal_ptr + slot, 1, "sys"', 'dl.wait(signal_ptr + slot, 1, "gpu"'),
-    ),
-    (
-        TRITON_DISTRIBUTED,
-        ("no barrier",),
-        "notify is thread 0's alone",
-        (
-            "__syncthreads()\n            dl.notify(signal_ptr + slot, to_rank",
-            "dl.notify(signal_ptr + slot, to_rank",
-        ),
-    ),
-    (
-        NVSHMEM,
-        ("weak order",),
-        "a signal is in no order with puts",
-        ("nvshmem.fence()", "pass"),
-    ),
-    (
-        NVSHMEM,
-        ("write-read",),
-        "a signal before the put",
-        (
-            "nvshmem.put(block, block, ELEMENTS, to_rank)\n        nvshmem.fence()\n"
-            "        nvshmem.signal_op(signal + step, 1, 9, to_rank)",
-            "nvshmem.signal_op(signal + step, 1, 9, to_rank)\n        nvshmem.fence()\n"
-            "        nvshmem.put(block, block, ELEMENTS, to_rank)",
-        ),
-    ),
-    (
-        FLAG,
-        ("weak order",),
-        "nothing between data and a flag that are both put",
-        ("        nvshmem.quiet()\n", ""),
-    ),
-    (
-        FLAG,
-        ("write-read",),
-        "no wait for a flag that is put",
-        ("        nvshmem.wait_until(flag, 0, 1)\n", ""),
-    ),
-    (
-        TUPLE,
-        ("weak order",),
-        "the meeting after the stores is one that orders none",
-        (
-            "meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=True)",
-            "meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=False, BEFORE_LOADS=True)",
-        ),
-    ),
-    (
-        TUPLE,
-        ("read-write", "write-read"),
-        "no meeting at the end",
-        ("    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=False)\n", ""),
-    ),
-    (
-        TWO_SHOTS,
-        ("weak order", "write-read"),
-        "the meeting before the sums acquires nothing",
-        (
-            "AFTER_STORES=True, BEFORE_LOADS=True)\n    total = tl.zeros((BLOCK,)",
-            "AFTER_STORES=True, BEFORE_LOADS=False)\n    total = tl.zeros((BLOCK,)",
-        ),
-    ),
-    (
-        TUPLE,
-        ("no barrier",),
-        "threads that signal do not wait for those that store",
-        ("    if AFTER_STORES:\n        tl.debug_barrier()\n", ""),
-    ),
-    (
-        TUPLE,
-        ("no barrier", "write-read"),
-        "threads that load do not wait for those that wait",
-        ("    if BEFORE_LOADS:\n        tl.debug_barrier()\n", ""),
-    ),
-    (
-        PROGRESS,
-        ("weak order",),
-        "a poll that acquires nothing",
-        ('sem="acquire"', 'sem="relaxed"'),
-    ),
-    (
-        PROGRESS,
-        ("write-read",),
-        "no wait for the progress of a shard",
-        (
-            '        while tl.atomic_add(progress_ptr + source, 0, sem="acquire", scope="sys") == 0:\n'
-            "            pass\n",
-            "",
-        ),
-    ),
-    (
-        PROGRESS,
-        ("write-read",),
-        "the word before the copy",
-        (
-            "            gathered[source].copy_(handle.get_buffer(source, shard.shape, shard.dtype))\n"
-            "            handle.stream_write_value32(progress, offset=source, val=1)\n",
-            "            handle.stream_write_value32(progress, offset=source, val=1)\n"
-            "            gathered[source].copy_(handle.get_buffer(source, shard.shape, shard.dtype))\n",
-        ),
-    ),
-    (
-        PROGRESS,
-        ("mixed access", "write-read"),
-        "the stream does not wait for what the current one has been given",
-        ("    stream.wait_stream(torch.cuda.current_stream())\n", ""),
-    ),
-    (
-        PROGRESS,
-        ("read-write",),
-        "the next call gathers into what this one may still read",
-        ("    torch.cuda.current_stream().wait_stream(stream)\n", ""),
-    ),
-    (
-        EXPERTS,
-        ("write-read",),
-        "no barrier between dispatch and experts",
-        ("        there.barrier()\n", ""),
-    ),
-    (
-        EXPERTS,
-        ("write-write",),
-        "rows of all ranks begin at 0",
-        ("flat[:i]", "flat[i - i % TOKENS : i]"),
-    ),
-    (
-        MULTIMEM,
-        ("write-read", "mixed access"),
-        "added up before all inputs are there",
-        ("    meet(counts_ptr, 2 * step + 1, rank, WORLD_SIZE)\n", ""),
-    ),
-    (
-        MULTIMEM,
-        ("no barrier",),
-        "sums of all threads signalled by one",
-        ("    tl.debug_barrier()\n    table", "    table"),
-    ),
-]
+    (IRIS, ("narrow scope",), "the scope of iris' atomics is gpu unless told otherwise",
+     ('rank, to_rank, heap_bases, sem="release", scope="sys")', "rank, to_rank, heap_bases)")),
+    (IRIS, ("no barrier",), "the exchange releases one thread's stores",
+     ("tl.debug_barrier()\n    iris.atomic_xchg(ready", "iris.atomic_xchg(ready")),
+    (TRITON_DISTRIBUTED, ("narrow scope",), "a wait of scope gpu for a word of another GPU",
+     ('dl.wait(signal_ptr + slot, 1, "sys"', 'dl.wait(signal_ptr + slot, 1, "gpu"')),
+    (TRITON_DISTRIBUTED, ("no barrier",), "notify is thread 0's alone",
+     ("__syncthreads()\n            dl.notify(signal_ptr + slot, to_rank",
+     "dl.notify(signal_ptr + slot, to_rank")),
+    (NVSHMEM, ("weak order",), "a signal is in no order with puts", ("nvshmem.fence()", "pass")),
+    (NVSHMEM, ("write-read",), "a signal before the put",
+     ("nvshmem.put(block, block, ELEMENTS, to_rank)\n        nvshmem.fence()\n"
+     "        nvshmem.signal_op(signal + step, 1, 9, to_rank)",
+     "nvshmem.signal_op(signal + step, 1, 9, to_rank)\n        nvshmem.fence()\n"
+     "        nvshmem.put(block, block, ELEMENTS, to_rank)")),
+    (FLAG, ("weak order",), "nothing between data and a flag that are both put",
+     ("        nvshmem.quiet()\n", "")),
+    (FLAG, ("write-read",), "no wait for a flag that is put", ("        nvshmem.wait_until(flag, 0, 1)\n",
+     "")),
+    (TUPLE, ("weak order",), "the meeting after the stores is one that orders none",
+     ("meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=True)",
+     "meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=False, BEFORE_LOADS=True)")),
+    (TUPLE, ("read-write", "write-read"), "no meeting at the end",
+     ("    meet(pads_ptr, rank, WORLD_SIZE, AFTER_STORES=True, BEFORE_LOADS=False)\n", "")),
+    (TWO_SHOTS, ("weak order", "write-read"), "the meeting before the sums acquires nothing",
+     ("AFTER_STORES=True, BEFORE_LOADS=True)\n    total = tl.zeros((BLOCK,)",
+     "AFTER_STORES=True, BEFORE_LOADS=False)\n    total = tl.zeros((BLOCK,)")),
+    (TUPLE, ("no barrier",), "threads that signal do not wait for those that store",
+     ("    if AFTER_STORES:\n        tl.debug_barrier()\n", "")),
+    (TUPLE, ("no barrier", "write-read"), "threads that load do not wait for those that wait",
+     ("    if BEFORE_LOADS:\n        tl.debug_barrier()\n", "")),
+    (PROGRESS, ("weak order",), "a poll that acquires nothing", ('sem="acquire"', 'sem="relaxed"')),
+    (PROGRESS, ("write-read",), "no wait for the progress of a shard",
+     ('        while tl.atomic_add(progress_ptr + source, 0, sem="acquire", scope="sys") == 0:\n'
+     "            pass\n", "")),
+    (PROGRESS, ("write-read",), "the word before the copy",
+     ("            gathered[source].copy_(handle.get_buffer(source, shard.shape, shard.dtype))\n"
+     "            handle.stream_write_value32(progress, offset=source, val=1)\n",
+     "            handle.stream_write_value32(progress, offset=source, val=1)\n"
+     "            gathered[source].copy_(handle.get_buffer(source, shard.shape, shard.dtype))\n")),
+    (PROGRESS, ("mixed access", "write-read"),
+     "the stream does not wait for what the current one has been given",
+     ("    stream.wait_stream(torch.cuda.current_stream())\n", "")),
+    (PROGRESS, ("read-write",), "the next call gathers into what this one may still read",
+     ("    torch.cuda.current_stream().wait_stream(stream)\n", "")),
+    (EXPERTS, ("write-read",), "no barrier between dispatch and experts", ("        there.barrier()\n",
+     "")),
+    (EXPERTS, ("write-write",), "rows of all ranks begin at 0", ("flat[:i]", "flat[i - i % TOKENS : i]")),
+    (MULTIMEM, ("write-read", "mixed access"), "added up before all inputs are there",
+     ("    meet(counts_ptr, 2 * step + 1, rank, WORLD_SIZE)\n", "")),
+    (MULTIMEM, ("no barrier",), "sums of all threads signalled by one",
+     ("    tl.debug_barrier()\n    table", "    table")),
+]  # fmt: skip
 
 
 def late_stores(fn: Callable[[], Any], world_size: int, n: int) -> ScheduleReport:

@@ -60,90 +60,35 @@ def matmul(kernel: str, **rest: Any) -> LintRequest:
 
 # What is linted, and which rules must fire. test_build.py has more of the mutants.
 CASES: dict[str, tuple[LintRequest, set[str]]] = {
-    "in a function": (
-        request("helper_kernel", STORE, constexprs={"BLOCK": 1024}),
-        set() if mended("release without barrier") else {"release without barrier"},
-    ),
-    "assembly": (
-        request("assembly_kernel", {"slot_ptr": "*i32", "data_ptr": "*i32"}),
-        {"weak poll"},
-    ),
-    "relaxed": (
-        request("relaxed_kernel", {"slot_ptr": "*i64", "epoch": "i64"}, arch="sm_80"),
-        {"weak poll"},
-    ),
-    "relaxed, then acquired": (
-        request("fenced_kernel", {"slot_ptr": "*i32", "data_ptr": "*i32"}),
-        set(),
-    ),
-    "relaxed for stores": (
-        request("free_kernel", {"slot_ptr": "*i64", "epoch": "i64", "data_ptr": "*i32"}),
-        set(),
-    ),
-    "plain": (
-        request("plain_kernel", {"slot_ptr": "*i32", "epoch": "i32", "data_ptr": "*i32"}),
-        {"dropped wait"},
-    ),
+    "in a function": (request("helper_kernel", STORE, constexprs={"BLOCK": 1024}),
+     set() if mended("release without barrier") else {"release without barrier"}),
+    "assembly": (request("assembly_kernel", {"slot_ptr": "*i32", "data_ptr": "*i32"}), {"weak poll"}),
+    "relaxed": (request("relaxed_kernel", {"slot_ptr": "*i64", "epoch": "i64"}, arch="sm_80"),
+     {"weak poll"}),
+    "relaxed, then acquired": (request("fenced_kernel", {"slot_ptr": "*i32", "data_ptr": "*i32"}), set()),
+    "relaxed for stores": (request("free_kernel", {"slot_ptr": "*i64", "epoch": "i64", "data_ptr": "*i32"}),
+     set()),
+    "plain": (request("plain_kernel", {"slot_ptr": "*i32", "epoch": "i32", "data_ptr": "*i32"}),
+     {"dropped wait"}),
     "unused": (
         request("unused_kernel", {"slot_ptr": "*i32", "data_ptr": "*i32"}),
         {"dropped wait"} if TRITON < (3, 8) else set(),  # what orders is there in SASS
     ),
-    "gpu scope": (
-        request("narrow_kernel", STORE, constexprs={"BLOCK": 1024}, arch=100),
-        {"narrow scope"},
-    ),
-    "flattened by hand": (
-        matmul("all_gather_matmul_kernel"),
-        {"unfenced descriptor load", "early load"},
-    ),
+    "gpu scope": (request("narrow_kernel", STORE, constexprs={"BLOCK": 1024}, arch=100), {"narrow scope"}),
+    "flattened by hand": (matmul("all_gather_matmul_kernel"), {"unfenced descriptor load", "early load"}),
     "flattened by Triton": (matmul("flattened_kernel", ignore=["unfenced descriptor load"]), set()),
-    "pipelined": (
-        request(
-            "pipelined_kernel",
-            PIPELINED,
-            constexprs={"BLOCK": 64},
-            divisible=PIPELINED_ALIGNED,
-            arch=80,
-        ),
-        {"early load"},
-    ),
-    "unrolled": (
-        request(
-            "unrolled_kernel",
-            {"input_ptr": "*i32", "output_ptr": "*i32", "slots_ptr": "*i32", "rank": "i32"},
-            constexprs={"WORLD_SIZE": 3, "BLOCK": 256},
-        ),
-        set(),
-    ),
-    "spills": (
-        request(
-            "spilling_kernel",
-            {"input_ptr": "*fp32", "output_ptr": "*fp32"},
-            constexprs={"BLOCK": 8192},
-            num_warps=1,
-        ),
-        {"spills"},
-    ),
-    "shared memory": (
-        request(
-            "matmul_kernel",
-            MATMUL,
-            constexprs=TILES,
-            divisible=ALIGNED,
-            num_stages=8,
-        ),
-        {"shared memory"},
-    ),
+    "pipelined": (request("pipelined_kernel", PIPELINED, constexprs={"BLOCK": 64},
+     divisible=PIPELINED_ALIGNED, arch=80), {"early load"}),
+    "unrolled": (request("unrolled_kernel", {"input_ptr": "*i32", "output_ptr": "*i32", "slots_ptr": "*i32",
+     "rank": "i32"}, constexprs={"WORLD_SIZE": 3, "BLOCK": 256}), set()),
+    "spills": (request("spilling_kernel", {"input_ptr": "*fp32", "output_ptr": "*fp32"},
+     constexprs={"BLOCK": 8192}, num_warps=1), {"spills"}),
+    "shared memory": (request("matmul_kernel", MATMUL, constexprs=TILES, divisible=ALIGNED, num_stages=8),
+     {"shared memory"}),
     "refused": (request("refused_kernel", {"data_ptr": "*i32"}), {"does not compile"}),
-    "shipped": (
-        LintRequest(
-            signal.wait_kernel,
-            {"peers": Peers("*i64", "i32", "i32"), "source": "i32", "slot_byte": "i32"},
-            arch=100,
-        ),
-        set(),
-    ),
-}
+    "shipped": (LintRequest(signal.wait_kernel, {"peers": Peers("*i64", "i32", "i32"), "source": "i32",
+     "slot_byte": "i32"}, arch=100), set()),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -88,50 +88,19 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             LOOP.format(RELEASE + STORE),
         ],
     ),
-    ptx_rules.narrow_scope: (
-        [
-            ACQUIRE,
-            RELEASE,
-            ADD,
-            "fence.acq_rel.sys;\n",
-            "bar.sync 0;\nmembar.sys;\n",
-            SHARED_FENCE,
-            LOAD + "fence.acq_rel.gpu;\n" + LOAD,
-            STORE + "membar.gl;\n" + LOAD + "ret;\n",
-        ],
-        [
-            ACQUIRE.replace("sys", "gpu"),
-            "st.release.cta.global.u32 [%rd3], 1;\n",
-            "atom.global.gpu.acq_rel.add.u32 %r1, [ %rd9 + 0 ], %r2;\n",
-            STORE + "fence.acq_rel.gpu;\n" + SIGNAL,
-            poll(WEAK, "membar.gl;\n" + LOAD),
-        ],
-    ),
-    ptx_rules.published_descriptor_store: (
-        [
-            BULK_STORE + BULK_DONE + RELEASE,
-            RELEASE + BULK_STORE,
-            STORE + RELEASE,
-            roles(BULK_STORE, RELEASE),
-            roles(RELEASE, BULK_STORE),
-        ],
-        [
-            BULK_STORE + RELEASE,
-            BULK_STORE + BULK_READ + BARRIER + RELEASE,
-            roles(STORE, BULK_STORE + WARP_BARRIER + RELEASE),
-        ],
-    ),
-    ptx_rules.unfenced_descriptor_load: (
-        [ACQUIRE + FENCE + BULK_LOAD, BULK_LOAD, ACQUIRE + "ret;\n" + BULK_LOAD],
-        [
-            ACQUIRE + BULK_LOAD,
-            ACQUIRE + SHARED_FENCE + BULK_LOAD,
-            roles(ACQUIRE + BULK_LOAD, ""),
-            roles(FENCE, LOOP.replace("ret;\n", "").format(BULK_LOAD + ACQUIRE)),
-            ACQUIRE + "@%p2 bra $L__BB0_2;\n" + FENCE + "$L__BB0_2:\n" + BULK_LOAD,
-            "$L__BB0_2:\n" + BULK_LOAD + ACQUIRE + "bra.uni $L__BB0_2;\n",
-        ],
-    ),
+    ptx_rules.narrow_scope: ([ACQUIRE, RELEASE, ADD, "fence.acq_rel.sys;\n", "bar.sync 0;\nmembar.sys;\n",
+     SHARED_FENCE, LOAD + "fence.acq_rel.gpu;\n" + LOAD, STORE + "membar.gl;\n" + LOAD + "ret;\n"],
+     [ACQUIRE.replace("sys", "gpu"), "st.release.cta.global.u32 [%rd3], 1;\n",
+     "atom.global.gpu.acq_rel.add.u32 %r1, [ %rd9 + 0 ], %r2;\n", STORE + "fence.acq_rel.gpu;\n" + SIGNAL,
+     poll(WEAK, "membar.gl;\n" + LOAD)]),
+    ptx_rules.published_descriptor_store: ([BULK_STORE + BULK_DONE + RELEASE, RELEASE + BULK_STORE,
+     STORE + RELEASE, roles(BULK_STORE, RELEASE), roles(RELEASE, BULK_STORE)], [BULK_STORE + RELEASE,
+     BULK_STORE + BULK_READ + BARRIER + RELEASE, roles(STORE, BULK_STORE + WARP_BARRIER + RELEASE)]),
+    ptx_rules.unfenced_descriptor_load: ([ACQUIRE + FENCE + BULK_LOAD, BULK_LOAD,
+     ACQUIRE + "ret;\n" + BULK_LOAD], [ACQUIRE + BULK_LOAD, ACQUIRE + SHARED_FENCE + BULK_LOAD,
+     roles(ACQUIRE + BULK_LOAD, ""), roles(FENCE, LOOP.replace("ret;\n", "").format(BULK_LOAD + ACQUIRE)),
+     ACQUIRE + "@%p2 bra $L__BB0_2;\n" + FENCE + "$L__BB0_2:\n" + BULK_LOAD,
+     "$L__BB0_2:\n" + BULK_LOAD + ACQUIRE + "bra.uni $L__BB0_2;\n"]),
     ptx_rules.early_load: (
         [
             at(7, ACQUIRE) + at(8, LOAD),
@@ -174,7 +143,7 @@ RULE_TEXTS: dict[ptx_rules.Rule, tuple[list[str], list[str]]] = {
             ASSEMBLY_POLL,
         ],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULE_TEXTS)

@@ -73,73 +73,28 @@ CASES = [
         at="buffers[peer]",
         **ONE_SHOT,
     ),
-    RuleCase(
-        "release without barrier",
-        "minimal_async_ep",
-        "dispatch_rows_kernel",
-        pointers("bf16", "from")
-        | pointers("i32", "peers", "rows")
-        | pointers("i64", "table", "flags"),
-        {"WIDTH": 1024},
-        ("    tl.debug_barrier()\n    tl.atomic_xchg(flag,", "    tl.atomic_xchg(flag,"),
-        "tl.atomic_xchg(flag,",
-    ),
-    RuleCase(
-        "narrow scope",
-        "Iris",
-        "put_kernel",
-        pointers("fp32", "source", "inbox")
-        | pointers("i32", "ready")
-        | {"heap_bases": "*i64", "rank": "i32", "peer": "i32"},
-        {"BLOCK": 1024},
-        ('(ready, 1, sem="release", scope="sys")', '(ready, 1, sem="release")'),
-        "tl.atomic_xchg(ready,",
-    ),
-    RuleCase(
-        "weak poll",
-        "Kraken",
-        "all_gather_kernel",
-        pointers("i32", "flags") | pointers("i64", "buffers") | pointers("fp32", "output"),
-        {"WORLD_SIZE": 2, "BLOCK": 1024},
-        ('AFTER_WAIT="acquire"', 'AFTER_WAIT="relaxed"'),
-        "take_flag(",
-    ),
-    RuleCase(
-        "dropped wait",
-        "Iris",
-        "consume_tiles_kernel",
-        pointers("fp32", "tiles", "output") | pointers("i32", "locks"),
-        {"TILES": 4, "BLOCK": 1024},
-        (
-            'tl.atomic_cas(locks_ptr + tile, 1, 1, sem="acquire", scope="sys")',
-            "tl.load(locks_ptr + tile)",
-        ),
-        "while tl.load(locks_ptr + tile)",
-    ),
-    RuleCase(
-        "published descriptor store",
-        "Triton-distributed",
-        "gemm_rs_kernel",
-        edit=("    complete_bulk_stores()\n    tl.debug", "    tl.debug"),
-        at="tl.atomic_xchg(signal_ptr + tile,",
-        **matmul("scatter", "signal"),
-    ),
-    RuleCase(
-        "unfenced descriptor load",
-        "Triton-distributed",
-        "ag_gemm_kernel",
-        edit=("    fence_async()\n", ""),
-        at="a.load([row, k])",
-        **matmul("output", "ready"),
-    ),
-    RuleCase(
-        "early load",
-        "Triton-distributed",
-        "persistent_ag_gemm_kernel",
-        edit=("a_ptr + (row + offs_m)", "a_ptr + (tile * BLOCK_M + offs_m)"),
-        at="a = tl.load(a_ptr",
-        **matmul("output", "ready"),
-    ),
+    RuleCase("release without barrier", "minimal_async_ep", "dispatch_rows_kernel", pointers("bf16",
+     "from") | pointers("i32", "peers", "rows") | pointers("i64", "table", "flags"), {"WIDTH": 1024},
+     ("    tl.debug_barrier()\n    tl.atomic_xchg(flag,", "    tl.atomic_xchg(flag,"),
+     "tl.atomic_xchg(flag,"),
+    RuleCase("narrow scope", "Iris", "put_kernel", pointers("fp32", "source", "inbox") | pointers("i32",
+     "ready") | {"heap_bases": "*i64", "rank": "i32", "peer": "i32"}, {"BLOCK": 1024},
+     ('(ready, 1, sem="release", scope="sys")', '(ready, 1, sem="release")'), "tl.atomic_xchg(ready,"),
+    RuleCase("weak poll", "Kraken", "all_gather_kernel", pointers("i32", "flags") | pointers("i64",
+     "buffers") | pointers("fp32", "output"), {"WORLD_SIZE": 2, "BLOCK": 1024}, ('AFTER_WAIT="acquire"',
+     'AFTER_WAIT="relaxed"'), "take_flag("),
+    RuleCase("dropped wait", "Iris", "consume_tiles_kernel", pointers("fp32", "tiles",
+     "output") | pointers("i32", "locks"), {"TILES": 4, "BLOCK": 1024},
+     ('tl.atomic_cas(locks_ptr + tile, 1, 1, sem="acquire", scope="sys")', "tl.load(locks_ptr + tile)"),
+     "while tl.load(locks_ptr + tile)"),
+    RuleCase("published descriptor store", "Triton-distributed", "gemm_rs_kernel",
+     edit=("    complete_bulk_stores()\n    tl.debug", "    tl.debug"),
+     at="tl.atomic_xchg(signal_ptr + tile,", **matmul("scatter", "signal")),
+    RuleCase("unfenced descriptor load", "Triton-distributed", "ag_gemm_kernel",
+     edit=("    fence_async()\n", ""), at="a.load([row, k])", **matmul("output", "ready")),
+    RuleCase("early load", "Triton-distributed", "persistent_ag_gemm_kernel",
+     edit=("a_ptr + (row + offs_m)", "a_ptr + (tile * BLOCK_M + offs_m)"), at="a = tl.load(a_ptr",
+     **matmul("output", "ready")),
     RuleCase(
         "weakened by ptxas",
         "torchcomms",
@@ -150,13 +105,8 @@ CASES = [
         wrong_options={"constexprs": {"SOURCES": 0, "BLOCK": 1024}},  # nobody is waited for
     ),
     RuleCase("spills", "Kraken", wrong_options={"num_warps": 1}, **ONE_SHOT),
-    RuleCase(
-        "shared memory",
-        "Triton-distributed",
-        "ag_gemm_kernel",
-        wrong_options={"num_stages": 8},
-        **matmul("output", "ready"),
-    ),
+    RuleCase("shared memory", "Triton-distributed", "ag_gemm_kernel", wrong_options={"num_stages": 8},
+     **matmul("output", "ready")),
     RuleCase(
         "no tensor cores",
         "Triton-distributed",
@@ -170,7 +120,7 @@ CASES = [
         options={"arch": 100},
         wrong_options={"arch": 90},  # which has no matrix instruction for scaled numbers
     ),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

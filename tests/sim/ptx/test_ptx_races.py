@@ -83,78 +83,31 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
 @pytest.mark.parametrize(
     ("publish", "wait", "kind", "hint"),
     [
-        (
-            without(PUBLISH, BARRIER),
-            WAIT,
-            "no barrier",
-            "between the first access and the signal, store",
-        ),
-        (
-            PUBLISH,
-            without(WAIT, BARRIER),
-            "no barrier",
-            "between the wait, load .*, and the second",
-        ),
-        (
-            without(PUBLISH, BARRIER),
-            without(WAIT, BARRIER),
-            "no barrier",
-            "before .* and after the wait",
-        ),
-        (
-            without(PUBLISH, RELEASE, RELEASE.replace("release", "relaxed")),
-            WAIT,
-            "weak order",
-            r'the signal, store \(relaxed, sys\) at .* with sem="release"$',
-        ),
-        (
-            PUBLISH,
-            without(WAIT, ACQUIRE, POLL_RELAXED),
-            "weak order",
-            r'the wait, load \(relaxed, sys\) at .* with sem="acquire"$',
-        ),
-        (
-            without(PUBLISH, RELEASE, RELEASE.replace("sys", "gpu")),
-            WAIT,
-            "narrow scope",
-            r'^store \(release, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$',
-        ),
-        (
-            without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")),
-            WAIT,
-            "narrow scope",
-            r'^store \(relaxed, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$',
-        ),
+        (without(PUBLISH, BARRIER), WAIT, "no barrier", "between the first access and the signal, store"),
+        (PUBLISH, without(WAIT, BARRIER), "no barrier", "between the wait, load .*, and the second"),
+        (without(PUBLISH, BARRIER), without(WAIT, BARRIER), "no barrier", "before .* and after the wait"),
+        (without(PUBLISH, RELEASE, RELEASE.replace("release", "relaxed")), WAIT, "weak order",
+         r'the signal, store \(relaxed, sys\) at .* with sem="release"$'),
+        (PUBLISH, without(WAIT, ACQUIRE, POLL_RELAXED), "weak order",
+         r'the wait, load \(relaxed, sys\) at .* with sem="acquire"$'),
+        (without(PUBLISH, RELEASE, RELEASE.replace("sys", "gpu")), WAIT, "narrow scope",
+         r'^store \(release, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$'),
+        (without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")), WAIT, "narrow scope",
+         r'^store \(relaxed, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$'),
         # half a fence, the other half of it
-        (
-            without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "acquire")),
-            WAIT,
-            "weak order",
-            'with sem="release"$',
-        ),
-        (
-            PUBLISH,
-            [FLAG, POLL_RELAXED, "fence.release.sys;", BARRIER, READ],
-            "weak order",
-            'with sem="acquire"$',
-        ),
+        (without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "acquire")), WAIT, "weak order",
+         'with sem="release"$'),
+        (PUBLISH, [FLAG, POLL_RELAXED, "fence.release.sys;", BARRIER, READ], "weak order",
+         'with sem="acquire"$'),
         # of a loop that goes round
-        (
-            PUBLISH,
-            without(TOGETHER, AGAIN, AGAIN.replace(BARRIER, "")),
-            "read-write",
-            "no barrier for both",
-        ),
+        (PUBLISH, without(TOGETHER, AGAIN, AGAIN.replace(BARRIER, "")), "read-write",
+         "no barrier for both"),
         (PUBLISH, without(TOGETHER, TOLD, TOLD.replace(BARRIER, "")), "no barrier", "the wait"),
         # behind the release
-        (
-            [*without(PUBLISH, RELEASE), RELEASE, "st.global.b32 [%rd1], %r2;"],
-            WAIT,
-            "write-read",
-            "nothing that was signalled behind the first access",
-        ),
+        ([*without(PUBLISH, RELEASE), RELEASE, "st.global.b32 [%rd1], %r2;"], WAIT, "write-read",
+         "nothing that was signalled behind the first access"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not(publish: list[str], wait: list[str], kind: str, hint: str) -> None:
     report = exchanged(publish, wait, seeds=3)
     hints = {finding.kind: finding.hint for finding in report.findings}
