@@ -128,7 +128,7 @@ def kind_of(path: str, value: Any) -> str:
     try:
         return str(mangle_type(value))
     except TypeError as error:
-        raise TypeError(f"argument {path}: {error}") from error
+        raise TypeError(f"a kernel's argument {path}: {error}") from error
 
 
 def specialised(

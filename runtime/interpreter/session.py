@@ -28,6 +28,7 @@ from interlace.runtime.compat.triton_interpreter import (
     Autotuner,
     InterpretedFunction,
     JITFunction,
+    KernelInterface,
     TensorHandle,
     atomics,
     bare,
@@ -65,9 +66,6 @@ def program_function(
     unknown = set(arguments) - set(names)
     assert not unknown, f"{kernel.__name__} has no argument {sorted(unknown)}"
     fixed = constants(kernel)
-    for path, value in leaves({name: arguments[name] for name in arguments.keys() - fixed}).items():
-        if not isinstance(value, InterpretedFunction):
-            kind_of(path, value)
     converted = {
         name: value if name in fixed else triton_interpreter._implicit_cvt(value)
         for name, value in arguments.items()
@@ -324,6 +322,10 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
         given = {name: value for name, value in named.items() if name in kernel.arg_names}
         bound = inspect.signature(kernel.fn).bind(*args, **given)
         bound.apply_defaults()
+        told = {name: bound.arguments[name] for name in bound.arguments.keys() - constants(kernel)}
+        for path, value in leaves(told).items():
+            if not isinstance(value, KernelInterface):
+                kind_of(path, value)
         for hook in kernel.pre_run_hooks:
             hook(*args, **given)
         extents = tuple(grid(bound.arguments) if callable(grid) else grid)
