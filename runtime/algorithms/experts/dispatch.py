@@ -239,7 +239,9 @@ def _column(weights: Tensor | None) -> Tensor | None:
 
 
 def bytes_of_rows(matrix: Tensor) -> Tensor:
-    """As bytes, for fp8 cannot be indexed."""
+    """As bytes, for fp8 cannot be indexed. Without rows any strides are contiguous, which no view takes."""
+    if not matrix.shape[0]:
+        return matrix.new_empty(0, matrix.shape[1] * matrix.element_size(), dtype=torch.uint8)
     return matrix.view(torch.uint8)
 
 

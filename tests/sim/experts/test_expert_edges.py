@@ -14,11 +14,12 @@ ALGORITHMS = ("fused", "pipelined", "unfused")
 NAN = float("nan")
 
 
-def test_a_rank_without_tokens_sends_fp8() -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_without_tokens_sends_fp8(algorithm: Any) -> None:
     def on_rank() -> Any:
         tokens = 2 * interlace.get_rank()
         x, idx = torch.ones(tokens, 128), torch.zeros(tokens, 1, dtype=torch.int64)
-        received, _ = experts.low_latency_dispatch(x, idx, 2, 2)
+        received, _ = experts.low_latency_dispatch(x, idx, 2, 2, algorithm=algorithm)
         back = experts.dequantize(received.x, received.scales, torch.float32)
         empty = experts.quantize(torch.ones(0, 256))
         return received.num_tokens_per_expert.tolist(), back[0, :2].sum().item(), empty[1].shape
