@@ -96,6 +96,8 @@ class Communicator:
 
     def _number(self, error: Exception, *, own: bool) -> None:
         """Say in ``error`` which rank raised it, if it is this one's ``own``, and how ranks are counted."""
+        if not own:
+            vars(error)["told"] = id(self)  # all ranks of this group have it
         if isinstance(error, DifferentOpsError) and not self._out_of_step:
             self._out_of_step = str(error)
             self.place.fault(self._out_of_step)
@@ -121,12 +123,12 @@ class Communicator:
             self.plans.launched()
         return parts
 
-    def parts(self, call: Call) -> list[Any]:
-        """Every rank's part of ``call``, by rank; raises unless all fit together. Collective, host only."""
+    def parts(self, call: Call, messages: Any = None) -> list[Any]:
+        """Every rank's part of ``call``, by rank, out of ``messages(call)``; raises unless all fit."""
         if self._closed or self._out_of_step:
             raise self._over(call.op)
         try:
-            answers = self.messages(call)
+            answers = (messages or self.messages)(call)
             if call.match is None and answers.count(call.message) == len(answers):
                 return [call.part] * len(answers)
             return call.compared(answers)
@@ -156,18 +158,16 @@ class Communicator:
         or ValueError; this rank is to raise ``error``, of any class, in which its number is added.
         """
         self.place.recorder = None  # what follows is another call
+        if vars(error).get("told") == id(self):  # of what ranks compare while they check
+            return
         said = str(error)  # the others name this rank themselves
         self._number(error, own=True)
         over = self._closed or self._out_of_step
         if isinstance(error, InterlaceError) or self.world_size == 1 or over or not op:
             return
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        text = (
-            said
-            if isinstance(error, (TypeError, ValueError))
-            else f"{type(error).__name__}: {said}"
-        )
-        text = text[:MESSAGE_LENGTH]
+        misuse = isinstance(error, (TypeError, ValueError))
+        text = (said if misuse else f"{type(error).__name__}: {said}")[:MESSAGE_LENGTH]
         message = plain.dumps((op, kind is TypeError, text))  # in place of the terms
         doing = f"{op}, which this rank refused ({kind.__name__}: {text})"
         with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see

@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from interlace.runtime.core import plain
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import cache, calibration, configuration, cost_model
@@ -353,7 +354,7 @@ def _found(
     """The nearest row, the same on all ranks."""
     found = cached(agreed.rows, problem)
     if agreed.asks:
-        found = plain.loads(communicator.place.exchange(plain.dumps(found), problem.op)[0])
+        found = _told(communicator, problem.op, found)[0]
     return found
 
 
@@ -380,6 +381,13 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
     return choice
 
 
+def _told(communicator: Communicator, op: str, mine: Any) -> list[Any]:
+    """Every rank's ``mine``; raises where one refuses the op. No plan has it, as it is told but once."""
+    place = communicator.place
+    call = Call(op, part=mine)
+    return communicator.parts(call, lambda call: place.exchange(call.message, call.op))
+
+
 def _agree(communicator: Communicator, op: str) -> _Agreed:
     place = communicator.place
     capability = configuration.capability_of(place)
@@ -388,7 +396,7 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
     mine = (capability, cache.digest(rows), len(rows), str(cache.path()), gather)
-    everyone = [plain.loads(each) for each in place.exchange(plain.dumps(mine), op)]
+    everyone = _told(communicator, op, mine)
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
     _, digest, count, file, first_gather = everyone[0]

@@ -217,14 +217,30 @@ def layer_compiled(most: int | None) -> list[str]:
     return wrong
 
 
+def refused_at_first() -> list[str]:
+    """What a rank says of another's misuse in a group's first call, before which ranks compare caches."""
+    group, rank = interlace.new_group(), interlace.get_rank()
+    world_size = interlace.get_world_size()
+    how: Any = {"num_max_dispatch_tokens_per_rank": MOST, "group": group}
+    x, idx = tokens(rank), chosen(rank, world_size)
+    received, handle = experts.dispatch(x, idx, None, 2 * world_size, **how)
+    m, said = matrices(world_size)[own(rank)], []
+    for weight in (None if rank else m, m):
+        try:
+            interlace.grouped_matmul_combine(received.x, weight, handle)  # type: ignore[arg-type]
+        except TypeError as error:
+            said.append(str(error))
+    return said
+
+
 def called(how: str) -> list[str]:
     """The ops of a forward and its backward, as ranks agree on them."""
     seen: list[str] = []
     parts = Communicator.parts
 
-    def noting(self: Communicator, call: Any) -> list[Any]:
+    def noting(self: Communicator, call: Any, *how: Any) -> list[Any]:
         seen.append(call.op)
-        return parts(self, call)
+        return parts(self, call, *how)
 
     with mock.patch.object(Communicator, "parts", noting):
         assert gradients(how) == []

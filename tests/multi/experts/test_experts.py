@@ -27,6 +27,21 @@ def test_shapes_are_known_without_a_group() -> None:
     assert interlace.run(expert_ranks.faked, 1, place="shm") == [shapes]
 
 
+def test_a_first_call_that_one_rank_refuses_is_told_to_all() -> None:
+    first, second = interlace.run(expert_ranks.refused_at_first, 2, place="shm")
+    said = "weight must be a tensor, got NoneType"
+    assert first == [f"grouped_matmul_combine: rank 1 cannot take part: {said}"]
+    assert second == [f"{said} (on rank 1)"]
+
+
 def test_a_graph_does_no_op_twice() -> None:
-    ops = ["dispatch", "combine", "grouped_matmul_combine", "dispatch", "dispatch", "combine"]
+    ops = [
+        "dispatch",
+        "combine",
+        *["grouped_matmul_combine"] * 2,
+        "dispatch",
+        "dispatch",
+        "combine",
+    ]
+    # twice, as ranks compare caches of tune before
     assert interlace.run(expert_ranks.called, 2, "dropless compiled", place="shm") == [ops] * 2
