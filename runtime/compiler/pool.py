@@ -54,7 +54,8 @@ def compile_one(request: Compilation) -> Measurement:
     _refuse_reentry()
     path = os.path.realpath(request.path)
     # a forked process must not read what another one's server answers
-    fits = os.getpid(), os.getcwd(), tuple(sys.path), repr(request.stand_ins)
+    places = tuple(dict.fromkeys(sys.path))  # a folder that is named again changes nothing
+    fits = os.getpid(), os.getcwd(), places, repr(request.stand_ins)
     read_at = os.stat(path).st_mtime_ns
     if _staying is None or _staying.fits != fits or _staying.files.get(path, read_at) != read_at:
         _end_staying()

@@ -5,6 +5,7 @@ So are those that name what only the compiler has.
 
 import pathlib
 import re
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.compiler import kept
+from interlace.runtime.compiler import kept, pool
 from interlace.runtime.programs import compiled
 from interlace.verify import races, schedules
 from sim.interpreter import compiled_kernels
@@ -141,6 +142,19 @@ def test_another_process_need_not_compile(monkeypatch: pytest.MonkeyPatch) -> No
         (other := file.with_suffix(".damaged")).write_text(damaged)
         assert kept.read(other) is None
     other.unlink()
+
+
+def test_the_compiler_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a folder is named again, as whoever loads a file by its path does."""
+    nothing = SimpleNamespace(file_of=lambda *what: None, read=kept.read)
+    monkeypatch.setattr(compiled, "kept", nothing)
+    servers = []
+    for folders in ([], sys.path[:1], ["/elsewhere"]):
+        monkeypatch.setattr(sys, "path", [*folders, *sys.path])
+        monkeypatch.setattr(compiled, "_measured", weakref.WeakKeyDictionary())
+        interlace.run(kernels.numbered, 1, 2)
+        servers.append(pool._staying)
+    assert servers[0] is servers[1] is not servers[2]
 
 
 X = torch.arange(1.0, 65.0)
