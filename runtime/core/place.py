@@ -115,6 +115,7 @@ class Place(ABC):
     linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
     virtual : True where ranks share one process and its GPU.
     direct_access : True where torch operators may read and write a peer's memory at full speed.
+    mapped : whether ranks have symmetric memory, which those on CPUs of several hosts have not.
     nodes : which ranks share a node, where not all memory is mapped; None on one node.
     program_limit : how many programs of one persistent kernel may wait for each other: all stay resident.
     worker : the thread that runs what was submitted, where streams run their items at once; else None.
@@ -140,6 +141,7 @@ class Place(ABC):
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
     recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
     nodes: Nodes | None = None
+    mapped = True
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:

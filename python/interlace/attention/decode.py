@@ -100,9 +100,8 @@ def prepared_decode(
         lse = made.new_empty(grouped.shape[:-1], dtype=torch.float64 if wide else torch.float32)
         chosen = algorithm
         if algorithm == "auto":
-            kernels = (
-                query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD and not place.direct_access
-            )
+            kernels = query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD
+            kernels = kernels and place.mapped and not place.direct_access
             chosen = "fused" if kernels else "unfused"
             if kernels and place.nodes is None:
                 chosen = tuning.measured(communicator, named).algorithm or chosen

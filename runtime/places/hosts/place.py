@@ -68,7 +68,7 @@ class HostsPlace(CpuPlace):
     """
 
     name = "hosts"
-    direct_access = False
+    direct_access = mapped = False
 
     def __init__(
         self,

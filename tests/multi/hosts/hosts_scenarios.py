@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+import interlace
 from cases import support_table
+from interlace import functional, nn
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -385,6 +387,27 @@ def receiving_what_does_not_fit(group: Communicator) -> list[str]:
     return texts
 
 
+def attending(group: Communicator) -> list[str]:
+    """Decoding with caches of every host, one of them empty, and attention: both as torch alone has it."""
+    torch.manual_seed(0)
+    heads, torch_s = torch.randn(3, 1, 2, 12, 8), torch.nn.functional.scaled_dot_product_attention
+    query, key, value = (each.transpose(1, 2) for each in heads)
+    cuts = [0, 4, 4, *[12] * (group.world_size - 2)]
+    own = slice(cuts[group.rank], cuts[group.rank + 1])
+    caches = key[:, own], value[:, own]
+    decoded = interlace.distributed_decode(query[:, -1], caches, group=group)
+    right, wrong = torch_s(*heads, is_causal=True).transpose(1, 2), []
+    if (decoded - right[:, -1]).abs().max() > 1e-5:
+        wrong.append("decoding")
+    part = functools.partial(nn.functional.shard_sequence, group=group)
+    for method in ("auto", "ulysses"):
+        how: Any = {"causal": True, "method": method, "group": group}
+        made = nn.functional.context_parallel_attention(*map(part, (query, key, value)), **how)
+        if not torch.allclose(functional.wait(made), part(right), atol=1e-5):
+            wrong.append(method)
+    return wrong
+
+
 def no_symmetric_memory(group: Communicator) -> str:
     try:
         group.place.allocate(8)
@@ -406,5 +429,6 @@ ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
     receiving_from_anybody,
     answering,
     receiving_what_does_not_fit,
+    attending,
     no_symmetric_memory,
 )

@@ -101,6 +101,7 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "sending",
         "receiving_from_anybody",
         "answering",
+        "attending",
     ],
 )
 def test_five_ranks(reports: Any, scenario: str) -> None:
