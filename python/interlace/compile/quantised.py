@@ -89,7 +89,7 @@ def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.No
         clamps = is_call(user, *CLAMPS) and {abs(each) for each in _numbers(user)} == {LARGEST}
         if dtype == FP8:
             yield user, scale, clamped
-        elif dtype == torch.float32 or clamps:
+        elif clamps or (dtype is not None and dtype.is_floating_point and dtype.itemsize > 1):
             yield from _quotients(user, scale, clamped or clamps)
         elif scale is None and is_call(user, aten.div.Tensor) and user.args[0] is node:
             yield from _quotients(user, user.args[1], clamped)

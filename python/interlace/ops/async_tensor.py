@@ -209,8 +209,8 @@ def completed(tensor: torch.Tensor) -> AsyncTensor:
     return made
 
 
-_dispatch: Any = runtime_wrappers.AOTDispatchAutograd
-_tangent_of_graph: Any = _dispatch.process_runtime_tangent
+_dispatch: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
+_tangent_of_graph: Any = getattr(_dispatch, "process_runtime_tangent", None)
 
 
 def _tangent(tangent: Any, expected: Any, *about: Any, **more: Any) -> Any:
@@ -225,7 +225,8 @@ def _tangent(tangent: Any, expected: Any, *about: Any, **more: Any) -> Any:
     return _tangent_of_graph(tangent, expected, *about, **more)
 
 
-_dispatch.process_runtime_tangent = staticmethod(_tangent)
+if _tangent_of_graph is not None:  # a torch without it says what its limit is
+    _dispatch.process_runtime_tangent = staticmethod(_tangent)
 
 
 class _Tracked(torch.autograd.Function):

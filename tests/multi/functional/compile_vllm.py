@@ -100,7 +100,8 @@ def static_at_once(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     torch.ops._C.rms_norm_static_fp8_quant(alone, product(x.cos()), gain, scale, EPS)
     y = torch.nn.functional.rms_norm(product(x.sin()), (6,), None, EPS)
     small = scale / 1000
-    native = (y.to(torch.float32) * small.reciprocal()).clamp(-448.0, 448.0).to(FP8)
+    quotient = (y.to(torch.float32) * small.reciprocal()).to(torch.bfloat16)  # rounded on the way
+    native = quotient.clamp(-448.0, 448.0).to(FP8)
     return (result, scale), (alone, scale), (native, small), residual
 
 
