@@ -253,7 +253,7 @@ def _matmul_reduces() -> list[Case]:
                     Case(
                         f"matmul_reduce_scatter {op} {dim}{' uneven' * less}",
                         lambda rank, size, less=less: [
-                            numbers(rank, size - less, 2 * size - less, 3),
+                            numbers(rank, 2 * size - less, size - less, 3),
                             numbers(rank, 3, 2 * size - less, seed=1),
                             numbers(rank, 2 * size - less, seed=2),
                         ],

@@ -52,6 +52,8 @@ def test_every_op_in_one_graph(explicit: bool) -> None:
 def test_every_op_in_one_graph_of_inductor() -> None:
     names = [name for name in ONCE if "product" not in name and "min" not in name]
     on_ranks(ranks.in_one_graph, 2, "inductor", False, names)
+    empty = "matmul_reduce_scatter sum 1 uneven"  # on the last rank, which does not wait for it
+    assert on_ranks(functional_ranks.every_case, 2, empty, "inductor") == [[empty]] * 2
 
 
 @pytest.mark.parametrize(

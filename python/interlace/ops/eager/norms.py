@@ -54,7 +54,7 @@ def _rows(like: Tensor, lengths: Sequence[Any], dim: int, columns: Any, dtype: A
     if not lengths:
         return Output(matrix, matrix.view(columns))
     others = [n for i, n in enumerate(lengths) if i != dim]
-    return Output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
+    return shapes.output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
 
 
 def outputs(input: Tensor, columns: Any, call: NormCall, size: Any) -> list[Output]:

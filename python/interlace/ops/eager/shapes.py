@@ -85,6 +85,13 @@ class Output(NamedTuple):
     view: torch.Tensor
 
 
+def output(matrix: torch.Tensor, view: torch.Tensor) -> Output:
+    """An output, of no elements with the strides of a new tensor: so does Inductor lay those out."""
+    if any(isinstance(length, int) and length == 0 for length in view.shape):
+        view = view.new_empty(view.shape)
+    return Output(matrix, view)
+
+
 def gathered_rows(input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any) -> Output:
     """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``; the matrix has ``dim`` first."""
     lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
@@ -115,11 +122,11 @@ def scattered_product(
     if dim == input.dim() - 1:
         part = divided(columns, size, "the columns of weight", length)
         matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
-        return Output(matrix, matrix.T.view(*lengths, part))
+        return output(matrix, matrix.T.view(*lengths, part))
     part = divided(lengths[dim], size, f"dimension {dim} of input", length)
     others = [n for i, n in enumerate(lengths) if i != dim]
     matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
-    return Output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
+    return output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
 
 
 def permutation(src_dst: Sequence[int], size: int) -> None:
