@@ -176,11 +176,11 @@ def expert_offsets(rank: int, world_size: int, splits: Sequence[int], experts: i
 def expert_offset_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int
 ) -> list[Line]:
-    """Lines of ``grouped_matmul_kernel``'s ``offsets``: the first row for this rank itself, offsets."""
+    """The line of ``grouped_matmul_kernel``'s ``offsets``: the first row for this rank itself, offsets."""
     total = len(splits) // world_size
     begin = rank * total
     own = sum(splits[begin : begin + rank * experts % total])
-    return [[own], expert_offsets(rank, world_size, splits, experts)]
+    return [[own, *expert_offsets(rank, world_size, splits, experts)]]
 
 
 def expert_send_lines(

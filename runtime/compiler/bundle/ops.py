@@ -275,7 +275,7 @@ OPS = {
                 "chunk_rows": "chunk_size",
                 "chunk_size": "chunk_rows(splits, BLOCK_M, CHUNKS)",
                 "tiles_n": "ceil_div(N, BLOCK_N)",
-                "ends": "offsets[1]",
+                "ends": "offsets[0][1:]",
                 "segments": "[ends[i + 1] - ends[i] for i in range(len(ends) - 1)]",
                 "tiles": "tiles_of(segments, BLOCK_M, tiles_n)",
                 "slots": "num_experts * world_size + max(received) // chunk_size + 1",
