@@ -138,6 +138,8 @@ def checked(
         if documents.is_cpu and (documents[0] != 0 or bool((documents.diff() < 0).any())):
             raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
     query, key, value = (tokens_first(each, layout) for each in tensors)
+    if options.length is not None and options.length < 0:
+        raise ValueError(f"length must be None or not negative, got {options.length}")
     if method == HEADS and options.length is None and query.shape[0] % communicator.world_size:
         raise ValueError(
             f"query has {query.shape[0]} tokens, which world size {communicator.world_size} does not "

@@ -168,6 +168,7 @@ ZEROS = torch.zeros(1, 4, 2, 8)
         ({"window": (1, -2)}, ValueError, "window must be two numbers of keys, -1 for all"),
         ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must begin with 0 and not fall"),
         ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "cu_seqlens ends at 9, the ranks have 8 tokens"),
+        ({"causal": (True, ZEROS)}, TypeError, "causal must be a bool, got tensor"),
         ({"causal": (True, False)}, ValueError, "causal differs between ranks: True on rank 0"),
         ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
         (

@@ -216,6 +216,15 @@ def test_heads_of_all_tokens_say_what_they_refuse() -> None:
     assert "which world size 2 does not divide; give length" in str(failure(on_rank, 2, 5))
     assert "query has 5 tokens on rank 0, the ranks have 6" in str(failure(on_rank, 2, 5, length=3))
 
+    def one_length(wrong: Any) -> None:
+        on_rank(4, length=wrong if interlace.get_rank() == 1 else 5)
+
+    for wrong, text in (
+        (-1, "length must be None or not negative, got -1"),  # the sum is right
+        (torch.tensor(2), "length must be an int, got Tensor"),
+    ):
+        assert text in str(failure(one_length, 2, wrong))
+
 
 def test_several_nodes() -> None:
     def on_rank(algorithm: str) -> list[tuple[int, ...]]:

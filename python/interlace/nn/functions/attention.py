@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
 from interlace.attention.calls import FORWARD, HEADS
-from interlace.functional.calls import check, ints, run_to_list
+from interlace.functional.calls import check, ints, refuse, run_to_list
 from interlace.groups.groups import resolve
 from interlace.ops.async_tensor import wait
 from interlace.runtime.algorithms.attention.shards import BALANCES, TokenShards
@@ -128,9 +128,15 @@ def context_parallel_attention(
     check(FORWARD, group, tag, q=q, k=k, v=v)
     limits = None if window is None else ints(FORWARD, group, tag, "window", window)
     tensors = (q, k, v, cu_seqlens)
-    given = (method, bool(causal), scale, limits, layout, balance, algorithm, None)
+    given = (method, _causal(causal, group, tag), scale, limits, layout, balance, algorithm, None)
     output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)
     return (output, lse) if return_lse else output
+
+
+def _causal(value: Any, group: FunctionalGroup, tag: str) -> bool:
+    if not isinstance(value, int):  # as a bool is
+        refuse(FORWARD, group, tag, TypeError(f"causal must be a bool, got {value!r}"))
+    return bool(value)
 
 
 def attention_of_heads(
@@ -174,10 +180,10 @@ def attention_of_heads(
     >>> interlace.run(attended, 2)[0]  # in the order of the sequence the tokens are 0, 2, 3, 1
     [0.0, 1.5, 1.0, 1.6666666269302368]
     """
-    check(FORWARD, group, tag, q=q, k=k, v=v)
+    check(FORWARD, group, tag, {} if length is None else {"length": length}, q=q, k=k, v=v)
     limits = None if window is None else ints(FORWARD, group, tag, "window", window)
     tensors = (q, k, v, cu_seqlens)
-    given = (HEADS, bool(causal), scale, limits, layout, balance, algorithm, length)
+    given = (HEADS, _causal(causal, group, tag), scale, limits, layout, balance, algorithm, length)
     output: Tensor = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)[0]
     return output
 
