@@ -26,14 +26,15 @@ FILE = pathlib.Path(__file__).with_name("shim_kernels.py")
 GPU_CODE = pathlib.Path(__file__).with_name("gpu_code.py")
 
 
-def run(name: str) -> Any:
+def run(name: str, place: str = "sim") -> Any:
     with shims.installed("iris", "triton_dist", "torch"):
-        return interlace.run(load_function(f"{FILE}::{name}"), 2)
+        return interlace.run(load_function(f"{FILE}::{name}"), 2, place=place)
 
 
-def test_iris() -> None:
+@pytest.mark.parametrize("place", ["sim", "ptx"])
+def test_iris(place: str) -> None:
     zeros = [0.0, 0.0]
-    assert run("by_iris") == [
+    assert run("by_iris", place) == [
         ([2.0] * 4 + [2.0, 2.0] + zeros + [2.0] * 4, [3, 6, 8]),
         ([1.0] * 4 + [1.0, 1.0] + zeros + [1.0] * 4, [3, 5, 7]),
     ]

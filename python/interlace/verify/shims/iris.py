@@ -14,7 +14,7 @@ whose orders and scopes Triton's language has for both.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -171,70 +171,143 @@ def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem=None, scop
     )
 
 
-def _atomic(name: str) -> Callable[..., Any]:
-    """``tl``'s atomic of that name, at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-
-    def atomic(
-        pointer: Any,
-        val: Any,
-        from_rank: Any,
-        to_rank: Any,
-        heap_bases: Any,
-        mask: Any = None,
-        sem: Any = None,
-        scope: Any = None,
-        hint: Any = None,
-    ) -> Any:
-        address = _at(pointer, from_rank, to_rank, heap_bases)
-        return getattr(tl, name)(address, val, mask=mask, sem=sem, scope=scope)
-
-    return atomic
+@triton.jit
+def atomic_add(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_add`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_add(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
 
 
-atomic_add, atomic_xchg = _atomic("atomic_add"), _atomic("atomic_xchg")
-atomic_and, atomic_or, atomic_xor = (
-    _atomic("atomic_and"),
-    _atomic("atomic_or"),
-    _atomic("atomic_xor"),
-)
-atomic_min, atomic_max = _atomic("atomic_min"), _atomic("atomic_max")
+@triton.jit
+def atomic_xchg(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_xchg`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_xchg(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
 
 
-def _of_context(function: Any, places: int) -> Callable[..., Any]:
-    """``function`` without the caller's rank and the heaps, which the context has.
-
-    ``places`` are the arguments before the caller's rank; then comes the rank whose memory is meant.
-    """
-
-    def method(self: "DeviceContext", *args: Any, **named: Any) -> Any:
-        peer = {name: named.pop(name) for name in ("from_rank", "to_rank") if name in named}
-        head, rest = args[:places], args[places:]
-        other, rest = ([*peer.values()], rest) if peer else ([rest[0]], rest[1:])
-        return function(*head, self.rank, *other, self.heap_bases, *rest, **named)
-
-    return method
+@triton.jit
+def atomic_and(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_and`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_and(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
 
 
+@triton.jit
+def atomic_or(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_or`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_or(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
+
+
+@triton.jit
+def atomic_xor(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_xor`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_xor(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
+
+
+@triton.jit
+def atomic_min(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_min`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_min(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
+
+
+@triton.jit
+def atomic_max(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+               hint=None):  # fmt: skip
+    """``tl.atomic_max`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    return tl.atomic_max(
+        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
+    )
+
+
+@tl.core._aggregate
 class DeviceContext:
     """A kernel's rank and heaps: its loads, stores and atomics take only the rank whose memory is meant."""
 
-    def __init__(self, rank: Any, world_size: Any, heap_bases: Any) -> None:
+    rank: tl.tensor
+    world_size: tl.tensor
+    heap_bases: tl.tensor
+
+    @triton.constexpr_function
+    def __init__(self, rank, world_size, heap_bases):
         self.rank, self.world_size, self.heap_bases = rank, world_size, heap_bases
 
     @staticmethod
-    def initialize(
-        context_tensor: Any, rank: Any, world_size: Any, tracing: bool = False
-    ) -> "DeviceContext":
+    @triton.jit
+    def initialize(context_tensor, rank, world_size, tracing: tl.constexpr = False):
         """The context that ``get_device_context`` of the host's object describes."""
-        return DeviceContext(rank, world_size, context_tensor + 2)
+        ranks = tl.full((), rank, tl.int32), tl.full((), world_size, tl.int32)
+        return DeviceContext(ranks[0], ranks[1], context_tensor + 2)
 
-    load, store = _of_context(load, 1), _of_context(store, 2)
-    get, put = _of_context(get, 2), _of_context(put, 2)
-    atomic_cas = _of_context(atomic_cas, 3)
-    atomic_add, atomic_xchg = _of_context(atomic_add, 2), _of_context(atomic_xchg, 2)
-    atomic_and, atomic_or = _of_context(atomic_and, 2), _of_context(atomic_or, 2)
-    atomic_xor = _of_context(atomic_xor, 2)
-    atomic_min, atomic_max = _of_context(atomic_min, 2), _of_context(atomic_max, 2)
+    @triton.jit
+    def load(self, pointer, from_rank, mask=None, other=None, cache_modifier=None, volatile=False,
+             hint=None):  # fmt: skip
+        return load(pointer, self.rank, from_rank, self.heap_bases, mask, other, volatile=volatile)
+
+    @triton.jit
+    def store(self, pointer, value, to_rank, mask=None, hint=None, cache_modifier=None):
+        store(pointer, value, self.rank, to_rank, self.heap_bases, mask)
+
+    @triton.jit
+    def get(self, from_ptr, to_ptr, from_rank, mask=None, other=None, load_cache_modifier=None,
+            store_cache_modifier=None, hint=None):  # fmt: skip
+        get(from_ptr, to_ptr, self.rank, from_rank, self.heap_bases, mask, other)
+
+    @triton.jit
+    def put(self, from_ptr, to_ptr, to_rank, mask=None, other=None, load_cache_modifier=None,
+            store_cache_modifier=None, hint=None):  # fmt: skip
+        put(from_ptr, to_ptr, self.rank, to_rank, self.heap_bases, mask, other)
+
+    @triton.jit
+    def copy(self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None,
+             load_cache_modifier=None, store_cache_modifier=None, hint=None):  # fmt: skip
+        copy(src_ptr, dst_ptr, from_rank, to_rank, self.rank, self.heap_bases, mask, other)
+
+    @triton.jit
+    def atomic_cas(self, pointer, cmp, val, to_rank, sem=None, scope=None, hint=None):
+        return atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases, sem, scope)
+
+    @triton.jit
+    def atomic_add(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_add(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+
+    @triton.jit
+    def atomic_xchg(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+
+    @triton.jit
+    def atomic_and(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_and(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+
+    @triton.jit
+    def atomic_or(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_or(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+
+    @triton.jit
+    def atomic_xor(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+
+    @triton.jit
+    def atomic_min(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_min(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+
+    @triton.jit
+    def atomic_max(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic_max(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
 
 
 Context = DeviceContext
