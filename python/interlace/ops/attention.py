@@ -141,11 +141,13 @@ def start_decode(communicator: Communicator, *rest: Any) -> Started:
     return Started([each.contiguous() for each in made], None)  # type: ignore[union-attr]
 
 
-def _no_decode_gradient(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("interlace's distributed_decode has no gradients")
+def no_gradient(op: str) -> tuple[Any, Any]:
+    """Without one torch would warn, and give zeros."""
 
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"interlace's {op} has no gradients")
 
-NO_DECODE_GRADIENT = (lambda ctx, inputs, output: None, _no_decode_gradient)
+    return (lambda ctx, inputs, output: None), backward
 
 
 # -- the exchanges of heads around it --------------------------------------------------------------

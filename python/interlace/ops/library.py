@@ -173,7 +173,7 @@ OPS = (
         attention.BACKWARD_ARGUMENTS,
         attention.start_backward,
         attention.fake_backward,
-        None,
+        attention.no_gradient("context_parallel_attention_backward"),
         "Tensor[]",
     ),
     Op(
@@ -181,7 +181,7 @@ OPS = (
         attention.DECODE_ARGUMENTS,
         attention.start_decode,
         attention.decode_results,
-        attention.NO_DECODE_GRADIENT,
+        attention.no_gradient("distributed_decode"),
         "Tensor[]",
     ),
     Op(

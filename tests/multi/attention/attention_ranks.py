@@ -83,6 +83,16 @@ def traced() -> list[str]:
     return wrong
 
 
+def differentiated_twice() -> str:
+    own = [each.requires_grad_() for each in _own()]
+    grads = torch.autograd.grad(layer(*own).square().sum(), own, create_graph=True)
+    try:
+        grads[0].sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "a gradient"
+
+
 def decoding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return interlace.functional.distributed_decode(q * 2, (k, v))[0] + 1
 

@@ -49,6 +49,11 @@ def test_graphs_have_it() -> None:
     assert interlace.run(ranks.compiled_layer, 2, place="shm") == [[], []]
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    for text in interlace.run(ranks.differentiated_twice, 2, place="shm"):
+        assert "context_parallel_attention_backward has no gradients" in text
+
+
 def test_decoding() -> None:
     assert interlace.run(ranks.decoded_in_graphs, 2, place="shm") == [[], []]
     assert interlace.run(ranks.decoded, 3, place="shm") == [True] * 3
