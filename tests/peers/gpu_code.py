@@ -1,6 +1,7 @@
 """Code as it is written for a process and a GPU per rank: functions that each rank runs."""
 
 import functools
+import threading
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from cuda.bindings import driver
 
 WORDS: dict[str, torch.Tensor] = {}
 calls = 0
+lock = threading.Lock()
 
 
 class Workspaces:
@@ -30,6 +32,8 @@ def caches_are_each_ranks_own():
     global calls
     for _ in range(2):
         calls += 1 + dist.get_rank()
+        with lock:  # which the other ranks' processes do not have
+            dist.barrier()
         WORDS.setdefault("own", torch.full((2,), dist.get_rank(), device="cuda"))
         handle = workspace(64)
     assert handle.rank == dist.get_rank() and handle is workspace(64)

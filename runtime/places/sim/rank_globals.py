@@ -8,11 +8,12 @@ of the one before.
 What is exchanged are contents: a dictionary stays the same object, whoever refers to it. Found are module
 globals, attributes of classes and of objects whose class is of one of the modules, defaults and attributes
 of functions, and what is in these. ``functools.cache`` keeps its results where nobody can reach: each
-rank gets such functions anew. Not found: variables of closures, and modules imported during a run.
+rank gets such functions anew, and locks. Not found: variables of closures, and modules imported during a run.
 """
 
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
 from types import FunctionType, ModuleType
@@ -21,6 +22,9 @@ from typing import Any
 from interlace.runtime.compat.triton_interpreter import triton_interpreter
 
 _CACHED = type(functools.lru_cache(lambda: None))
+_OF_PROCESSES: dict[Any, Any] = {
+    type(make()): make for make in (threading.Lock, threading.RLock, threading.local)
+}
 _CONTAINERS = (dict, list, set, deque)
 
 
@@ -88,17 +92,22 @@ def _put(cell: Any, content: Any) -> None:
 
 
 def _anew(contents: list[Any]) -> list[Any]:
-    """Contents for a rank that begins, with functions of ``functools.cache`` that remember nothing."""
+    """Contents for a rank that begins, with functions of ``functools.cache`` that remember nothing.
+
+    Locks, too: ranks share a thread, and one that gives way within would hold it against all.
+    """
 
     @functools.cache
     def forgetful(cached: Any) -> Any:
+        if type(cached) in _OF_PROCESSES:
+            return _OF_PROCESSES[type(cached)]()
         options = cached.cache_parameters()
         return functools.update_wrapper(
             functools.lru_cache(**options)(cached.__wrapped__), cached.__wrapped__
         )
 
     def changed(value: Any) -> Any:
-        return forgetful(value) if type(value) is _CACHED else value
+        return forgetful(value) if type(value) in (_CACHED, *_OF_PROCESSES) else value
 
     return [
         {name: changed(value) for name, value in content.items()}
