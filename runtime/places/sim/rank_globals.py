@@ -8,7 +8,8 @@ of the one before.
 What is exchanged are contents: a dictionary stays the same object, whoever refers to it. Found are module
 globals, attributes of classes and of objects whose class is of one of the modules, defaults and attributes
 of functions, and what is in these. ``functools.cache`` keeps its results where nobody can reach: each
-rank gets such functions anew, and locks. Not found: variables of closures, and modules imported during a run.
+rank gets such functions anew, and locks. Not found: variables of closures, and modules imported during
+a run.
 """
 
 import functools
