@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
 from cuda.bindings import driver
+from torch.distributed.device_mesh import init_device_mesh
 
 WORDS: dict[str, torch.Tensor] = {}
 calls = 0
@@ -48,6 +49,9 @@ def names_of_a_gpu():
     x = torch.ones(4, device=torch.device("cuda", rank)).cuda()
     assert torch.cuda.is_available() and torch.cuda.device_count() == world_size
     assert x.is_cuda and x.device == torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.nvtx.range("mesh"):
+        mesh = init_device_mesh("cuda", (1, world_size))
+    assert mesh.get_group(1).size() == world_size and torch.cuda.max_memory_allocated() == 0
     dist.all_reduce(x, op=dist.ReduceOp.SUM, group=dist.new_group([0, 1]))
     pad = symm_mem.rendezvous(symm_mem.empty(4, device="cuda"), dist.group.WORLD).get_signal_pad(0)
     assert symm_mem.rendezvous(x, dist.group.WORLD) is None and pad.dtype == torch.uint32

@@ -115,8 +115,10 @@ def _torch_of_a_gpu() -> Iterator[None]:
     made = torch_memory.MemoryOfTorch
     replaced: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.cuda, torch_cuda.REPLACED),
+        (torch.cuda.nvtx, torch_cuda.NVTX),
         (dist, torch_distributed.REPLACED),
         (c10d, torch_distributed.REPLACED),
+        (dist.device_mesh, torch_distributed.REPLACED),  # which has imported them by name
         (symmetric, {"_SymmetricMemory": made, "is_nvshmem_available": lambda: True}),
         (of_torch, {"_SymmetricMemory": made}),
         # as ops of torch they would wait within pybind11, and ranks that take turns there end the process

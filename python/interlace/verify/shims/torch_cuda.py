@@ -221,12 +221,19 @@ REPLACED: dict[str, Any] = {
         _nothing,
     ),
     **dict.fromkeys(("use_mem_pool", "device_of"), _nothing_within),
+    **dict.fromkeys(
+        (f"{most}memory_{what}" for most in ("", "max_") for what in ("allocated", "reserved")),
+        lambda device=None: 0,
+    ),
     "MemPool": _nothing,
     "is_current_stream_capturing": lambda: False,
     "is_initialized": is_available,
     "is_bf16_supported": lambda *args, **kwargs: True,
 }
 """Names of ``torch.cuda``, and what stands for them."""
+
+
+NVTX = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing)
 
 
 class OnOneCpu(TorchFunctionMode):
