@@ -92,36 +92,35 @@ def checked(
     if method != HEADS:
         method = checks.one_of("method", method, METHODS)
     algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
-    given = {"query": query, "key": key, "value": value}
+    given = {"q": query, "k": key, "v": value}
     tensors = [checks.tensor(name, each, communicator) for name, each in given.items()]
     query, key, value = tensors
     for name, each in zip(given, tensors, strict=True):
         checks.float_dtype(name, each.dtype)
-        checks.same_dtype(name, each.dtype, "query", query.dtype)
+        checks.same_dtype(name, each.dtype, "q", query.dtype)
         if each.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions ({layout}), got shape {tuple(each.shape)}"
             )
     if key.shape != value.shape:
-        raise ValueError(f"value has shape {tuple(value.shape)}, key has {tuple(key.shape)}")
+        raise ValueError(f"v has shape {tuple(value.shape)}, k has {tuple(key.shape)}")
     for dim, what in ((0, layout[0]), (1, layout[1]), (3, "d")):
         if key.shape[dim] != query.shape[dim]:
             raise ValueError(
-                f"key has {what} = {key.shape[dim]} (shape {tuple(key.shape)}), query has {what} = "
+                f"k has {what} = {key.shape[dim]} (shape {tuple(key.shape)}), q has {what} = "
                 f"{query.shape[dim]} (shape {tuple(query.shape)})"
             )
     heads, key_heads, size = query.shape[2], key.shape[2], query.shape[3]
     if (heads % key_heads) if key_heads else heads:
-        raise ValueError(f"key has {key_heads} heads, which does not divide query's {heads}")
+        raise ValueError(f"k has {key_heads} heads, which does not divide q's {heads}")
     if not size:
-        raise ValueError(f"query has heads of size 0 (shape {tuple(query.shape)})")
+        raise ValueError(f"q has heads of size 0 (shape {tuple(query.shape)})")
     mask = AttentionMask(bool(options.causal), _window(options.window))
-    for name, dtype in (("query", query.dtype),):
-        if algorithm == "fused" and dtype not in FUSED_DTYPES:
-            raise TypeError(
-                f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype}; '
-                f'use "unfused" or "auto"'
-            )
+    if algorithm == "fused" and query.dtype not in FUSED_DTYPES:
+        raise TypeError(
+            f'algorithm="fused" supports float32, float16 and bfloat16, q is {query.dtype}; '
+            'use "unfused" or "auto"'
+        )
     if algorithm == "fused" and size > LARGEST_HEAD:
         raise ValueError(
             f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {size}; use "unfused" or "auto"'
@@ -142,7 +141,7 @@ def checked(
         raise ValueError(f"length must be None or not negative, got {options.length}")
     if method == HEADS and options.length is None and query.shape[0] % communicator.world_size:
         raise ValueError(
-            f"query has {query.shape[0]} tokens, which world size {communicator.world_size} does not "
+            f"q has {query.shape[0]} tokens, which world size {communicator.world_size} does not "
             "divide; give length"
         )
     return CheckedAttention(query, key, value, documents, mask, scale, method, algorithm)
@@ -179,9 +178,9 @@ def _agreed(
         on_cpu = call.documents.is_cpu
         documents = tuple(call.documents.tolist()) if on_cpu else call.documents.shape[0]
     terms = (
-        ("dtype of query", call.query.dtype),
-        ("batches of query", batches),
-        ("heads of query", heads),
+        ("dtype of q", call.query.dtype),
+        ("batches of q", batches),
+        ("heads of q", heads),
         ("heads of key", call.key.shape[2]),
         ("the size of heads", size),
         ("method", call.method),
@@ -203,7 +202,7 @@ def _agreed(
     for rank, (_, total) in enumerate(parts if ranks else ()):
         if total != shards.total:
             raise ValueError(
-                f"{op}: query has {total} tokens on rank {rank}, the ranks have {shards.total} "
+                f"{op}: q has {total} tokens on rank {rank}, the ranks have {shards.total} "
                 f"({list(shards.lengths)} by rank)"
             )
     lengths = shards.lengths

@@ -159,7 +159,8 @@ def resolved(communicator: Communicator, algorithm: str) -> str:
     checks.one_node(algorithm, communicator)
     if algorithm != "auto":
         return algorithm
-    return "unfused" if place.nodes is not None or place.direct_access else "fused"
+    fused = place.nodes is None and place.mapped and not place.direct_access
+    return "fused" if fused else "unfused"
 
 
 def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> int:

@@ -43,7 +43,7 @@ BACKWARD_ARGUMENTS = (
 def results(query: Tensor, layout: str) -> list[Tensor]:
     """The output and the logarithms of the sums, empty."""
     if query.dim() != 4:
-        raise ValueError(f"query must have 4 dimensions ({layout}), got shape {tuple(query.shape)}")
+        raise ValueError(f"q must have 4 dimensions ({layout}), got shape {tuple(query.shape)}")
     tokens, batches = (1, 0) if layout == "bshd" else (0, 1)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     shape = [query.shape[batches], query.shape[2], query.shape[tokens]]

@@ -408,6 +408,26 @@ def attending(group: Communicator) -> list[str]:
     return wrong
 
 
+def routing(group: Communicator) -> list[str]:
+    """Tokens to experts and home again, by one that is times its number."""
+    world, rank = group.world_size, group.rank
+    tokens, wrong = torch.arange(2.0 * rank).reshape(-1, 2) + 1, []
+    experts = (torch.arange(rank * 2).reshape(-1, 2) + rank) % world
+    received, handle = interlace.experts.dispatch(tokens, experts, None, world, group=group)
+    if not torch.equal(
+        interlace.experts.combine(received.x * (rank + 1), handle),
+        tokens * (experts + 1).sum(1, True),
+    ):
+        wrong.append("combine")
+    weight = torch.eye(2).repeat(1, 1, 1) * (rank + 1)
+    if not torch.equal(
+        interlace.grouped_matmul_combine(received.x, weight, handle),
+        tokens * (experts + 1).sum(1, True),
+    ):
+        wrong.append("grouped_matmul_combine")
+    return wrong
+
+
 def no_symmetric_memory(group: Communicator) -> str:
     try:
         group.place.allocate(8)
@@ -430,5 +450,6 @@ ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
     answering,
     receiving_what_does_not_fit,
     attending,
+    routing,
     no_symmetric_memory,
 )

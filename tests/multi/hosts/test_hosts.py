@@ -102,6 +102,7 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "receiving_from_anybody",
         "answering",
         "attending",
+        "routing",
     ],
 )
 def test_five_ranks(reports: Any, scenario: str) -> None:

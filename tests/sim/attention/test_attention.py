@@ -159,11 +159,11 @@ ZEROS = torch.zeros(1, 4, 2, 8)
         ({"method": "bucket"}, ValueError, "method must be one of auto, all_gather, ring, ulysses"),
         ({"layout": "thd"}, ValueError, "layout must be one of bshd, sbhd"),
         ({"balance": "even"}, ValueError, "balance must be one of zigzag, contiguous"),
-        ({"q": torch.zeros(4, 8)}, ValueError, "query must have 4 dimensions"),
-        ({"k": torch.zeros(1, 5, 2, 8)}, ValueError, "value has shape"),
-        ({"q": torch.zeros(1, 4, 3, 8)}, ValueError, "key has 2 heads, which does not divide query's 3"),
-        ({"q": ZEROS.double()}, TypeError, "key is torch.float32, query is torch.float64"),
-        ({"q": ZEROS.int()}, TypeError, "query must be float32"),
+        ({"q": torch.zeros(4, 8)}, ValueError, "q must have 4 dimensions"),
+        ({"k": torch.zeros(1, 5, 2, 8)}, ValueError, "v has shape"),
+        ({"q": torch.zeros(1, 4, 3, 8)}, ValueError, "k has 2 heads, which does not divide q's 3"),
+        ({"q": ZEROS.double()}, TypeError, "k is torch.float32, q is torch.float64"),
+        ({"q": ZEROS.int()}, TypeError, "q must be float32"),
         ({"window": 5}, TypeError, "window must be a list of ints, got 5"),
         ({"window": (1, -2)}, ValueError, "window must be two numbers of keys, -1 for all"),
         ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must begin with 0 and not fall"),
@@ -192,7 +192,7 @@ def test_what_one_rank_refuses_all_refuse() -> None:
         return "nothing"
 
     for text in interlace.run(on_rank, 2):
-        assert "query must have 4 dimensions" in text, text
+        assert "q must have 4 dimensions" in text, text
 
 
 def test_shards_of_a_sequence() -> None:

@@ -214,7 +214,7 @@ def test_heads_of_all_tokens_say_what_they_refuse() -> None:
         nn.functional.attention_of_heads(q, q, q, **how)
 
     assert "which world size 2 does not divide; give length" in str(failure(on_rank, 2, 5))
-    assert "query has 5 tokens on rank 0, the ranks have 6" in str(failure(on_rank, 2, 5, length=3))
+    assert "q has 5 tokens on rank 0, the ranks have 6" in str(failure(on_rank, 2, 5, length=3))
 
     def one_length(wrong: Any) -> None:
         on_rank(4, length=wrong if interlace.get_rank() == 1 else 5)
