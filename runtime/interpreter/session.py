@@ -328,11 +328,8 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
                 kind_of(path, value)
         for hook in kernel.pre_run_hooks:
             hook(*args, **given)
-        extents = tuple(grid(bound.arguments) if callable(grid) else grid)
-        whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in extents)
-        if not whole or not 1 <= len(extents) <= 3:
-            raise ValueError(f"grid must be 1 to 3 whole numbers from 0 on, got {extents}")
-        hooks.launch(kernel, extents, dict(bound.arguments), options)
+        extents = grid(bound.arguments) if callable(grid) else grid
+        hooks.launch(kernel, tuple(extents), dict(bound.arguments), options)
 
     return run
 
