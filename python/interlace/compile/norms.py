@@ -1,7 +1,8 @@
 """Norms that read what a collective has reduced: with the residual before them, they go into the op's tail.
 
-After the reduction, and reshapes of it, come additions of a bias and the residual, or of one, or none, and
-then a norm of the last dimension, in the ops of which torch's, and those written by hand, are made::
+After the reduction, and reshapes of it, come additions of a bias and the residual, in their dtype or in
+fp32, or of one, or none, and then a norm of the last dimension, in the ops of which torch's, and those
+written by hand, are made::
 
     x = h, or h in fp32
     rms     mul(x, rsqrt(add(mean(pow(x, 2) or mul(x, x)), eps)))
@@ -52,11 +53,14 @@ ADDS = (aten.add.Tensor, aten.add.Scalar, aten.add_.Scalar, aten.add_.Tensor)
 class GraphNorm:
     """``normed`` = norm of ``total``, which is the reduced + ``residual``; ``kind``: "rms" or "layer".
 
+    All are of ``dtype``, but ``total`` may be in fp32.
+
     ``added`` is a bias of what is reduced. With ``scale``, or by ``static``, one for all rows that is an
     input, what is normed is fp8. None for what nobody reads. ``notes``: what was left out.
     """
 
     kind: str
+    dtype: torch.dtype
     eps: float
     total: fx.Node | None
     normed: fx.Node | None
@@ -114,24 +118,32 @@ def _biased(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
 
 
 def _norms(reduced: fx.Node) -> Iterator[GraphNorm]:
+    dtype = value(reduced).dtype
     for total, residual in _sums(reduced):
         kinds = ("rms", _rms), ("layer", _layer)
         for source, (kind, build) in itertools.product(chain_of_reshapes(total), kinds):
             for ends in build(source):
-                yield _finished(kind, total, residual, *ends)
-        for source in chain_of_reshapes(total):
+                yield _finished(kind, dtype, total, residual, *ends)
+        for source in chain_of_reshapes(total) if value(total).dtype == dtype else ():
             yield from _called(source, total, residual)
 
 
 def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
     """Nodes that may be normed, each with what was added for it."""
-    for user in reduced.users:
-        if is_call(user, aten.add.Tensor) and not user.kwargs:
+    dtype = value(reduced).dtype
+    for start in _starts(reduced):
+        for user in start.users:
+            if not is_call(user, aten.add.Tensor) or user.kwargs:
+                continue
             left, right = arguments(user)
-            other = right if left is reduced else left
-            fits = isinstance(other, fx.Node) and other is not reduced and value(other) is not None
+            other = right if left is start else left
+            if is_call(other, *CONVERTS) and value(other).dtype == value(start).dtype != dtype:
+                other = other.args[0]
+            fits = isinstance(other, fx.Node) and other is not start and value(other) is not None
             alike = fits and same(shape(other), shape(reduced))
-            if alike and value(other).dtype == value(user).dtype == value(reduced).dtype:
+            if alike and value(other).dtype == dtype and value(user).dtype == value(start).dtype:
+                if len(start.users) > 1 and start is not reduced:
+                    raise Unfit("what is reduced is read by others, too, without the residual")
                 yield user, other
     yield reduced, None
 
@@ -205,11 +217,15 @@ def _scaled(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
 
 
 def _finished(
-    kind: str, total: fx.Node, residual: fx.Node | None, eps: float, made: fx.Node
+    kind: str,
+    dtype: torch.dtype,
+    total: fx.Node,
+    residual: fx.Node | None,
+    eps: float,
+    made: fx.Node,
 ) -> GraphNorm:
     """With the weight, the bias and the rounding behind it, in any order that changes no more than bits."""
     found: dict[Any, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
-    dtype = value(total).dtype
     if is_call(made, operator.getitem):
         native: Any = made.args[0]
         vectors = native.args[2:4]
@@ -220,8 +236,8 @@ def _finished(
                 found[user.target] = _vector_beside(user, made)
             made = user
         vectors = list(found.values())
-    weight, bias = _vectors(total, vectors)
-    return _quantised(GraphNorm(kind, eps, total, made, residual, weight, bias))
+    weight, bias = _vectors(dtype, vectors)
+    return _quantised(GraphNorm(kind, dtype, eps, total, made, residual, weight, bias))
 
 
 def _quantised(norm: GraphNorm) -> GraphNorm:
@@ -234,7 +250,7 @@ def _quantised(norm: GraphNorm) -> GraphNorm:
         return replace(norm, notes=(f"left out a quantisation: {error}",))
     if found is not None:
         return _as_fp8(norm, found)
-    if norm.total is not None and value(norm.normed).dtype != value(norm.total).dtype:
+    if value(norm.normed).dtype != norm.dtype:
         raise Unfit("the norm stays in fp32")
     return norm
 
@@ -268,14 +284,14 @@ def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:
     return None
 
 
-def _vectors(total: fx.Node, given: Sequence[Any]) -> list[fx.Node | None]:
+def _vectors(dtype: torch.dtype, given: Sequence[Any]) -> list[fx.Node | None]:
     """The weight and the bias, behind conversions to fp32, which the op does itself."""
     found: list[fx.Node | None] = []
     for each in given:
         node = each
         while is_call(node, *CONVERTS) and value(node).dtype == torch.float32:
             node = node.args[0]
-        if node is not None and value(node).dtype not in (value(total).dtype, torch.float32):
+        if node is not None and value(node).dtype not in (dtype, torch.float32):
             raise Unfit(f"a weight of the norm is {value(node).dtype}")
         found.append(node)
     return found
@@ -299,8 +315,9 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
         given, made = call.given, call.made
         if given.get("variance_size") is not None or given.get("scale_ub") is not None:
             continue
-        about = "rms", float(given.get("epsilon", 0.0))
-        weight, _ = _vectors(total, (given.get("weight"), None))
+        dtype = value(source).dtype
+        about = "rms", dtype, float(given.get("epsilon", 0.0))
+        weight, _ = _vectors(dtype, (given.get("weight"), None))
         added = given.get("residual", given.get("x_residual"))
         if residual is not None and added is not None:
             continue  # the sum is not what is normed

@@ -97,9 +97,11 @@ def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
 
 
 def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
-    """``made`` in the shape and strides of ``old``."""
+    """``made`` in the shape, dtype and strides of ``old``."""
     if not same(shape(made), shape(old)):
         made = call(aten.reshape.default, (made, _lengths(shape(old))), old)
+    if value(made).dtype != value(old).dtype:
+        made = call(torch.ops.prims.convert_element_type.default, (made, value(old).dtype), old)
     if same(value(made).stride(), value(old).stride()):
         return made
     clone = call(aten.clone.default, (made,), old, memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def product(x: Tensor) -> Tensor:
-    return torch.ops.vllm.all_reduce(x @ numbers(8, 6), "tp:0")
+    return torch.ops.vllm.all_reduce(x @ numbers(8, 6).to(x.dtype), "tp:0")
 
 
 def room(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,12 +68,21 @@ def in_shards_of_fp8(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     return (torch._scaled_mm(fp8, weight, scale, ones, out_dtype=torch.bfloat16),)
 
 
-def as_native(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
-    """``RMSNorm.forward_native`` and ``QuantFP8.forward_native``, with a scale for every token."""
-    residual = product(x) + residual
-    wide = residual.to(torch.float32)
+def normed_as_native(h: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """``RMSNorm.forward_native``, which adds in fp32."""
+    wide = h.to(torch.float32) + residual
+    residual = wide.to(h.dtype)
     wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
-    y = wide.to(residual.dtype) * gain
+    return wide.to(h.dtype) * gain, residual
+
+
+def native_in_bfloat16(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    return normed_as_native(product(x.bfloat16()), residual.bfloat16(), gain.bfloat16())
+
+
+def as_native(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
+    """That and ``QuantFP8.forward_native``, with a scale for every token."""
+    y, residual = normed_as_native(product(x), residual, gain)
     largest, _ = y.abs().max(dim=-1)
     scale = largest.unsqueeze(-1).to(torch.float32) / 448.0
     scale = scale.clamp(min=vllm_ops.SMALLEST_SCALE)
@@ -144,6 +153,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] =
         ],
     ),
     "native": (as_native, [(NORM, (TAKEN,))]),
+    "native in bf16": (native_in_bfloat16, [(NORM, ())]),
     "static": (static, [(NORM, (STATIC,))]),
     "static at once": (static_at_once, [(NORM, (STATIC,))] * 3),
     "other scales": (other_scales, [(NORM, (LEFT,)), (NORM, (LEFT,))]),
