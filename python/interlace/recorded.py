@@ -15,7 +15,6 @@ from interlace.arguments import checks
 from interlace.arguments.norms import taken_apart
 from interlace.fused import norms
 from interlace.groups.groups import resolve
-from interlace.ops.gradients import longest, padded
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.stream import Outcome
@@ -122,6 +121,7 @@ def reduced(
         made = unrounded(total, norm).to(total.dtype)
         if gather:
             from interlace import functional
+            from interlace.ops.gradients import longest, padded
 
             dim = int(request.dim or 0)
             length = factors[0].shape[dim]

@@ -4,6 +4,7 @@ The same :class:`KernelLaunch` is compiled by Triton on a GPU (``cuda/launch.py`
 ``scheduler/scheduler.py``, on a CPU.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,14 @@ import numpy as np
 
 from interlace.runtime.compat.triton_launcher import warmed_up
 from interlace.runtime.core.kernel_arguments import compiled_with, constants
+
+
+def checked_grid(grid: Iterable[Any]) -> tuple[int, ...]:
+    extents = tuple(grid)
+    whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in extents)
+    if not whole or not 1 <= len(extents) <= 3:
+        raise ValueError(f"grid must be 1 to 3 whole numbers from 0 on, got {extents}")
+    return extents
 
 
 @dataclass
@@ -29,12 +38,6 @@ class KernelLaunch:
     num_warps: int = 4
     num_stages: int = 3
     options: Any = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        given = self.grid if isinstance(self.grid, tuple) else (self.grid,)
-        whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in given)
-        if not whole or not 1 <= len(given) <= 3:
-            raise ValueError(f"grid must be 1 to 3 whole numbers from 0 on, got {self.grid}")
 
     @property
     def name(self) -> str:

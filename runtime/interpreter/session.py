@@ -39,6 +39,7 @@ from interlace.runtime.compat.triton_interpreter import (
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
+from interlace.runtime.core.launch import checked_grid
 from interlace.runtime.interpreter import provenance, shortcut_arithmetic, shortcut_calls
 from interlace.runtime.interpreter.descriptors import checked
 from interlace.runtime.interpreter.exact import exact_arithmetic
@@ -328,8 +329,8 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
                 kind_of(path, value)
         for hook in kernel.pre_run_hooks:
             hook(*args, **given)
-        extents = grid(bound.arguments) if callable(grid) else grid
-        hooks.launch(kernel, tuple(extents), dict(bound.arguments), options)
+        extents = checked_grid(grid(bound.arguments) if callable(grid) else grid)
+        hooks.launch(kernel, extents, dict(bound.arguments), options)
 
     return run
 

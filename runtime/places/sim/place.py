@@ -28,7 +28,7 @@ from interlace.runtime.compat.triton_driver import PROGRAMS, driver_of
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, checked_grid
 from interlace.runtime.core.memory import (
     RED_ZONE,
     Array,
@@ -394,7 +394,7 @@ class SimPlace(Place):
         if not self.compiled:
             raise InterlaceError(f'place="ptx" runs PTX; this rank is in place="{self.name}"')
         arguments = {str(index): value for index, value in enumerate(values)}
-        self._scheduler.launch(source, grid, arguments, {})
+        self._scheduler.launch(source, checked_grid(grid), arguments, {})
 
     def new_engine(self, communicator: Any) -> Engine:
         return on_streams(communicator)
