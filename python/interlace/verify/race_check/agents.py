@@ -142,7 +142,12 @@ class ThreadsAgent(Agent):
         return self.clock.copy()
 
     def barrier(self, threads: Any = None) -> None:
-        """All threads have met, or only ``threads``."""
+        """All threads have met, or only ``threads``, who then are all as far as the furthest of them.
+
+        A mark of several has the time of one of them, which those of the others are held against.
+        """
+        those = slice(None) if threads is None else threads
+        self.times[those] = self.times[those].max()
         if threads is not None and len(threads) < self.components:
             known = self._put_own(self._known_to(threads), threads)
             self.acquired.update(dict.fromkeys(threads.tolist(), known))
