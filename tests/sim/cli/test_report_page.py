@@ -54,7 +54,7 @@ def results(folder: pathlib.Path) -> list[JobResult]:
     """Races of one function, deadlocks of another."""
     plan, found = CheckPlan((2,), 1, 1, (90,)), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_check, "SHRINK_RUNS", 30)
+        patch.setattr(schedule_check, "SHRINK_RUNS", 8)
         patch.chdir(folder)
         for name, check in (("three_rounds", "races"), ("uneven", "schedules")):
             target = f"kernels/wrong.py::{name}"

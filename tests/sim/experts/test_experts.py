@@ -19,6 +19,7 @@ from interlace.runtime.algorithms.experts.assignment import Assignment, known_se
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from support import failure, noise, poisoned, slow_rank, starved
+from tiers import thorough
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FP8 = torch.float8_e4m3fn
@@ -311,6 +312,7 @@ def test_quantized_numbers_are_near() -> None:
     assert ((back - x).abs() <= x.abs() / 16 + largest * 2**-9 / 448 * 1.01).all()
 
 
+@thorough
 def test_no_races_where_some_have_nothing() -> None:
     def on_rank() -> None:
         with override(**SMALL):
