@@ -6,9 +6,13 @@ threads do not survive a fork. The children inherit what they need and send back
 Each worker has a pipe of its own and shares no lock, so it can be killed whatever it does: a pool with
 queues, as concurrent.futures has it, waits forever if a worker is killed that holds one's lock. Signals
 are the parent's: it kills the workers when it is interrupted. Should it be killed itself, they end, too.
+
+A worker never frees what it inherited: garbage of the parent's may own threads (a store, a process group),
+and to join one that did not survive the fork ends the process.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -97,12 +101,16 @@ class _ForkedWorker:
         self.connection, theirs = context.Pipe()
         # the child lets them through when they do not go to the parent's handlers any more
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        collects = gc.isenabled()
+        gc.disable()  # in the child, until what it inherited is frozen
         try:
             stays = threading.current_thread() is threading.main_thread()
             arguments = function, theirs, self.connection, stays, mask
             self._process = context.Process(target=_serve, args=arguments)
             self._process.start()
         finally:
+            if collects:
+                gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
 
@@ -142,6 +150,8 @@ def _serve(
     mask: Any,
 ) -> None:
     """The life of a worker: a report for every chunk that it is sent."""
+    gc.freeze()
+    gc.enable()
     parents.close()  # or the pipe would never seem closed
     worker_process.end_with_parent(parent_thread_stays)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent sees to it
