@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +24,21 @@ Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], object]
 Start = Callable[[], Outcome | Event | None]
 """The launch side of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
+
+
+NEEDED, UNTOLD = "what requires a gradient", "?"
+needed: ContextVar[str | None] = ContextVar("needed", default=None)
+"""For which arguments' gradients the backward of the op that is called now communicates, in words.
+
+``UNTOLD`` fits to all: a compiled graph has no tensors that require gradients, and ranks may have compiled
+differently.
+"""
+
+
+def told(terms: Terms) -> Terms:
+    """``terms`` with what is ``needed``: who alone needs a gradient would wait for others in backward."""
+    what = needed.get()
+    return ((NEEDED, what), *terms) if what else terms
 
 
 @dataclass(eq=False, slots=True)
@@ -157,9 +173,10 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
                 f"rank {rank} calls {other_op}"
             )
         said, others = dict(terms), dict(other_terms)
-        for name in {**said, **others}:  # a term that a rank has not is None there
+        # a term that a rank has not is None there; what is needed may be why others differ
+        for name in {NEEDED: None, **said, **others}:
             value, other = said.get(name), others.get(name)
-            if value != other:
+            if value != other and not (name == NEEDED and UNTOLD in (value, other)):
                 kind = TypeError if name.startswith("dtype") else ValueError
                 raise kind(
                     f"{op}: {name} differs between ranks: {value} on rank 0, {other} on rank {rank}"

@@ -26,7 +26,7 @@ from interlace.collectives.all_to_all import whole_numbers
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
-from interlace.runtime.core.call import Call, PreparedCall
+from interlace.runtime.core.call import Call, PreparedCall, told
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
@@ -225,7 +225,7 @@ def agree(
         ("configuration", configuration.OVERRIDE.get()),
     )
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
-    answers = communicator.parts(Call(name or op, terms, part=mine))
+    answers = communicator.parts(Call(name or op, told(terms), part=mine))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size

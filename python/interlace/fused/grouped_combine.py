@@ -27,7 +27,7 @@ from interlace.runtime.algorithms.experts.dispatch import HostRoutes
 from interlace.runtime.algorithms.experts.grouped_combine import OP, GroupedMatmulCombine
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.algorithms.plain import resident_programs
-from interlace.runtime.core.call import Call, PreparedCall, Terms
+from interlace.runtime.core.call import Call, PreparedCall, Terms, told
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration, tuning
@@ -160,7 +160,7 @@ def agree(
     )
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
     part = tuple(splits), home, call.assignment.topk_idx.numel()
-    answers = communicator.parts(Call(name or OP, terms, part=part))
+    answers = communicator.parts(Call(name or OP, told(terms), part=part))
     received = torch.tensor([each for each, *_ in answers]).view(world_size, experts, world_size)
     counts = received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
     for rank, (_, home, slots) in enumerate(answers):

@@ -17,7 +17,7 @@ import torch
 from interlace.arguments import checks
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.dispatch import sender_programs
-from interlace.runtime.core.call import Call, Terms
+from interlace.runtime.core.call import Call, Terms, told
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import configuration
 
@@ -215,7 +215,7 @@ def agreed(
         communicator.parts(communicator.call_of(op, terms, None))
         return known, None
     part = shape[0], None if counts is None else tuple(counts.tolist())
-    parts = communicator.parts(Call(op, terms, part=part))
+    parts = communicator.parts(Call(op, told(terms), part=part))
     most = max(tokens for tokens, _ in parts)
     communicator.numbers[MOST] = max(most, most_dispatched(communicator))
     most = routing.max_tokens or most

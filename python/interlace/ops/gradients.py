@@ -259,7 +259,7 @@ def matmul_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if not columns:
             of_input = of_input.narrow(dim, 0, length)  # what was padded is behind all parts
     else:
-        whole = _ops.all_gather(grad, dim, size, name)
+        whole = _ops.all_gather(grad, dim, size, name) if ctx.weighed else None
     if ctx.weighed and whole is not None:
         whole = wait(whole).narrow(dim, 0, length)
         of_weight = rows(input, dim).mT @ rows(whole, dim)
@@ -282,6 +282,8 @@ def _of_bias(ctx: Any, grad: Tensor, along_columns: bool) -> Tensor | None:
 def matmul_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     input, weight = ctx.saved_tensors
     of_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
+    if not (ctx.shared or ctx.weighed):
+        return None, None, of_bias, None, None, None, None, None
     total = wait(_ops.all_reduce(grad.to(input.dtype), "sum", ctx.size, ctx.name))
     if ctx.reduce_op == "avg":
         total = total / ctx.size

@@ -23,6 +23,7 @@ from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
 from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.ops.undispatched import Op
+from interlace.runtime.core.call import UNTOLD, needed
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 
@@ -65,7 +66,8 @@ def _scaled_scattered(*rest: Any) -> Tensor:
 def _plain(name: str, arguments: str, setup: Callable[..., Any]) -> Op:
     """A collective, whose kernel and backward have its name, in a module each."""
     start = getattr(plain, name)
-    return Op(name, arguments, start, start.make, (setup, getattr(gradients, name)))
+    backward = setup, getattr(gradients, name)
+    return Op(name, arguments, start, start.make, backward, communicates={})
 
 
 REDUCED = gradients.setup_reduction
@@ -94,6 +96,7 @@ OPS = (
         _gather_products,
         (gradients.setup_gather, gradients.all_gather_matmul),
         "Tensor[]",
+        {"input": (0,), "a weight": (1,)},
     ),
     Op(
         "matmul_reduce_scatter",
@@ -101,6 +104,7 @@ OPS = (
         fused.matmul_reduce_scatter,
         functools.partial(_product, reduce.MatmulReduceOptions),
         (gradients.setup_reduced, gradients.matmul_reduce_scatter),
+        communicates={"input": (0,), "weight": (1,)},
     ),
     Op(
         "matmul_all_reduce",
@@ -108,6 +112,7 @@ OPS = (
         fused.matmul_all_reduce,
         functools.partial(_product, fused.all_reduce_options),
         (gradients.setup_reduced, gradients.matmul_all_reduce),
+        communicates={"input or weight": (0, 1)},
     ),
     *(
         Op(
@@ -117,6 +122,7 @@ OPS = (
             _grouped_products,
             (grouped.setup, functools.partial(grouped.backward, name)),
             "Tensor[]",
+            {"input": (0,), "weight": (1,)},
         )
         for name in (GATHER, EXCHANGE)
     ),
@@ -127,6 +133,7 @@ OPS = (
         experts.dispatched,
         (experts.setup_dispatch, experts.dispatch_backward),
         "Tensor[]",
+        {"x or topk_weights": (0, 3)},
     ),
     Op(
         experts.COMBINE,
@@ -135,6 +142,7 @@ OPS = (
         experts.combined,
         (experts.setup_combine, experts.combine_backward),
         "Tensor[]",
+        {"y": (0,)},
     ),
     Op(
         experts.MATMUL_COMBINE,
@@ -143,6 +151,7 @@ OPS = (
         experts.products,
         (experts.setup_products, experts.products_backward),
         "Tensor[]",
+        {"input, weight or bias": (0, 1, 2)},
     ),
     Op(
         experts.ROUTED,
@@ -151,6 +160,7 @@ OPS = (
         experts.routed_products,
         (experts.setup_routed, experts.routed_backward),
         "Tensor[]",
+        {"input, weight or bias": (0, 1, 2)},
     ),
     Op(
         experts.ROUTED_BACKWARD,
@@ -167,6 +177,7 @@ OPS = (
         attention.fake,
         (attention.setup, attention.backward),
         "Tensor[]",
+        {"q, k or v": (0, 1, 2)},
     ),
     Op(
         "context_parallel_attention_backward",
@@ -175,6 +186,7 @@ OPS = (
         attention.fake_backward,
         attention.no_gradient("context_parallel_attention_backward"),
         "Tensor[]",
+        {},
     ),
     Op(
         "distributed_decode",
@@ -183,6 +195,7 @@ OPS = (
         attention.decode_results,
         attention.no_gradient("distributed_decode"),
         "Tensor[]",
+        {},
     ),
     Op(
         "matmul_all_to_all",
@@ -190,6 +203,7 @@ OPS = (
         attention.start_to_heads,
         attention.to_heads_result,
         (attention.setup_to_heads, attention.to_heads_backward),
+        communicates={"input, weight or bias": (0, 1, 2)},
     ),
     Op(
         "all_to_all_matmul",
@@ -207,6 +221,7 @@ OPS = (
         _scaled_gather_products,
         scaled.NO_GRADIENT,
         "Tensor[]",
+        {},
     ),
     Op(
         "scaled_matmul_reduce_scatter",
@@ -215,6 +230,7 @@ OPS = (
         scaled.scaled_matmul_reduce_scatter,
         _scaled_scattered,
         scaled.NO_GRADIENT,
+        communicates={},
     ),
     *norms.OPS,
 )
@@ -288,7 +304,12 @@ def _kernel(op: Op) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         *own, size, name = args
-        started = start(_bound(name, size), *own)
+        told = needed.get()
+        token = needed.set(UNTOLD if told is None else told)
+        try:
+            started = start(_bound(name, size), *own)
+        finally:
+            needed.reset(token)
         register_work(started)
         # what the op still writes must not count as a change of what autograd saves: own versions
         return started.outputs[0].data if single else [each.data for each in started.outputs]

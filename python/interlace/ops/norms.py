@@ -142,6 +142,13 @@ def _of_rows(ctx: Any, input: Tensor, of_sum: Tensor) -> Tensor | None:
     return whole / ctx.size if call.reduce_op == "avg" else whole
 
 
+OTHERS = "bias, residual or norm"  # with gather_normed their gradients are scattered first
+COMMUNICATES: dict[str, dict[str, tuple[int, ...]]] = {
+    "matmul_reduce_scatter_norm": {"input": (0,), "weight": (1,), OTHERS: (2, 3, 4, 5)},
+    "matmul_all_reduce_norm": {"input or weight": (0, 1)},
+    "all_reduce_norm": {"input": (0,)},
+    "reduce_scatter_norm": {"input": (0,), OTHERS: (1, 2, 3, 4)},
+}
 OPS = tuple(
     Op(
         op,
@@ -150,6 +157,7 @@ OPS = tuple(
         norms.FAKE[op],
         (functools.partial(setup, op), functools.partial(gradient, op)),
         "Tensor[]",
+        COMMUNICATES[op],
     )
     for op, arguments in SCHEMAS.items()
 )

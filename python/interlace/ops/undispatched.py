@@ -27,6 +27,7 @@ from interlace.ops.async_tensor import AsyncTensor, wait
 from interlace.ops.eager.pending import Started, finish
 from interlace.ops.simulated_backward import prepare
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.core.call import needed
 from interlace.runtime.core.communicator import Communicator
 
 _dispatched: Any = torch.ops.interlace
@@ -37,7 +38,11 @@ GROUP = "SymInt group_size, str group_name"
 
 
 class Op(NamedTuple):
-    """``start`` takes a communicator, ``fake`` its size last. ``gradient``: (setup_context, backward)."""
+    """``start`` takes a communicator, ``fake`` its size last. ``gradient``: (setup_context, backward).
+
+    ``communicates``: for which arguments' gradients the backward does: their places, by name in errors.
+    Ranks agree on them, but for plain collectives, whose engines take equal messages alone.
+    """
 
     name: str
     arguments: str
@@ -45,6 +50,17 @@ class Op(NamedTuple):
     fake: Callable[..., Any]
     gradient: tuple[Callable[..., Any], Callable[..., Any]] | None
     returns: str = "Tensor"
+    communicates: dict[str, tuple[int, ...]] = {"input": (0,)}  # noqa: RUF012
+
+    def needs(self, own: Sequence[Any]) -> str:
+        """Those that need one, in words."""
+        if not (self.gradient and torch.is_grad_enabled()):
+            return ""
+        return " and ".join(
+            what
+            for what, places in self.communicates.items()
+            if any(each.requires_grad for each in _tensors([own[place] for place in places]))
+        )
 
     @property
     def schema(self) -> str:
@@ -59,9 +75,13 @@ KNOWN: dict[str, Op] = {}
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group."""
     *own, size, group = args
-    if not _simulated(own):
-        return getattr(_dispatched, name).default(*args)
-    return _run(KNOWN[name], specs.bind(group, size), own, size, group)
+    token = needed.set(KNOWN[name].needs(own))
+    try:
+        if not _simulated(own):
+            return getattr(_dispatched, name).default(*args)
+        return _run(KNOWN[name], specs.bind(group, size), own, size, group)
+    finally:
+        needed.reset(token)
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, needed
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.hooks import Form
 from interlace.runtime.core.kernel_arguments import ALIGNMENT
@@ -126,6 +126,7 @@ class Plans:
             self._communicator.arena.turn % CHANNELS,
             options,
             configuration.OVERRIDE.get(),
+            needed.get(),
         ]
         try:
             for given in tensors:

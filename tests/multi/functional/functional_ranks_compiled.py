@@ -49,6 +49,22 @@ def in_one_graph(backend: str, explicit: bool, names: list[str]) -> None:
         )
 
 
+def a_graph_on_one_rank() -> list[float]:
+    """The gradient of a function that the other ranks run as it is."""
+    rank, _ = place()
+    x = torch.full((1, 2), 1.0 + rank, requires_grad=True)
+
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        return functional.matmul_all_reduce(x * x, torch.ones(2, 1)) * 2
+
+    torch._dynamo.reset()
+    run = squares if rank else torch.compile(squares, backend="aot_eager", fullgraph=True)
+    y = run(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return [y.item(), *x.grad[0].tolist()]
+
+
 def graphs_of(function: Function, *inputs: Any) -> tuple[Any, list[list[str]]]:
     """The result of ``function`` compiled, and the ops of the forward and the backward graph."""
     from torch._dynamo.backends.common import aot_autograd

@@ -40,6 +40,11 @@ def test_one_op_of_each_kind_in_one_graph() -> None:
     on_ranks(ranks.in_one_graph, 2, "aot_eager", True, ONE_OF_EACH_KIND)
 
 
+def test_a_rank_with_a_graph_and_one_without_go_on() -> None:
+    """A graph does not say what needs a gradient, and Dynamo may give a function up on some ranks only."""
+    assert on_ranks(ranks.a_graph_on_one_rank, 2) == [[20.0, 8.0, 8.0], [20.0, 16.0, 16.0]]
+
+
 @thorough
 @pytest.mark.parametrize("explicit", [False, True])
 def test_every_op_in_one_graph(explicit: bool) -> None:

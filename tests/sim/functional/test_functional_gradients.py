@@ -8,10 +8,13 @@ import torch
 
 import interlace
 from interlace import functional
+from interlace.nn.functional import context_parallel_attention
 from multi.functional import functional_ranks as ranks
 from multi.functional.functional_ranks_cases import CASES
 from support import failure
 from tiers import few
+
+Tensor = torch.Tensor
 
 
 @pytest.mark.parametrize("world_size", few([2, 3], 3))
@@ -108,7 +111,74 @@ def test_a_result_may_go_into_the_next_op_and_into_out() -> None:
         assert [each.tolist() for each in found] == [[4.0] * 2, [2.0] * 4]
 
 
-def test_ranks_that_differ_in_what_needs_gradients_are_told() -> None:
+ROWS, SQUARE = torch.ones(3, 3), torch.ones(3, 3)
+HEADS = torch.ones(1, 3, 3, 4)
+ONE_EACH: Any = torch.arange(3).unsqueeze(1)
+CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    # op: (what needs a gradient, a call with that)
+    "all_gather_matmul": ("a weight", lambda w: functional.all_gather_matmul(ROWS, w)),
+    "matmul_reduce_scatter": ("weight", lambda w: interlace.matmul_reduce_scatter(ROWS, w)),
+    "matmul_all_reduce": ("input or weight", lambda w: functional.matmul_all_reduce(ROWS, w)),
+    "all_reduce_norm": ("input", lambda x: functional.all_reduce_norm(x, norm=interlace.RMSNorm())),
+    "reduce_scatter_norm": (
+        "bias, residual or norm",
+        lambda w: functional.reduce_scatter_norm(ROWS, norm=interlace.RMSNorm(w[0])),
+    ),
+    "matmul_all_to_all": (
+        "input, weight or bias",
+        lambda w: functional.matmul_all_to_all(ROWS, w),
+    ),
+    "all_to_all_matmul": ("input", lambda x: functional.all_to_all_matmul(x, torch.ones(9, 2))),
+    "context_parallel_attention": (
+        "q, k or v",
+        lambda x: context_parallel_attention(HEADS, HEADS, HEADS * x[0, 0]),
+    ),
+    "dispatch": (
+        "x or topk_weights",
+        lambda x: interlace.experts.dispatch(x, ONE_EACH, None, num_experts=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> None:
+    """By the forward, and the group goes on: a rank's backward would wait for those that have none."""
+    what, call = CALLS[op]
+
+    def case(odd: int, recording: bool) -> str:
+        x = torch.ones(3, 3)
+        alone = interlace.get_rank() == odd
+        x.requires_grad_(alone or not recording)
+        on = torch.set_grad_enabled(recording or not alone)
+        with on, pytest.raises(ValueError, match="what requires") as caught:
+            call(x)
+        for each in (False, True):  # alike on all ranks; and what was remembered is not mixed up
+            call(torch.ones(3, 3, requires_grad=each))
+        return str(caught.value)
+
+    text = (
+        f"{op}: what requires a gradient differs between ranks: {{}} on rank 0, {{}} on rank {{}}"
+    )
+    assert interlace.run(case, 3, 2, True) == [text.format(None, what, 2)] * 3
+    assert interlace.run(case, 3, 0, False) == [text.format(None, what, 1)] * 3
+
+
+def test_biases_may_need_gradients_on_some_ranks_only() -> None:
+    """Theirs are of the own rows."""
+
+    def case() -> Any:
+        bias = torch.zeros(3, requires_grad=interlace.get_rank() == 1)
+        total = functional.matmul_all_reduce(ROWS, SQUARE, bias=bias)
+        part = functional.matmul_reduce_scatter(ROWS, SQUARE, bias=bias)
+        if bias.requires_grad:
+            (total.sum() + part.sum()).backward()
+        return bias.grad
+
+    first, second, _ = interlace.run(case, 3)
+    assert first is None and second.tolist() == [4.0] * 3
+
+
+def test_ranks_that_differ_in_what_a_plain_op_needs_are_told_in_backward() -> None:
     def case() -> None:
         x = torch.ones(2, requires_grad=True)
         y = functional.all_gather(x if interlace.get_rank() else x.detach())
