@@ -33,7 +33,6 @@ from interlace.fused import gather, norms, reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.runtime.core.work import Work
-from interlace.runtime.numerics.activations import activate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,8 +110,9 @@ def all_gather_matmul(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded if the shards are equal, and if all ranks' tensors require them alike; the
-    activation is then torch's, after the op, because its gradient needs what it was taken of.
+    Gradients are recorded; all ranks' tensors must require them alike, or all ranks refuse. The activation
+    is then torch's, after the op, because its gradient needs what it was taken of, and shorter shards
+    travel with zeros behind them.
 
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
@@ -123,34 +123,15 @@ def all_gather_matmul(
         gather_dim, return_gathered, algorithm, out_dtype, activation
     )
     if requires_gradients(input, weight, bias):
-        if recorded.matrices(input) and recorded.equal_shards(group, input, gather_dim):
-            several = not isinstance(weight, Tensor)
-            count = len(weight) if several else 1
-            with resolve(group).accepting(gather.OP):
-                names = checks.activations(activation, count, several)
-            return recorded.run(  # type: ignore[no-any-return]
-                gather.OP,
-                async_op,
-                (input, weight, gather_dim),
-                lambda result: _activated(result, names, several, return_gathered),
-                options,
-                bias=bias,
-                group=group,
-                return_gathered=return_gathered,
-            )
+        lengths: list[int] = []
+        if recorded.matrices(input):
+            lengths = recorded.shard_lengths(group, input, weight, gather_dim)
+        if lengths:
+            return recorded.gathered((input, weight, bias), lengths, options, group, async_op)  # type: ignore[no-any-return]
         checks.warn_without_gradients(gather.OP)
     tensors = (input, weight, bias, (), None)
     communicator = resolve(group).on(input)
     return gather.gather_matmul(communicator, tensors, (options,), async_op)  # type: ignore[return-value]
-
-
-def _activated(result: Any, names: list[str], several: bool, with_gathered: bool) -> Any:
-    """The op's result with the activations done."""
-    outputs = result[1] if with_gathered else result
-    outputs = outputs if several else [outputs]
-    done: Any = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
-    done = done if several else done[0]
-    return (result[0], done) if with_gathered else done
 
 
 @overload
@@ -246,7 +227,8 @@ def matmul_reduce_scatter(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded, of unequal parts too, if all ranks' tensors require them alike.
+    Gradients are recorded, of unequal parts too; all ranks' tensors must require them alike, or all ranks
+    refuse.
 
     Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``; with ``norm`` followed by an addition and
     ``torch.nn.functional.rms_norm`` or ``layer_norm``, in fp32, where torch rounds after each.

@@ -1,22 +1,23 @@
 """The fused ops on tensors that require gradients: as ``interlace.functional``, which records them.
 
-The ops themselves compute the gradients; a gather has them of equal shards only. Ranks agree on that before
-they start, so all go the same way: a rank whose tensors require gradients must not be alone.
+The ops themselves compute the gradients; a gather does of equal shards, so others get zeros behind them
+first. All ranks' tensors must require gradients alike: it is in what ranks agree on before they start.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.arguments import checks
 from interlace.arguments.norms import taken_apart
-from interlace.fused import norms
+from interlace.fused import gather, norms
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.call import needed
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import unrounded
@@ -29,17 +30,57 @@ def matrices(*tensors: Any) -> bool:
     )
 
 
-def equal_shards(group: Any, input: torch.Tensor, gather_dim: Any) -> bool:
-    """Whether all ranks' shards are of one length; one message on the host per rank."""
+def shard_lengths(group: Any, input: torch.Tensor, weight: Any, gather_dim: Any) -> list[int]:
+    """All ranks' shards' lengths, as ranks agree on them; none of what the op refuses. One host message."""
+    from interlace.ops.library import BY_NAME
+
     communicator = resolve(group)
     if not isinstance(gather_dim, int) or not -input.dim() <= gather_dim < input.dim():
-        return False  # the op refuses it
-    length = input.shape[gather_dim]
-    op = "all_gather_matmul of tensors that require gradients"  # on all ranks, then
-    lengths = communicator.run(
-        op, lambda: Outcome(communicator.agree(op, length), None), async_op=False
-    )
-    return all(each == length for each in lengths)
+        return []
+    weights = [each for each in tree_leaves(weight) if isinstance(each, torch.Tensor)]
+    needs = BY_NAME[gather.OP].needs((input, weights)) or "a bias"
+
+    def agreed() -> Outcome:
+        token = needed.set(needs)
+        try:
+            call = communicator.call_of(gather.OP, (), input.shape[gather_dim])
+            return Outcome(communicator.parts(call), None)
+        finally:
+            needed.reset(token)
+
+    return communicator.run(gather.OP, agreed)  # type: ignore[no-any-return]
+
+
+class UnequalShards(NamedTuple):
+    """Shards of these lengths along ``dim``, which travel with zeros behind the shorter ones."""
+
+    lengths: list[int]
+    dim: int
+
+    def equal(self, input: torch.Tensor, weight: Any) -> tuple[torch.Tensor, Any]:
+        """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
+        from interlace.ops.gradients import padded
+
+        most, total = max(self.lengths), sum(self.lengths)
+        if self.dim == input.dim() - 1:
+            weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
+            for each in weights:
+                if each.dim() != 2 or each.shape[0] != total:
+                    shape = tuple(each.shape)
+                    raise ValueError(
+                        f"weight has shape {shape}, the gathered input has k = {total}"
+                    )
+            made = [
+                torch.cat([padded(part, 0, most) for part in torch.split(each, self.lengths)])
+                for each in weights
+            ]
+            weight = made[0] if isinstance(weight, torch.Tensor) else made
+        return padded(input, self.dim, most), weight
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What was gathered, without the zeros."""
+        parts = zip(torch.split(tensor, max(self.lengths), self.dim), self.lengths, strict=True)
+        return torch.cat([part.narrow(self.dim, 0, length) for part, length in parts], self.dim)
 
 
 def run(
@@ -70,6 +111,39 @@ def started(
         result = getattr(functional, op)(*operands, **how)
     work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()
+
+
+def gathered(
+    tensors: Sequence[Any],
+    lengths: list[int],
+    options: gather.GatherMatmulOptions,
+    group: Any,
+    async_op: bool,
+) -> Any:
+    """A gather of shards of these lengths, and a matmul, of input, weight and bias; torch's activation."""
+    input, weight, bias = tensors
+    several = not isinstance(weight, torch.Tensor)
+    shards = UnequalShards(lengths, options.gather_dim % input.dim())
+    unequal = min(lengths) < max(lengths)
+    with resolve(group).accepting(gather.OP):
+        count = len(weight) if several else 1
+        names = checks.activations(options.activation, count, several)
+        if unequal:
+            input, weight = shards.equal(input, weight)
+
+    def then(result: Any) -> Any:
+        whole, outputs = result if options.return_gathered else (None, result)
+        outputs = outputs if several else [outputs]
+        if unequal and shards.dim < input.dim() - 1:
+            outputs = [shards.cut(each) for each in outputs]
+        if unequal and whole is not None:
+            whole = shards.cut(whole)
+        done = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
+        made = done if several else done[0]
+        return (whole, made) if options.return_gathered else made
+
+    about = {"bias": bias, "group": group, "return_gathered": options.return_gathered}
+    return run(gather.OP, async_op, (input, weight, options.gather_dim), then, options, **about)
 
 
 def reduced(

@@ -76,18 +76,16 @@ def test_what_runs_in_backward(name: str, save_gathered: bool, expected: list[st
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_interlaces_own_fused_ops_record_gradients(async_op: bool) -> None:
-    """Of unequal shards they warn that they do not, and give what they gave."""
+    """Of unequal shards, too."""
     for rank, found in enumerate(on_ranks(ranks.eager_fused_ops, 2, async_op)):
         scale = 1.0 + rank
-        text = "interlace.{} does not record"
-        unequal = text.format("all_gather_matmul")
         assert found == {
             "all_gather_matmul": [True, [], 144.0],
             "all_gather_matmul ['return_gathered']": [True, [], 144.0],
             "matmul_reduce_scatter": [True, [], 48.0 * scale],
             "matmul_reduce_scatter ['reduce_op']": [True, [], 24.0 * scale],
             "matmul_all_reduce": [True, [], 96.0 * scale],
-            "all_gather_matmul ['gather_dim']": [False, [unequal], None],
+            "all_gather_matmul ['gather_dim']": [True, [], 36.0],
             "matmul_reduce_scatter ['scatter_dim']": [True, [], 36.0],
             "refused": ["ValueError"],
         }

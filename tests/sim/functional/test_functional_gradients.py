@@ -116,7 +116,7 @@ HEADS = torch.ones(1, 3, 3, 4)
 ONE_EACH: Any = torch.arange(3).unsqueeze(1)
 CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     # op: (what needs a gradient, a call with that)
-    "all_gather_matmul": ("a weight", lambda w: functional.all_gather_matmul(ROWS, w)),
+    "all_gather_matmul": ("a weight", lambda w: interlace.all_gather_matmul(ROWS, w)),
     "matmul_reduce_scatter": ("weight", lambda w: interlace.matmul_reduce_scatter(ROWS, w)),
     "matmul_all_reduce": ("input or weight", lambda w: functional.matmul_all_reduce(ROWS, w)),
     "all_reduce_norm": ("input", lambda x: functional.all_reduce_norm(x, norm=interlace.RMSNorm())),
@@ -176,6 +176,46 @@ def test_biases_may_need_gradients_on_some_ranks_only() -> None:
 
     first, second, _ = interlace.run(case, 3)
     assert first is None and second.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
+    """Of the input, of weights and biases, where the gathered input and an activation are used, too."""
+    lengths = [3, 0, 5]
+    how: Any = {"return_gathered": True, "activation": ["relu", None], "algorithm": algorithm}
+    if dim == 2:
+        how["algorithm"] = "auto"
+    torch.manual_seed(0)
+    shards = [torch.randn([n if i == dim else 2 + i for i in range(3)]) for n in lengths]
+    k = sum(lengths) if dim == 2 else 4
+    given = [torch.randn(k, 6), torch.randn(k, 2), torch.randn(6), torch.randn(2)]
+
+    def loss(gathered: Tensor, outputs: list[Tensor], rank: int) -> Tensor:
+        return sum((each.square().sum() for each in (gathered, *outputs)), torch.zeros(())) * (
+            1 + rank
+        )
+
+    def case() -> list[Tensor | None]:
+        rank = interlace.get_rank()
+        x, *own = (each.clone().requires_grad_() for each in (shards[rank], *given))
+        made = interlace.all_gather_matmul(x, own[:2], gather_dim=dim, bias=own[2:], **how)
+        loss(*made, rank).backward()
+        return [made[0], *made[1], x.grad, *(each.grad for each in own)]
+
+    found = interlace.run(case, 3)
+    inputs = [each.double().requires_grad_() for each in shards]
+    whole, right, total = torch.cat(inputs, dim), [], torch.zeros(())
+    for rank in range(3):
+        own = [each.double().requires_grad_() for each in given]
+        outputs = [(whole @ own[0] + own[2]).relu(), whole @ own[1] + own[3]]
+        total = total + loss(whole, outputs, rank)
+        right.append((outputs, own))
+    total.backward()
+    for rank, (outputs, own) in enumerate(right):
+        expected = [whole, *outputs, inputs[rank].grad, *(each.grad for each in own)]
+        for each, other in zip(found[rank], expected, strict=True):
+            torch.testing.assert_close(each.double(), other, rtol=1e-5, atol=1e-4)
 
 
 def test_ranks_that_differ_in_what_a_plain_op_needs_are_told_in_backward() -> None:
