@@ -33,8 +33,10 @@ FOLDERS = {
     "runtime/core": "runtime/compat",
     "runtime/numerics": "",
     "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
-    "runtime/ptx/machine": "runtime/core runtime/ptx",
-    "runtime/interpreter/inline_ptx": "runtime/compat runtime/ptx",
+    "runtime/ptx/frames": "runtime/ptx",
+    "runtime/ptx/text": "runtime/ptx",
+    "runtime/ptx/machine": "runtime/core runtime/ptx runtime/ptx/frames runtime/ptx/text",
+    "runtime/interpreter/inline_ptx": "runtime/compat runtime/ptx runtime/ptx/text",
     "runtime/interpreter": (
         "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
     ),
@@ -55,7 +57,8 @@ FOLDERS = {
         "runtime/compiler/lint runtime/core runtime/numerics runtime/tuning"
     ),
     "runtime/programs": (
-        "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/scheduler"
+        "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/ptx/text "
+        "runtime/scheduler"
     ),
     "runtime/places/shm": (
         "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -24,10 +25,13 @@ from interlace.runtime.compiler.request import Compilation, Measurement, jitted_
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.kernel_arguments import leaves, specialised
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import RED_ZONE, aligned
 from interlace.runtime.ptx.machine.machine import PtxMachine
-from interlace.runtime.ptx.machine.module import PtxKernel, PtxParameter, read
+from interlace.runtime.ptx.machine.module import PtxKernel, read
 from interlace.runtime.ptx.machine.tensor_maps import tensor_map
+from interlace.runtime.ptx.text.variables import Variable
 from interlace.runtime.ptx.types import Array
+from interlace.runtime.scheduler.allocations import Allocations
 
 _read = functools.lru_cache(maxsize=256)(read)
 
@@ -35,14 +39,58 @@ _read = functools.lru_cache(maxsize=256)(read)
 class PtxSource:
     """PTX of any origin, as a kernel of launches in the place ``ptx``.
 
-    ``shared_bytes`` of shared memory are given at launch, beside what the text declares with a size.
-    Values are tensors or numbers in the order of the parameters; the last ones may be left out, and are 0.
+    ``kernel``: which of several; ``block``: its threads, if the launch says. ``shared_bytes`` of shared
+    memory are given at launch, beside what the text declares with a size. Values are tensors, numbers or
+    bytes in the order of the parameters; the last ones may be left out, and are 0.
     """
 
-    def __init__(self, ptx: str, *, shared_bytes: int = 0) -> None:
-        self.kernel = _read(ptx)
+    def __init__(
+        self,
+        ptx: str,
+        *,
+        kernel: str | None = None,
+        block: tuple[int, int, int] | None = None,
+        shared_bytes: int = 0,
+    ) -> None:
+        self.kernel = _read(ptx, kernel, block)
         self.__name__ = self.kernel.name
         self.shared_bytes = shared_bytes
+        self.variables: dict[str, torch.Tensor] = {}
+
+    def load(
+        self,
+        kept: dict[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+        memory: Allocations,
+        rank: int,
+    ) -> None:
+        """Find or make the module's variables: ``given``, or ``kept`` from launch to launch."""
+        wanted, new = self.kernel.variables, []
+        for name in given.keys() - wanted.keys():
+            listed = ", ".join(wanted) or "none"
+            raise ValueError(f"{self.__name__} uses no variable {name!r}; it uses {listed}")
+        for name, variable in wanted.items():
+            if name in given:
+                memory.of_tensor(given[name], rank)
+            elif name not in kept:
+                if variable.extern or variable.nbytes is None:
+                    raise ValueError(
+                        f"variable {name!r} of {self.__name__} is not in the text: give it"
+                    )
+                whole = aligned(variable.nbytes + 2 * RED_ZONE)
+                kept[name] = torch.from_numpy(whole[RED_ZONE : RED_ZONE + variable.nbytes])
+                memory.put(
+                    kept[name].data_ptr(), variable.nbytes, f"variable {name} of rank {rank}"
+                )
+                new.append(name)
+            self.variables[name] = found = given[name] if name in given else kept[name]
+            if found.nbytes < (variable.nbytes or 0):
+                raise ValueError(
+                    f"variable {name!r} has {variable.nbytes} bytes, and is given {found.nbytes}"
+                )
+        at = {name: tensor.data_ptr() for name, tensor in self.variables.items()}
+        for name in new:
+            kept[name].numpy()[:] = np.frombuffer(wanted[name].filled(at.get), np.uint8)
 
 
 class CompiledPrograms:
@@ -55,7 +103,7 @@ class CompiledPrograms:
         """One program of ``launch``, to be run in a session, and its threads."""
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
-            made = program(source.kernel, source.shared_bytes, values, hooks)
+            made = program(source.kernel, source.shared_bytes, values, hooks, source.variables)
             return made, source.kernel.threads
         function = jitted_function(launch.kernel)
         parameters = inspect.signature(function).parameters
@@ -124,7 +172,11 @@ def compiled(function: Any, request: Compilation) -> Measurement:
 
 
 def program(
-    kernel: PtxKernel, shared_bytes: int, values: Sequence[Any], hooks: Any
+    kernel: PtxKernel,
+    shared_bytes: int,
+    values: Sequence[Any],
+    hooks: Any,
+    variables: Mapping[str, torch.Tensor] | None = None,
 ) -> Callable[[], None]:
     """One program of ``kernel`` on ``values``; parameters behind those are 0."""
     missing = len(kernel.parameters) - len(values)
@@ -137,19 +189,21 @@ def program(
         for parameter, value in zip(kernel.parameters, [*values, *[0] * missing], strict=True)
     }
 
+    at = {name: np.uint64(each.data_ptr()) for name, each in (variables or {}).items()}
+
     def run() -> None:
-        kept = values  # as long as the program runs
-        PtxMachine(kernel, builder, hooks, parameters, shared_bytes).run()
+        kept = values, variables  # as long as the program runs
+        PtxMachine(kernel, builder, hooks, parameters, shared_bytes, at).run()
         del kept
 
     return run
 
 
-def _bits(value: Any, parameter: PtxParameter) -> Array | bytes:
-    kind = parameter.kind
-    if parameter.nbytes:
-        if not isinstance(value, bytes) or len(value) != parameter.nbytes:
-            raise TypeError(f"{parameter.name} is {parameter.nbytes} bytes, and not {value!r:.60}")
+def _bits(value: Any, parameter: Variable) -> Array | bytes:
+    kind, nbytes = parameter.kind, parameter.nbytes or 0
+    if nbytes * 8 != kind.bits:
+        if not isinstance(value, bytes) or len(value) != nbytes:
+            raise TypeError(f"{parameter.name} is {nbytes} bytes, and not {value!r:.60}")
         return value
     number = value.data_ptr() if hasattr(value, "data_ptr") else value
     if isinstance(number, float):

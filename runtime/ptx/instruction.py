@@ -12,7 +12,7 @@ import struct
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,17 @@ _INTEGER = re.compile(r"(-?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0([0-7]+)|([1-9]
 _DECIMAL = re.compile(r"-?\d+(?:\.\d*(?:[eE][+-]?\d+)?|[eE][+-]?\d+)")
 _HEXADECIMAL = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
 _SPECIAL = re.compile(r"%[a-z]\w*(?:\.[xyz])?|WARP_SZ")
+
+
+class Symbol(NamedTuple):
+    """A name of memory in a whole kernel: ``offset`` in its state space.
+
+    0 in "global" and "const", where a variable is at an address of its own. "param": of a function.
+    """
+
+    space: str
+    offset: int
+    nbytes: int
 
 
 class InlineAssemblyError(InterlaceError, NotImplementedError):
@@ -79,7 +90,7 @@ class Instruction:
     wanted: int = 1
     target: int = -1
     targets: tuple[int, ...] = ()
-    symbols: Mapping[str, int] | None = None
+    symbols: Mapping[str, Symbol] | None = None
     parameters: Mapping[str, ScalarType] | None = None
     members: Reader | None = None
     generic: bool = False
@@ -155,32 +166,29 @@ class Instruction:
         return found
 
     def literal(self, text: str, kind: ScalarType) -> int | None:
-        """The bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None if it is no number."""
-        value: int | float
-        if match := _INTEGER.fullmatch(text):
-            sign, *digits = match.groups()
-            value = next(int(d, base) for d, base in zip(digits, (16, 2, 8, 10), strict=True) if d)
-            return kind.bits_of(-value if sign else value)
-        if match := _HEXADECIMAL.fullmatch(text):
-            raw = bytes.fromhex(match[1] or match[2])
-            if 8 * len(raw) == kind.bits:
-                return int.from_bytes(raw, "big")
-            value = struct.unpack(">f" if match[1] else ">d", raw)[0]
-        elif _DECIMAL.fullmatch(text):
-            value = float(text)
-        else:
-            return None
-        if not kind.is_float:
-            raise self.error(f"{value} is no number of type .{kind.name}")
-        return kind.bits_of(value)
+        """The bits of a number as ``kind``; None if it is none."""
+        try:
+            return number_of(text, kind)
+        except ValueError as problem:
+            raise self.error(str(problem)) from None
+
+    def symbol(self, text: str) -> Symbol | None:
+        """What ``name`` or ``name+4`` is the address of."""
+        name, _, more = text.partition("+")
+        known = self.symbols is not None and (not more or more.isdecimal())
+        return (self.symbols or {}).get(name) if known else None
 
     def reader(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
         """A function that gives the bits of an operand. ``wider``: its register may be wider."""
         literal = self.literal(text, kind)
         if literal is not None:
             return constant(kind.raw.type(literal))
-        if self.symbols is not None and text in self.symbols:
-            return constant(kind.raw.type(self.symbols[text]))
+        if (symbol := self.symbol(text)) is not None:
+            name, _, more = text.partition("+")
+            offset = kind.raw.type(symbol.offset + int(more or 0))
+            if symbol.space in ("global", "const"):
+                return lambda threads: threads.session.variables[name].astype(kind.raw) + offset
+            return constant(offset)
         if (self.parameters or {}).get(text) is TYPES["b8"]:  # the address of an array
             return lambda threads: threads.session.parameters[text].astype(kind.raw)
         if text in SPECIAL and text not in self.registers:
@@ -280,6 +288,30 @@ class Instruction:
 
 def _unchanged(bits: Array) -> Array:
     return bits
+
+
+def number_of(text: str, kind: ScalarType) -> int | None:
+    """The bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None if it is no number.
+
+    ValueError if it is a number with a point, and ``kind`` has none.
+    """
+    value: int | float
+    if match := _INTEGER.fullmatch(text):
+        sign, *digits = match.groups()
+        value = next(int(d, base) for d, base in zip(digits, (16, 2, 8, 10), strict=True) if d)
+        return kind.bits_of(-value if sign else value)
+    if match := _HEXADECIMAL.fullmatch(text):
+        raw = bytes.fromhex(match[1] or match[2])
+        if 8 * len(raw) == kind.bits:
+            return int.from_bytes(raw, "big")
+        value = struct.unpack(">f" if match[1] else ">d", raw)[0]
+    elif _DECIMAL.fullmatch(text):
+        value = float(text)
+    else:
+        return None
+    if not kind.is_float:
+        raise ValueError(f"{value} is no number of type .{kind.name}")
+    return kind.bits_of(value)
 
 
 def split(text: str) -> list[str]:

@@ -19,11 +19,12 @@ import numpy as np
 import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
-from interlace.runtime.core.accesses import NULL, Atomic
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.ptx.addresses import SPACES, address_of
 from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS
 from interlace.runtime.ptx.arithmetic import lanewise, larger, smaller
 from interlace.runtime.ptx.instruction import Action, Instruction, Write, builders
-from interlace.runtime.ptx.special import Reader, Threads
+from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 
 MEMORY, builds = builders()
@@ -58,57 +59,13 @@ _OPERATIONS = {
     "cas": ("b16", "b32", "b64"),
 }
 _VECTORS = ("v2", "v4", "v8")
-_VERBS = {"ld": "loads", "st": "stores"}
 _OF_FLOATS = {"add": operator.add, "min": smaller, "max": larger}
-SPACES = ("shared", "shared::cta")
 _ACCESS_TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
 _CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|L1::\w+|L2::(evict_\w+|cache_hint|\d+B)")
-_ADDRESS = re.compile(r"\[ ?([^\s+\]]+) ?(?:\+ ?(-?\w+) ?)?\]")
 _pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.values()}
 
 
 # -- what accesses have in common ------------------------------------------------------------------
-
-
-def address_of(
-    instruction: Instruction, text: str, kind: ScalarType, count: int = 1, *, shared: bool = False
-) -> Reader:
-    """Where ``count`` elements start; checked, as the interpreter would not survive a wrong one.
-
-    Those in shared memory, of 32 bits in PTX, become addresses of this process.
-    """
-    match = _ADDRESS.fullmatch(text)
-    if match is None:
-        raise instruction.error("an address is written in brackets, as [register+4]")
-    shared = shared and not instruction.generic
-    base = instruction.reader(match[1], TYPES["u32" if shared else "u64"], wider=shared)
-    offset = instruction.literal(match[2] or "0", TYPES["u64"])
-    if offset is None:
-        raise instruction.error(f"the offset in '{text}' must be a whole number")
-    align, null = np.uint64(kind.bits // 8 * count), np.uint64(NULL)
-    mnemonic = instruction.mnemonic
-    by, within = np.uint64(offset), align - np.uint64(1)  # a power of 2
-
-    def at(threads: Threads) -> Array:
-        addresses = threads.active(base(threads))
-        if offset:
-            addresses = addresses + by
-        if shared:
-            addresses = (addresses & np.uint64(0xFFFFFFFF)) + np.uint64(threads.session.base)
-        if not addresses.size:
-            return addresses
-        if np.bitwise_or.reduce(addresses) & within or np.minimum.reduce(addresses) < null:
-            wrong = (addresses % align != 0) | (addresses < null)
-            address = int(addresses[wrong][0])
-            what = "null" if address < NULL else f"not a multiple of {align}"
-            what = f"{what}; line {instruction.line}: {instruction.text}"
-            if not shared:
-                does, count = _VERBS.get(mnemonic, mnemonic), int(wrong.sum())
-                threads.session.hooks.misplaced(address, int(align), count, does, what)
-            raise ValueError(f"PTX: address {address:#x} is {what}")
-        return addresses
-
-    return at
 
 
 def take_global(instruction: Instruction) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.ptx import memory, multicast
+from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.arithmetic import PAIRS, larger, smaller
 from interlace.runtime.ptx.formats import FORMATS, NarrowFloat
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
@@ -64,7 +65,7 @@ def build_multimem(instruction: Instruction) -> Action:
     nbytes = len(parts) * kind.bits // 8
     if 8 * nbytes > _WIDEST or (vector and kind.bits == 64):
         raise instruction.error(f"more than {_WIDEST} bits at once")
-    where = memory.address_of(instruction, at, kind, len(parts))
+    where = address_of(instruction, at, kind, len(parts))
 
     def on_ranks(address: int) -> list[int]:
         try:

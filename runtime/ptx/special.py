@@ -18,7 +18,7 @@ class PtxSession:
     """State that all threads of a session share.
 
     ``barrier``: the last that some came to, and of how many threads it is, 0 for all; ``counted``: what it
-    gives them when all have met.
+    gives them when all have met. ``extents``: of the threads of a program, if they have more than one.
     """
 
     builder: Any
@@ -26,6 +26,7 @@ class PtxSession:
     clock: int = 0
     barrier: tuple[int, int] = (0, 0)
     counted: Callable[[Any], None] | None = None
+    extents: tuple[int, int, int] | None = None
 
     def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
         """Of programs that have shared memory."""
@@ -99,6 +100,20 @@ def _grid(name: str, axis: int) -> Reader:
     return lambda threads: U32(getattr(threads.session.builder, name)[axis])
 
 
+def _thread(axis: int) -> Reader:
+    def read(threads: Threads) -> Any:
+        x, y, z = threads.session.extents or (threads.block, 1, 1)
+        if (y, z) == (1, 1):
+            return U32(0) if axis else threads.numbers
+        return threads.numbers // U32((1, x, x * y)[axis]) % U32((x, y, z)[axis])
+
+    return read
+
+
+def _threads(axis: int) -> Reader:
+    return lambda threads: U32((threads.session.extents or (threads.block, 1, 1))[axis])
+
+
 def _clock(shift: int) -> Reader:
     def read(threads: Threads) -> Any:
         threads.idle_steps = 0
@@ -124,8 +139,6 @@ def _lane_mask(of: Callable[[Any], Any]) -> Reader:
 
 
 SPECIAL: dict[str, Reader] = {
-    "%tid.x": lambda threads: threads.numbers,
-    "%ntid.x": lambda threads: U32(threads.block),
     "%laneid": lambda threads: threads.numbers % U32(WARP),
     "%warpid": lambda threads: threads.numbers // U32(WARP),
     "%nwarpid": lambda threads: U32(-(-threads.block // WARP)),
@@ -147,8 +160,8 @@ for _name in ("%clock_hi", "%globaltimer_hi"):
 for _axis, _letter in enumerate("xyz"):
     SPECIAL[f"%ctaid.{_letter}"] = _grid("grid_idx", _axis)
     SPECIAL[f"%nctaid.{_letter}"] = _grid("grid_dim", _axis)
-    SPECIAL.setdefault(f"%tid.{_letter}", constant(U32(0)))
-    SPECIAL.setdefault(f"%ntid.{_letter}", constant(U32(1)))
+    SPECIAL[f"%tid.{_letter}"] = _thread(_axis)
+    SPECIAL[f"%ntid.{_letter}"] = _threads(_axis)
 
 _BY_THREADS = re.compile(
     r"%(n?tid|laneid|n?warpid|lanemask)\w*|\b(elect|shfl|vote|activemask|redux)\b|\bmatch\.(any|all)\b|"

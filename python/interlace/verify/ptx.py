@@ -1,19 +1,38 @@
 """``interlace.verify.launch_ptx``: PTX of any origin on a rank of the place ``ptx``."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from interlace.groups.groups import default_group
 from interlace.runtime.places.sim.place import SimPlace
 from interlace.runtime.programs.compiled import PtxSource
 
+MOST_THREADS = 1024  # of a program, on every GPU
 
-def launch_ptx(ptx: str, grid: int | tuple[int, ...], *values: Any, shared_bytes: int = 0) -> None:
-    """Run the one kernel of the text ``ptx`` over ``grid``, as a rank of ``interlace.run(place="ptx")``.
 
-    ``values`` are tensors and numbers in the order of the parameters; parameters behind them are 0.
-    ``shared_bytes`` is the dynamic shared memory of a program. Returns when all programs have ended.
+def launch_ptx(
+    ptx: str,
+    grid: int | tuple[int, ...],
+    *values: Any,
+    kernel: str | None = None,
+    threads: int | tuple[int, ...] | None = None,
+    shared_bytes: int = 0,
+    variables: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Run a kernel of the text ``ptx`` over ``grid``, as a rank of ``interlace.run(place="ptx")``.
 
-    Raises NotImplementedError naming an instruction that is not known, TypeError for too many values.
+    ``values`` are tensors and numbers in the order of the parameters, of a structure its bytes; parameters
+    behind them are 0. ``kernel`` names one of several. ``threads`` of a program, up to three extents, may
+    be left out where the text says them. ``shared_bytes`` is the dynamic shared memory of a program.
+    ``variables`` are memory for variables of the module, by name: tensors of any shape, with at least as
+    many bytes. Others begin as the text says, and are kept from launch to launch of the same text on a
+    rank. Returns when all programs have ended.
+
+    Raises NotImplementedError naming an instruction that is not known, TypeError for too many values,
+    ValueError for threads that the text does not allow and for variables that the kernel does not use.
 
     >>> import interlace, torch
     >>> ptx = '''
@@ -45,4 +64,16 @@ def launch_ptx(ptx: str, grid: int | tuple[int, ...], *values: Any, shared_bytes
     if not isinstance(place, SimPlace):
         raise ValueError(f'launch_ptx is for place="ptx"; this rank is in place={place.name!r}')
     extents = (grid,) if isinstance(grid, int) else grid
-    place.launch_ptx(PtxSource(ptx, shared_bytes=shared_bytes), extents, values)
+    block = None if threads is None else _block(threads)
+    source = PtxSource(ptx, kernel=kernel, block=block, shared_bytes=shared_bytes)
+    place.launch_ptx(source, extents, values, variables or {})
+
+
+def _block(threads: int | tuple[int, ...]) -> tuple[int, int, int]:
+    given = (threads,) if isinstance(threads, int) else tuple(threads)
+    if not 1 <= len(given) <= 3 or min(given) < 1 or math.prod(given) > MOST_THREADS:
+        raise ValueError(
+            f"threads must be 1 to 3 whole numbers from 1 on, {MOST_THREADS} in all, got {threads}"
+        )
+    x, y, z = (*given, 1, 1)[:3]
+    return x, y, z

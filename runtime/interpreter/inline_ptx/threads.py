@@ -30,8 +30,8 @@ from interlace.runtime.ptx.instruction import InlineAssemblyError, Instruction
 from interlace.runtime.ptx.memory import MEMORY
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
-from interlace.runtime.ptx.parser import Parser
 from interlace.runtime.ptx.special import PtxSession, Threads, by_threads
+from interlace.runtime.ptx.text.parser import Parser
 from interlace.runtime.ptx.waits import BLOCK_BARRIER, WAITS
 
 BUILDERS = {

@@ -13,7 +13,7 @@ import functools
 import sys
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -64,12 +64,16 @@ class _SimGroup:
 
 
 class SimWorld:
-    """One simulated run: its scheduler and the groups of its ranks."""
+    """One simulated run: its scheduler and the groups of its ranks.
+
+    ``modules``: by rank and text of PTX, the variables of what was launched, by name.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.observer = scheduler.observer
         self.groups: defaultdict[Any, _SimGroup] = defaultdict(_SimGroup)
+        self.modules: defaultdict[Any, dict[str, torch.Tensor]] = defaultdict(dict)
         self.user_streams: Any = None  # of ``user_code.py``, where user code has streams
 
 
@@ -389,10 +393,18 @@ class SimPlace(Place):
             raise InterlaceError(f"{launch.op}: this memory is of a simulated run that has ended")
         launch.kernel[launch.extents](**launch.arguments)
 
-    def launch_ptx(self, source: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
+    def launch_ptx(
+        self,
+        source: Any,
+        grid: tuple[int, ...],
+        values: Sequence[Any],
+        variables: Mapping[str, torch.Tensor],
+    ) -> None:
         """Run ``source``, a ``PtxSource``, on the current stream, as user code launches a kernel."""
         if not self.compiled:
             raise InterlaceError(f'place="ptx" runs PTX; this rank is in place="{self.name}"')
+        kept = self.world.modules[self.global_rank, source.kernel.text]
+        source.load(kept, variables, self._scheduler.memory, self.global_rank)
         arguments = {str(index): value for index, value in enumerate(values)}
         self._scheduler.launch(source, checked_grid(grid), arguments, {})
 

@@ -12,6 +12,7 @@ barrier makes them one again, so what only happens to work while warps run toget
 Between the accesses that the hooks see nothing is a step of its own to other programs.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.ptx.frames.local import POISON, ThreadMemory
 from interlace.runtime.ptx.instruction import Instruction
 from interlace.runtime.ptx.machine.bulk_copies import finish
 from interlace.runtime.ptx.machine.module import PtxKernel, SourcePlace, looks
@@ -29,7 +31,6 @@ from interlace.runtime.ptx.machine.warps import complete
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.waits import ARRIVAL, BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
 
-POISON = 0xA5  # what shared memory holds before the program writes it
 APART = 1 / 8  # of the intervals between barriers, those in which warps go apart
 _ENDS = ("ret", "exit")
 
@@ -57,7 +58,10 @@ class _ThreadGroup:
 
 
 class PtxMachine:
-    """One program of ``kernel``. ``parameters`` are values by name, ``dynamic_bytes`` of shared memory."""
+    """One program of ``kernel``.
+
+    ``parameters`` are values by name, ``variables`` addresses; ``dynamic_bytes``: of shared memory.
+    """
 
     def __init__(
         self,
@@ -66,9 +70,10 @@ class PtxMachine:
         hooks: Any,
         parameters: Mapping[str, Any],
         dynamic_bytes: int,
+        variables: Mapping[str, Any],
     ) -> None:
         self.kernel = kernel
-        count = kernel.threads
+        count, there = kernel.threads, math.prod(kernel.block)
         nbytes = -(-(kernel.static_bytes + dynamic_bytes) // 16) * 16
         whole = np.full(nbytes + 128, POISON, np.uint8)  # aligned, as the hardware has it
         skipped = -whole.ctypes.data % 128
@@ -81,13 +86,16 @@ class PtxMachine:
             arrays={addresses[name]: value for name, value in arrays.items()},
             draw=random.Random(f"{hooks.seed} {hooks.current.name}"),
             shared=whole[skipped : skipped + nbytes],
+            local=ThreadMemory(count, kernel.local_bytes),
+            variables=variables,
+            extents=kernel.block,
         )
         registers = list(kernel.registers)
         numbers = np.arange(count, dtype=np.uint32)
-        self.threads = Threads(self.program, registers, numbers, count, told_apart=True)
+        self.threads = Threads(self.program, registers, numbers, there, told_apart=True)
         self.threads.heard = hooks.observed or hooks.buffers is not None
         self.step = kernel.steps[0]
-        self._groups = [_ThreadGroup(np.ones(count, np.bool_), 0, count)]
+        self._groups = [_ThreadGroup(numbers < there, 0, there)]
         self._arrived: dict[int, int] = {}  # by number of a barrier
         self._random = self.program.draw
         self._spins = Spins(self.program, self.threads)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.formats import FORMATS
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.shared import put_shared, shared_bits, take_shared
-from interlace.runtime.ptx.memory import address_of
 from interlace.runtime.ptx.special import WARP, Reader, Threads
 from interlace.runtime.ptx.types import TYPES, Array
 

@@ -1,11 +1,11 @@
-"""A PTX module as a kernel that can be run: its parameters, its shared memory and its instructions.
+"""A kernel of a PTX module that can be run: its parameters, its memory and its instructions.
 
-What is read is what a compiler writes for one kernel: directives, one ``.entry``, no functions besides. The
-order of blocks is that in which divergent threads are run: a loop before what follows it, so that those
+The order of blocks is that in which divergent threads are run: a loop before what follows it, so that those
 who leave it early wait there for the others.
 """
 
 import functools
+import math
 import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ import numpy as np
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.bits import BIT_OPERATIONS
 from interlace.runtime.ptx.calls import CALLS
-from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction
+from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction, Symbol
 from interlace.runtime.ptx.machine.bulk_copies import BULK
 from interlace.runtime.ptx.machine.matrices import MATRICES
 from interlace.runtime.ptx.machine.mbarriers import MBARRIERS
@@ -28,8 +28,11 @@ from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move, build_sum
 from interlace.runtime.ptx.memory import MEMORY, SCOPES
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
-from interlace.runtime.ptx.parser import Parser
-from interlace.runtime.ptx.types import TYPES, Array, ScalarType
+from interlace.runtime.ptx.special import WARP
+from interlace.runtime.ptx.text.module_text import PtxFunction, read_text
+from interlace.runtime.ptx.text.parser import Parser
+from interlace.runtime.ptx.text.variables import Variable, declared
+from interlace.runtime.ptx.types import Array
 from interlace.runtime.ptx.waits import WAITS
 
 BUILDERS: dict[str, Builder] = {
@@ -45,30 +48,16 @@ TOGETHER = {**WARPS, **MATRICES, **WGMMA}
 # which know what the others refuse
 BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
-_PARAMETER = re.compile(
-    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?)?([\w$]+)\s*(?:\[(\d+)\])?\s*$"
-)
-_SHARED = re.compile(
-    r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(\[\s*(\d*)\s*\])?\s*;"
-)
 _ORDERED = ("relaxed", "acquire", "volatile")
 _WITHIN_REGISTERS = {*ARITHMETIC, *BIT_OPERATIONS, "mov", "cvt", "cvta"} - {"bra", "brx"}
 _CLOCK = re.compile(r"%(clock|globaltimer)")
-_LINES = re.compile(r"^[ \t]*\.(loc|file|section)\b[^\n]*", re.MULTILINE)
+_SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
+_BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+Block = tuple[int, int, int]
 
 
 SourcePlace = tuple[str, int]
 """(file, line)"""
-
-
-@dataclass(frozen=True)
-class PtxParameter:
-    """``nbytes``: of an array, 0 for a number."""
-
-    name: str
-    kind: ScalarType
-    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,14 +69,19 @@ class PtxKernel:
     after the other. ``spinning``: branches back that end a loop which looks at what others write;
     ``polling``: those whose rounds depend on nothing but that, and how many looks are in one.
     ``static_bytes``: of shared memory that the text declares with a size; more may be given at launch,
-    behind it. ``warp_wide``: instructions that all threads of a warp run at once.
+    behind it; ``local_bytes``: of memory for each thread. ``threads``: whole warps of them, of which those
+    of ``block`` are there. ``variables``: global and constant ones. ``warp_wide``: instructions that all
+    threads of a warp run at once.
     """
 
     name: str
     text: str
+    block: Block
     threads: int
-    parameters: tuple[PtxParameter, ...]
+    parameters: tuple[Variable, ...]
+    variables: Mapping[str, Variable]
     static_bytes: int
+    local_bytes: int
     steps: tuple[Instruction, ...]
     kinds: tuple[Any, ...]
     order: tuple[int, ...]
@@ -107,22 +101,22 @@ class PtxKernel:
         return [zeros[kind] for kind in self.kinds]
 
 
-def read(ptx: str) -> PtxKernel:
-    """The kernel of a module. InlineAssemblyError names an instruction that is not known."""
-    entries = list(_ENTRY.finditer(ptx))
-    if len(entries) != 1 or re.search(r"^\s*(\.visible\s+)?\.func\b", ptx, re.MULTILINE):
-        raise InlineAssemblyError("PTX: one .entry and no .func can be run")
-    (entry,) = entries
-    body = ptx[entry.end() : _closing(ptx, entry.end())]
-    before = "\n" * ptx.count("\n", 0, entry.end())  # so that lines are those of the module
-    threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", entry[3])
-    if threads is None:
-        raise InlineAssemblyError(f"PTX: {entry[1]} does not say how many threads it has")
-    parameters = tuple(_parameter(each) for each in entry[2].split(",") if each.strip())
-    symbols, static_bytes = _shared_symbols(ptx)
-    parser = Parser([], symbols, {each.name: each.kind for each in parameters})
-    text = _SHARED.sub("", _LINES.sub("", body))
-    places, parsed = _places(ptx), parser.instructions(before + text)
+def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKernel:
+    """A kernel of a module, the only one if it is not named; ``block``: its threads, if the launch says.
+
+    InlineAssemblyError names an instruction that is not known.
+    """
+    module = read_text(ptx)
+    kernel = module.kernel(name)
+    block = _block(kernel, block)
+    reached = module.reached(kernel)
+    variables = module.named_by(reached)
+    symbols, static_bytes = _shared_symbols([*variables.values(), *_shared_in(reached)])
+    variables = {n: each for n, each in variables.items() if each.space != "shared"}
+    symbols |= {n: Symbol(each.space, 0, each.nbytes or 0) for n, each in variables.items()}
+    kinds = {each.name: each.kind for each in kernel.parameters}
+    parser = Parser([], symbols, kinds, module.functions)
+    places, parsed = _places(ptx), parser.instructions(f"{kernel.body}\nret;", kernel.line)
 
     def where() -> tuple[str, tuple[SourcePlace, ...]]:
         """Of the instruction that is built, for those who look why it cannot be."""
@@ -142,11 +136,14 @@ def read(ptx: str) -> PtxKernel:
     }
     joins |= {index + 1 for index, targets in enumerate(after) if targets != [index + 1]}
     return PtxKernel(
-        entry[1],
+        kernel.name,
         ptx,
-        int(threads[1]),
-        parameters,
+        block,
+        -(-math.prod(block) // WARP) * WARP,
+        kernel.parameters,
+        variables,
         static_bytes,
+        parser.frame,
         tuple(steps),
         tuple(parser.kinds),
         tuple(order),
@@ -159,6 +156,22 @@ def read(ptx: str) -> PtxKernel:
     )
 
 
+def _block(kernel: PtxFunction, block: Block | None) -> Block:
+    """How many threads a program has, from the launch or from the text."""
+    said = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
+    exact, most = (tuple(map(int, said[how])) if how in said else None for how in ("req", "max"))
+    if block is None and (exact or most) is None:
+        raise InlineAssemblyError(f"PTX: {kernel.name} does not say how many threads it has")
+    wanted = block or exact or most or (1, 1, 1)
+    if (exact and wanted != exact) or (most and math.prod(wanted) > math.prod(most)):
+        raise ValueError(
+            f"{kernel.name} is for {'exactly' if exact else 'at most'} {exact or most} threads, and is "
+            f"launched with {wanted}"
+        )
+    x, y, z = wanted
+    return x, y, z
+
+
 def _take_guesses(steps: Sequence[Instruction]) -> None:
     """The loads with which loops of compare-and-swap begin are relaxed, as compilers mean them.
 
@@ -168,10 +181,15 @@ def _take_guesses(steps: Sequence[Instruction]) -> None:
     for at, swap in enumerate(steps):
         if swap.mnemonic != "atom" or "cas" not in swap.qualifiers:
             continue
-        _, address, guess, _ = swap.operands
+        address, guess = swap.operands[1:3]
         end = next((i for i in range(at, len(steps)) if 0 <= steps[i].target <= at), at)
         named = re.compile(re.escape(guess) + r"(?!\w)")
-        users = [i for i, step in enumerate(steps) if named.search(" ".join(step.operands))]
+        own = swap.registers.get(guess)
+        users = [
+            i
+            for i, step in enumerate(steps)
+            if named.search(" ".join(step.operands)) and step.registers.get(guess) is own
+        ]
         load = steps[users[0]]
         plain = load.mnemonic == "ld" and not {*_ORDERED} & {*load.qualifiers}
         if (
@@ -213,48 +231,41 @@ def _places(ptx: str) -> dict[int, tuple[SourcePlace, ...]]:
     by_name = {os.path.basename(path): path for path in files.values()}
     found: dict[int, tuple[SourcePlace, ...]] = {}
     places: tuple[SourcePlace, ...] = ()
-    for number, line in enumerate(ptx.splitlines(), 1):
+    for at_line, line in enumerate(ptx.splitlines(), 1):
         if match := re.match(r"\s*\.loc\s+(\d+)\s+([1-9]\d*)", line):
             calls = re.findall(r"@\[ ([^:\]]+):([1-9]\d*)", line)
-            callers = ((by_name.get(name, name), int(at)) for name, at in calls)
+            callers = [(by_name.get(name, name), int(at)) for name, at in calls]
+            of_nvcc = re.findall(r"inlined_at (\d+) ([1-9]\d*)", line)
+            callers += [(files.get(number, ""), int(at)) for number, at in of_nvcc]
             places = ((files.get(match[1], ""), int(match[2])), *callers)
         elif places:
-            found[number] = places
+            found[at_line] = places
     return found
 
 
-def _closing(ptx: str, at: int) -> int:
-    depth = 1
-    for brace in re.finditer(r"[{}]", ptx[at:]):
-        depth += 1 if brace[0] == "{" else -1
-        if not depth:
-            return at + brace.start()
-    raise InlineAssemblyError("PTX: a '{' is never closed")
+def _shared_in(functions: Iterable[PtxFunction]) -> list[Variable]:
+    try:
+        return [
+            each
+            for f in functions
+            for text in _SHARED.findall(f.body or "")
+            for each in declared(text)
+        ]
+    except ValueError as error:
+        raise InlineAssemblyError(f"PTX: {error}") from None
 
 
-def _parameter(text: str) -> PtxParameter:
-    match = _PARAMETER.search(text.strip())
-    if match is None or match[1] not in TYPES:
-        raise InlineAssemblyError(f"PTX: parameter '{' '.join(text.split())}' is not known")
-    return PtxParameter(match[2], TYPES[match[1]], int(match[3] or 0))
-
-
-def _shared_symbols(ptx: str) -> tuple[dict[str, int], int]:
-    """Addresses in shared memory by name, those without a size behind the others; the bytes of those."""
-    symbols: dict[str, int] = {}
+def _shared_symbols(variables: Iterable[Variable]) -> tuple[dict[str, Symbol], int]:
+    """What is in shared memory by name, those without a size behind the others; the bytes of those."""
+    symbols: dict[str, Symbol] = {}
     end = 0
-    for given, kind, name, many, count in sorted(
-        _SHARED.findall(ptx), key=lambda found: bool(found[3]) and not found[4]
-    ):
-        if name in symbols or kind not in TYPES:
-            raise InlineAssemblyError(
-                f"PTX: '{name}' in shared memory is not known, or there twice"
-            )
-        size = TYPES[kind].bits // 8
-        align = int(given or size)
-        end = -(-end // align) * align
-        symbols[name] = end
-        end += size * (int(count or 0) if many else 1)
+    of_shared = [each for each in variables if each.space == "shared"]
+    for each in sorted(of_shared, key=lambda each: each.nbytes is None):
+        if each.name in symbols:
+            raise InlineAssemblyError(f"PTX: '{each.name}' is in shared memory twice")
+        end = -(-end // each.align) * each.align
+        symbols[each.name] = Symbol("shared", end, each.nbytes or 0)
+        end += each.nbytes or 0
     return symbols, end
 
 

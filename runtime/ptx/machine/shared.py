@@ -5,7 +5,7 @@ missing barrier shows. They see the store of an asynchronous copy twice, when it
 from the one to the other nobody else may use that memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -13,6 +13,14 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.ptx.addresses import SPACES, address_of
+from interlace.runtime.ptx.frames.local import (
+    ThreadMemory,
+    build_local,
+    build_of_kernel,
+    build_parameter,
+    is_of_kernel,
+)
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.groups import (
     AsyncGroups,
@@ -24,8 +32,6 @@ from interlace.runtime.ptx.machine.groups import (
 from interlace.runtime.ptx.memory import (
     MEMORY,
     ORDERS,
-    SPACES,
-    address_of,
     load_of,
     loading,
     pointers_of,
@@ -40,7 +46,6 @@ from interlace.runtime.ptx.special import PtxSession, Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
 
 SHARED, builds = builders()
-_TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
 
 
 @dataclass(eq=False)
@@ -48,11 +53,13 @@ class PtxProgram(PtxSession):
     """What the threads of one program share.
 
     ``groups``: asynchronous work by kind; ``unsettled``: by register, that which will write it. ``arrays``:
-    parameters that are, by address.
+    parameters that are, by address. ``variables``: where those of the module are.
     """
 
     parameters: dict[str, Array] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     shared: Any = None
+    local: ThreadMemory = field(default_factory=lambda: ThreadMemory(0, 0))
     groups: dict[str, AsyncGroups] = field(default_factory=dict)
     unsettled: dict[int, AsyncWork] = field(default_factory=dict)
 
@@ -158,34 +165,47 @@ def put_shared(
 @builds("ld", "st", "atom", "red")
 def build_access(instruction: Instruction) -> Action:
     """Of global or of shared memory; generic addresses may be of either."""
-    if instruction.choose("param"):
-        return _parameter(instruction)
+    plain = instruction.mnemonic in ("ld", "st")
+    if plain and instruction.choose("param", "param::entry", "param::func"):
+        return build_parameter(instruction)
+    if plain and instruction.choose("local"):
+        return build_local(instruction)
+    if instruction.mnemonic == "ld" and instruction.flag("const"):
+        instruction.qualifiers.append("global")  # a variable that nobody may write
     if any(name in instruction.qualifiers for name in (*SPACES, "global")):
         return _build(instruction)
     at = next(each for each in instruction.operands if each.startswith("["))
     where = address_of(instruction, at, TYPES["b8"])
-    elsewhere, inside = (
-        _build(
-            replace(
-                instruction,
-                opcode=f"{instruction.opcode}{space}",
-                generic=bool(space),
-                operands=list(instruction.operands),
-            )
-        )
-        for space in ("", ".shared")
-    )
+
+    def of(space: str) -> Instruction:
+        operands, opcode = list(instruction.operands), instruction.opcode + space
+        return replace(instruction, opcode=opcode, generic=bool(space), operands=operands)
+
+    elsewhere, inside = _build(of("")), _build(of(".shared"))
+    own = build_local(of(""), generic=True) if plain else None
+    given = build_of_kernel(of("")) if instruction.mnemonic == "ld" else None
 
     def access(threads: Threads) -> None:
-        program, everyone = threads.session, threads.everyone()
-        offsets = where(threads).astype(np.int64) - program.base
-        own = everyone.copy()
-        own[everyone] = (offsets >= 0) & (offsets < len(program.shared))
-        before = threads.mask
-        for threads.mask, action in ((own, inside), (everyone & ~own, elsewhere)):
-            if threads.mask.any():
-                threads.mask = before if threads.mask.all() else threads.mask
-                action(threads)
+        program, before, everyone = threads.session, threads.mask, threads.everyone()
+        addresses = where(threads)
+        left, parts = np.ones(len(addresses), np.bool_), []
+        offsets = addresses - np.uint64(program.base)
+        spaces = [(offsets < np.uint64(len(program.shared)), inside)]
+        if own is not None and program.local.nbytes:
+            spaces.append((program.local.has(addresses), own))
+        if given is not None and program.arrays:
+            spaces.append((is_of_kernel(threads, addresses), given))
+        for those, action in (*spaces, (left, elsewhere)):
+            if those.any():
+                parts.append((those.copy(), action))
+                left &= ~those
+        if len(parts) == 1:
+            parts[0][1](threads)
+            return
+        for those, action in parts:
+            threads.mask = everyone.copy()
+            threads.mask[everyone] = those
+            action(threads)
         threads.mask = before
 
     return access
@@ -222,10 +242,13 @@ def _build(instruction: Instruction) -> Action:
 
 @builds("cvta")
 def build_address_conversion(instruction: Instruction) -> Action:
-    """Generic addresses of shared memory are where it is in this process; others are what they are."""
+    """Generic addresses of shared memory and a thread's are where it is in this process.
+
+    Others are what they are.
+    """
     back = instruction.flag("to")
-    shared = instruction.choose(*SPACES) is not None
-    instruction.choose("global", "const", "local", "param")
+    shared, local = instruction.choose(*SPACES) is not None, instruction.flag("local")
+    instruction.choose("global", "const", "param", "param::entry", "param::func")
     kind = instruction.take_type(("u64",))
     instruction.finish(2)
     write = instruction.writer(instruction.operands[0], kind)
@@ -233,6 +256,8 @@ def build_address_conversion(instruction: Instruction) -> Action:
 
     def convert(threads: Threads) -> None:
         base = np.uint64(threads.session.base if shared else 0)
+        if local:
+            base = threads.session.local.starts
         write(threads, read(threads) - base if back else read(threads) + base)
 
     return convert
@@ -240,28 +265,19 @@ def build_address_conversion(instruction: Instruction) -> Action:
 
 @builds("isspacep")
 def build_question(instruction: Instruction) -> Action:
-    shared = instruction.choose(*SPACES) is not None
+    shared, local = instruction.choose(*SPACES) is not None, instruction.flag("local")
     instruction.flag("global")
     instruction.finish(2)
     write = instruction.writer(instruction.operands[0], PREDICATE)
     read = instruction.reader(instruction.operands[1], TYPES["u64"])
 
     def ask(threads: Threads) -> None:
-        offsets = np.asarray(read(threads)).astype(np.int64) - threads.session.base
-        inside = (offsets >= 0) & (offsets < len(threads.session.shared))
-        write(threads, inside if shared else ~inside)
+        program, addresses = threads.session, np.asarray(read(threads))
+        inside = addresses - np.uint64(program.base) < np.uint64(len(program.shared))
+        own = program.local.has(addresses)
+        write(threads, inside if shared else own if local else ~(inside | own))
 
     return ask
-
-
-def _parameter(instruction: Instruction) -> Action:
-    kind = instruction.take_type(_TYPES)
-    instruction.finish(2)
-    write = instruction.writer(instruction.operands[0], kind, wider=True)
-    name = instruction.operands[1].strip("[] ")
-    if name not in (instruction.parameters or {}):
-        raise instruction.error(f"'{name}' is not a parameter of the kernel")
-    return lambda threads: write(threads, threads.session.parameters[name].astype(kind.raw))
 
 
 # -- asynchronous copies ---------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.shared import put_shared, shared_bits, take_shared
 from interlace.runtime.ptx.machine.swizzle import swizzled
-from interlace.runtime.ptx.memory import address_of, load_of, store_of
+from interlace.runtime.ptx.memory import load_of, store_of
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 

@@ -35,11 +35,15 @@ def _ballot(lanes: Array) -> Array:
 
 
 def complete(step: Instruction, threads: Threads, there: Array) -> bool:
-    """Whether of all warps those are ``there`` whom the others name, all lanes if ``step`` names none."""
+    """Whether of all warps those are ``there`` whom the others name, all lanes if ``step`` names none.
+
+    Nobody waits for the lanes of a last warp that is not whole.
+    """
     lanes = there.reshape(-1, WARP)
     named = of_warps(threads, (step.members or EVERYBODY)(threads))
     wanted = np.bitwise_or.reduce(np.where(lanes, named, np.uint32(0)), axis=1)
-    return not (wanted & ~_ballot(lanes)).any()
+    never = (threads.numbers >= threads.block).reshape(-1, WARP)
+    return not (wanted & ~_ballot(lanes | never)).any()
 
 
 def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Action:

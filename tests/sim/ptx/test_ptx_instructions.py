@@ -250,7 +250,7 @@ def test_copies_are_there_when_their_group_was_waited_for(wait: str, there: bool
             "cp.async.bulk.shared::cta.global [%r3], [%rd1], 16;",
             "'cp.async.bulk.shared::cta.global'",
         ),
-        ("ld.local.b32 %r3, [%rd1];", "state space '.local' is not known"),
+        ("atom.local.add.u32 %r3, [%rd1], 1;", "state space '.local' is not known"),
     ],
 )
 def test_what_is_not_known_is_named(body: str, match: str) -> None:

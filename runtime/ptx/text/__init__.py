@@ -1,0 +1,1 @@
+"""PTX as text: what a module declares, and the instructions of a kernel with what it calls."""

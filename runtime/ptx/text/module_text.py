@@ -1,0 +1,139 @@
+"""A PTX module as text: its kernels, its functions and the variables outside of them, by name.
+
+Nothing in a body is looked at before a kernel that needs it is read, so a module may have much in it that
+is not known here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from interlace.runtime.ptx.instruction import InlineAssemblyError, split
+from interlace.runtime.ptx.text.variables import Variable, declared
+
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_OF_LINES = re.compile(r"^[ \t]*\.(loc|file|version|target|address_size)\b[^\n]*", re.MULTILINE)
+_FUNCTION = re.compile(
+    r"\.(entry|func)\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^)]*)\))?\s*([\w$%]+)\s*(?:\(([^)]*)\))?(.*)",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(r"\.(global|const|shared)\b.*", re.DOTALL)
+_ALIAS = re.compile(r"\.alias\s+([\w$%]+)\s*,\s*([\w$%]+)")
+_WORDS = re.compile(r"[\w$%]+")
+
+
+@dataclass(frozen=True)
+class PtxFunction:
+    """``body`` begins in ``line``; None of one that is only declared. ``directives`` stand before it."""
+
+    name: str
+    results: tuple[Variable, ...]
+    parameters: tuple[Variable, ...]
+    directives: str
+    body: str | None
+    line: int
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        return frozenset(_WORDS.findall(self.body or ""))
+
+
+@dataclass(frozen=True)
+class ModuleText:
+    kernels: Mapping[str, PtxFunction]
+    functions: Mapping[str, PtxFunction]
+    variables: Mapping[str, Variable]
+
+    def kernel(self, name: str | None) -> PtxFunction:
+        """The kernel of that name; None: the only one. InlineAssemblyError lists what there is."""
+        if name is None and len(self.kernels) == 1:
+            return next(iter(self.kernels.values()))
+        if name in self.kernels:
+            return self.kernels[name or ""]
+        wanted = "one kernel of a text is run, which has to be named" if name is None else ""
+        raise InlineAssemblyError(
+            f"PTX: {wanted or f'there is no kernel {name!r}'}; there are: "
+            f"{', '.join(self.kernels) or 'none'}"
+        )
+
+    def reached(self, kernel: PtxFunction) -> list[PtxFunction]:
+        """``kernel`` and the functions that it may come to."""
+        found = [kernel]
+        for each in found:
+            found += [
+                self.functions[name]
+                for name in sorted(each.words & {*self.functions})
+                if self.functions[name] not in found
+            ]
+        return found
+
+    def named_by(self, functions: list[PtxFunction]) -> dict[str, Variable]:
+        """The variables that ``functions`` name, and those that the values of these name."""
+        names = [n for n in self.variables if any(n in each.words for each in functions)]
+        for name in names:
+            words = _WORDS.findall(" ".join(self.variables[name].initial))
+            names += [each for each in words if each in self.variables and each not in names]
+        return {name: self.variables[name] for name in names}
+
+
+def read_text(ptx: str) -> ModuleText:
+    kernels: dict[str, PtxFunction] = {}
+    functions: dict[str, PtxFunction] = {}
+    variables: dict[str, Variable] = {}
+    text = _COMMENT.sub(lambda found: "\n" * found[0].count("\n") or " ", ptx)
+    for line, head, body in _statements(_OF_LINES.sub("", text)):
+        if match := _FUNCTION.search(head):
+            results, given = (_formals(each or "", line) for each in (match[2], match[4]))
+            made = PtxFunction(match[3], results, given, match[5], body, line)
+            if match[1] == "entry":
+                kernels[made.name] = made
+            elif body is not None or made.name not in functions:
+                functions[made.name] = made
+        elif match := _ALIAS.match(head):
+            functions[match[1]] = functions[match[2]]
+        elif match := _VARIABLE.search(head):
+            for variable in _declared(match[0]):
+                extern = head.startswith(".extern")
+                if not extern or variable.name not in variables:
+                    variables[variable.name] = replace(variable, extern=extern)
+    return ModuleText(kernels, functions, variables)
+
+
+def _statements(text: str) -> Iterator[tuple[int, str, str | None]]:
+    """(line of the body, what stands before it, the body without its braces or None)."""
+    at = 0
+    while match := re.compile(r"[;{]").search(text, at):
+        head, body, end = text[at : match.start()].strip(), None, match.end()
+        if match[0] == "{" and "=" in head:
+            end = text.find(";", end) + 1 or len(text)
+            head = text[at : end - 1].strip()
+        elif match[0] == "{":
+            close = _closing(text, end)
+            body, end = text[end:close], close + 1
+        yield text.count("\n", 0, match.end()) + 1, head, body
+        at = end
+
+
+def _closing(text: str, at: int) -> int:
+    depth = 1
+    for brace in re.compile(r"[{}]").finditer(text, at):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return brace.start()
+    raise InlineAssemblyError("PTX: a '{' is never closed")
+
+
+def _formals(text: str, line: int) -> tuple[Variable, ...]:
+    try:
+        return tuple(variable for each in split(text) for variable in declared(each))
+    except ValueError as error:
+        raise InlineAssemblyError(f"PTX: {error}; line {line}") from None
+
+
+def _declared(text: str) -> list[Variable]:
+    """Nothing of those of an unknown type: who uses one is told that it is not declared."""
+    try:
+        return declared(text)
+    except ValueError:
+        return []
