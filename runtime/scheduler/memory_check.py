@@ -116,7 +116,7 @@ class MemoryCheck:
         for kind, where in wrong:
             found = where & wanted & ~bad
             if found.any():
-                self._tell(task, self._described(kind, does, pointers, found, size, task.rank))
+                self._tell(task, self._described(kind, does, pointers, found, size))
                 bad |= found
         return as_mask(wanted & ~bad) if bad.any() else mask
 
@@ -142,9 +142,7 @@ class MemoryCheck:
             known = self._memory.known(data, size)
         return known
 
-    def _described(
-        self, kind: str, does: str, pointers: Any, found: Any, size: int, rank: int
-    ) -> BadAccess:
+    def _described(self, kind: str, does: str, pointers: Any, found: Any, size: int) -> BadAccess:
         position = int(np.flatnonzero(found)[0])
         # several threads may do the same: elements are those of memory
         address, count = int(pointers.data.ravel()[position]), len(np.unique(pointers.data[found]))
@@ -165,8 +163,7 @@ class MemoryCheck:
             named = f"0, address {address:#x}" + (", null" if address < NULL else "")
             return BadAccess(kind, does, "no allocation", 0, 0, count, named)
         if kind == "out of bounds" and not (origin and origin.argument) and allocation.is_gone():
-            self._memory.of_number(allocation.base, rank)  # other tensors may keep it
-            kind = "use after free" if allocation.is_gone() else kind
+            kind = "use after free"
         start, name = allocation.base, ""
         if origin is not None:
             start, name = origin.start, f" of {origin.argument}" if origin.argument else ""
