@@ -45,7 +45,7 @@ def prepared_decode(
             "q must be (batch, heads, size) or (batch, tokens, heads, size), got shape "
             f"{tuple(query.shape)}"
         )
-    single = query.dim() == 3
+    shape, single = tuple(query.shape), query.dim() == 3
     query = (query.unsqueeze(1) if single else query).contiguous()
     key, value = (
         checks.tensor("kv_cache[0]", key, communicator),
@@ -59,11 +59,14 @@ def prepared_decode(
                 f"{name} must have 4 dimensions (batch, tokens, heads, size), got shape {tuple(each.shape)}"
             )
         paged = block_table is not None
-        fits = (paged or each.shape[0] == batches) and each.shape[3] == size
-        if each.shape != key.shape or not fits:
+        if each.shape[3] != size or not (paged or each.shape[0] == batches):
+            what = "the size of heads" if paged else "batches and the size of heads"
             raise ValueError(
-                f"{name} has shape {tuple(each.shape)}, q has {tuple(query.shape)} and kv_cache[0] "
-                f"{tuple(key.shape)}"
+                f"{name} has shape {tuple(each.shape)}, q has {shape}; {what} must be equal"
+            )
+        if each.shape != key.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(each.shape)}, kv_cache[0] has {tuple(key.shape)}"
             )
     if not key.shape[2] or heads % key.shape[2]:
         raise ValueError(f"kv_cache has {key.shape[2]} heads, which does not divide q's {heads}")
@@ -85,7 +88,7 @@ def prepared_decode(
     def start() -> Outcome:
         terms = (
             ("dtype of q", query.dtype),
-            ("the shape of q", tuple(query.shape)),
+            ("the shape of q", shape),
             ("heads of kv_cache", key.shape[2]),
             ("scale", problem.scale),
             ("algorithm", algorithm),

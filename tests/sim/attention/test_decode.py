@@ -176,7 +176,12 @@ def test_calls_behind_each_other_have_no_race() -> None:
     [
         ((2, 4), (2, 3, 4, 8), {}, ValueError, "q must be (batch, heads, size)"),
         ((2, 4, 8), (2, 3, 3, 8), {}, ValueError, "kv_cache has 3 heads, which does not divide q's 4"),
-        ((2, 4, 8), (3, 3, 4, 8), {}, ValueError, "kv_cache[0] has shape (3, 3, 4, 8), q has"),
+        ((2, 4, 8), (3, 3, 4, 8), {}, ValueError,
+         "kv_cache[0] has shape (3, 3, 4, 8), q has (2, 4, 8); batches and the size of heads must"),
+        ((2, 4, 8), (2, 3, 4, 8), {"values": (2, 5, 4, 8)}, ValueError,
+         "kv_cache[1] has shape (2, 5, 4, 8), kv_cache[0] has (2, 3, 4, 8)"),
+        ((2, 4, 8), (7, 3, 4, 9), {"block_table": torch.tensor([[1], [2]])}, ValueError,
+         "kv_cache[0] has shape (7, 3, 4, 9), q has (2, 4, 8); the size of heads must"),
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([4, 0])}, ValueError, "must be within 0..3"),
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([1.0, 0])}, ValueError, "lengths must be int"),
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.ones(2, 2).int()}, ValueError, "shape (2,) or (2, 1)"),
@@ -187,11 +192,22 @@ def test_calls_behind_each_other_have_no_race() -> None:
 )  # fmt: skip
 def test_misuse_is_named_on_all_ranks(q, keys, changes, kind, text) -> None:  # type: ignore[no-untyped-def]
     def on_rank() -> None:
-        cached = torch.zeros(keys)
-        interlace.distributed_decode(torch.zeros(q), (cached, cached), **changes)
+        more = dict(changes)
+        cache = torch.zeros(keys), torch.zeros(more.pop("values", keys))
+        interlace.distributed_decode(torch.zeros(q), cache, **more)
 
     error = failure(on_rank, 2)
     assert isinstance(error, kind) and text in str(error), error
+
+
+def test_shapes_that_differ_are_told_as_they_were_given() -> None:
+    def on_rank() -> None:
+        cached = torch.zeros(2, 3, 4, 8)
+        q = torch.zeros(2, 4, 8) if interlace.get_rank() else torch.zeros(2, 2, 4, 8)
+        interlace.distributed_decode(q, (cached, cached))
+
+    text = "the shape of q differs between ranks: (2, 2, 4, 8) on rank 0, (2, 4, 8) on rank 1"
+    assert text in str(failure(on_rank, 2))
 
 
 def test_several_nodes() -> None:
