@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from interlace.compile.fusion import check_policy, fuse
-from interlace.compile.norms import keep_sums
+from interlace.compile.norms import keep_sums, know_eps
 from interlace.compile.prediction import Machine
 from interlace.compile.report import Report
 
@@ -114,6 +114,8 @@ def backend(
     if codegen not in CODEGENS:
         raise ValueError(f"codegen must be one of {', '.join(CODEGENS)}, got {codegen!r}")
     fusion = FusionPass(**own)
+    if fusion.policy != "never":
+        know_eps(graph_module.graph)
     if codegen == "inductor":
         return _inductor(graph_module, inputs, fusion, mode, settings)
     if given := settings or mode:

@@ -107,6 +107,24 @@ def keep_sums(joint: fx.Graph) -> None:
                 norm.total.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
+def know_eps(graph: fx.Graph) -> None:
+    """Make a number that is added within ``rsqrt`` a constant of a graph that Dynamo has traced.
+
+    With ``dynamic=True`` floats of the code are its inputs, and an op has its eps from the graph. Reading
+    the number guards it: with another one the code is compiled again.
+    """
+    for node in list(graph.nodes):
+        number = node.meta.get("example_value")
+        if isinstance(number, torch.SymFloat) and node.users and all(map(_in_root, node.users)):
+            for user in list(node.users):
+                user.args = tuple(float(number) if each is node else each for each in user.args)
+
+
+def _in_root(node: fx.Node) -> bool:
+    adds = node.target in (operator.add, operator.iadd, torch.add, "add", "add_")
+    return adds and all(user.target in (torch.rsqrt, "rsqrt", "rsqrt_") for user in node.users)
+
+
 def _biased(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
     """What may get a residual, and the bias that it has."""
     yield reduced, None

@@ -193,6 +193,32 @@ def calls(path: str, version_2: bool) -> dict[str, Any]:
     return found
 
 
+def floats_that_are_inputs(path: str) -> Any:
+    """What becomes of norms whose eps is no literal, in dynamic graphs; and the largest error."""
+
+    def normed(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> Tensor:
+        wide = product(x) + residual
+        return wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * gain
+
+    reports: list[Any] = []
+    options = {"codegen": "aot_eager", "on_report": reports.append, "policy": "always"}
+    how: Any = {"fullgraph": True, "backend": "interlace", "options": options, "dynamic": True}
+    worst = 0.0
+    with world(path):
+        vllm_ops.define()
+        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
+        for function, more in ((as_native, [()]), (normed, [(EPS,), (3.0,), (3.0,)])):
+            torch._dynamo.reset()
+            compiled = torch.compile(function, **how)
+            for number, given in enumerate(more):
+                x = numbers(4 + number, 8, seed=dist.get_rank())
+                tensors = x, numbers(4 + number, 6, seed=1), numbers(6, seed=2)
+                pairs = function(*tensors, *given), compiled(*tensors, *given)
+                made = zip(*pairs, strict=True) if function is as_native else [pairs]
+                worst = max(worst, *(_error(*pair) for pair in made))
+    return [[each.op for each in report.candidates] for report in reports], worst
+
+
 def _error(expected: Any, actual: Any) -> float:
     """The largest, as a part of a step of fp8, in which a product of it may differ, or of 1e-5."""
     if isinstance(expected, Tensor):

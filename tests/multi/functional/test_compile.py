@@ -76,6 +76,13 @@ def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
             assert left == {"read by others": 1}.get(name, 0), name
 
 
+def test_an_eps_that_is_an_input_is_known(tmp_path: Path) -> None:
+    """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
+    for ops, worst in on_ranks(compile_vllm.floats_that_are_inputs, 2, tmp_path):
+        assert ops == [["matmul_all_reduce_norm"]] * 3
+        assert worst <= 1
+
+
 LIKE_OTHERS = (
     "addmm", "3-D, dim 0", "4-D, dim 2", "batch gathered, reshaped", "scaled", "interlace gather",
     "scatter avg", "scatter last dim", "interlace scatter", "all_reduce with bias",
