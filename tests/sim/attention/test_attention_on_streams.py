@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import interlace
-from cases.attention_cases import AttentionCase
+from cases.attention_cases import METHODS, AttentionCase
 from interlace.attention import calls
 from interlace.attention.calls import AttentionOptions
 from interlace.groups.groups import default_group
 from interlace.runtime.algorithms import plain
-from interlace.runtime.algorithms.attention import moves, travelling
+from interlace.runtime.algorithms.attention import moves, returns, travelling
 from interlace.runtime.algorithms.attention.shards import TokenShards
 from interlace.runtime.tuning.configuration import override
 from sim.attention.test_ring import changed
@@ -23,6 +24,7 @@ from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
 from stand_ins.fake_driver import install
 
 CASE = AttentionCase((7, 4, 6), heads=(6, 3), batch=1)
+FOUR = replace(CASE, lengths=(7, 4, 6, 3))  # of fewer none waits for room around a ring
 COPY_ENGINE, COPIERS, RING = ("all_gather", 0), ("all_gather", 1), ("ring", 0)
 WAYS = COPY_ENGINE, COPIERS, RING, ("ulysses", 0)
 
@@ -55,10 +57,47 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
     return on_rank
 
 
-def holds(run: Any, monkeypatch: pytest.MonkeyPatch, seed: int, *ways: tuple[str, int]) -> bool:
+def differentiate(gpu: FakeGpu, *methods: str, rounds: int = 2) -> Callable[[], bool]:
+    """The gradients by every method, in flight at once; those of the output are others in each round."""
+
+    def on_rank() -> bool:
+        places = TokenShards(FOUR.lengths, FOUR.balance).positions(interlace.get_rank())
+        whole = [each.requires_grad_() for each in FOUR.tensors()]
+        grad = FOUR.grads()[0]
+        heads = [each.transpose(1, 2) for each in whole]
+        made = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        right = torch.autograd.grad(made.transpose(1, 2), whole, grad)
+        scores = heads[0] @ heads[1].repeat_interleave(2, 1).mT / math.sqrt(FOUR.size)
+        later = torch.ones(scores.shape[-2:]).triu(1).bool()
+        sums = scores.masked_fill(later, -math.inf).logsumexp(-1).detach()
+        kept = [each.detach()[:, places] for each in (*whole, made.transpose(1, 2))]
+        tensors, seen = [*kept, sums[..., places].contiguous()], []
+        for number in range(1, rounds + 1):
+            works = []
+            for method in methods:
+                into = [torch.full_like(each, math.nan) for each in tensors[:3]]
+                given = default_group(), (grad[:, places] * number, None, *tensors, None, into)
+                options = AttentionOptions(method, causal=True, algorithm="fused")
+                with override(block_m=16, block_n=16, chunks=2):
+                    works.append((calls.attention_backward(*given, (options,), True), into))
+            for work, into in works:
+                work.wait()  # type: ignore[union-attr]
+                seen += [
+                    (read(gpu, mine), known[:, places] * number)
+                    for mine, known in zip(into, right, strict=True)
+                ]
+        torch.cuda.synchronize()
+        return all(torch.allclose(made, known, 1e-4, 1e-4) for made, known in seen)
+
+    return on_rank
+
+
+def holds(
+    run: Any, monkeypatch: pytest.MonkeyPatch, seed: int, *ways: Any, backward: bool = False
+) -> bool:
     gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
     try:
-        return all(run(exercise(gpu, *ways), 3))
+        return all(run(differentiate(gpu, *ways), 4) if backward else run(exercise(gpu, *ways), 3))
     except (CudaError, DeviceHang, UseAfterFree):
         return False
 
@@ -70,6 +109,17 @@ def test_right_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.Monk
     assert all(run(exercise(gpu, *WAYS), 3))
     for name in ("all_gather_attention", "attention", "merge_attention"):
         assert f"{name}_kernel" in gpu.launches
+
+
+@RUNS
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_whatever_runs_first(
+    run: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+    assert all(run(differentiate(gpu, *METHODS), 4))
+    for name in ("queries", "keys"):
+        assert f"attention_{name}_backward_kernel" in gpu.launches
 
 
 def _published_first(communicator: Any, workspace: Any, lines: Any, tensors: Any) -> None:
@@ -92,3 +142,25 @@ def test_control_keys_that_are_not_waited_for(
     monkeypatch.setitem(travelling.WAYS, "ring", without)
     monkeypatch.setattr(plain, "send_by_copy_engine", _published_first)
     assert not all(holds(run, monkeypatch, seed, way) for seed in range(8))
+
+
+NOT_WAITED = {
+    "staged": ("all_gather", "StagedSums", "compute.wait(workspace, maker, self._slots + maker)"),
+    "made": ("ring", "RingSums", "compute.wait(workspace, maker, self._made + step)"),
+    "taken": (
+        "ring",
+        "RingSums",
+        "compute.wait(workspace, (rank - before) % self._steps, self._taken + before)",
+    ),
+}
+
+
+@RUNS
+@pytest.mark.parametrize("fault", NOT_WAITED)
+def test_control_contributions_that_are_not_waited_for(
+    fault: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, name, line = NOT_WAITED[fault]
+    monkeypatch.setitem(travelling.BACK, method, changed(returns, name, line, "pass"))
+    seeds = range(8)
+    assert not all(holds(run, monkeypatch, seed, method, backward=True) for seed in seeds)

@@ -1,4 +1,6 @@
-"""Kernels of ``fake_cuda`` that attend to keys as they come, and merge; see ``fake_kernels.py``."""
+"""Kernels of ``fake_cuda`` that attend to keys as they come, merge, and differentiate that; see
+``fake_kernels.py``.
+"""
 
 import math
 
@@ -8,9 +10,9 @@ from interlace.kernels.attention.tiles import PART_COLUMNS
 from stand_ins.fake_kernels import Arguments, Steps, _send
 
 
-def _rows(a: Arguments, name: str) -> torch.Tensor:
+def _rows(a: Arguments, name: str, rows: int) -> torch.Tensor:
     """``[tokens, batches, heads, size]`` of a kernel's ``Queries``."""
-    shape = a.partials_rows, a.batches, a.heads, a.HEAD_DIM
+    shape = rows, a.batches, a.heads, a.HEAD_DIM
     strides = (getattr(a, f"{name}_stride{of}") for of in ("", "_b", "_h"))
     return a.tensor(f"{name}_ptr", (shape, (*strides, 1)))
 
@@ -22,28 +24,40 @@ def _partials(a: Arguments, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return made.view(*shape, a.HEAD_DIM), lse.view(shape)
 
 
+def _heads_seen(a: Arguments) -> torch.Tensor:
+    """The head of keys that each head of queries sees."""
+    return (torch.arange(a.heads) + a.first_head) // a.per_key
+
+
+def _scores(
+    a: Arguments, rows: int, keys: torch.Tensor, line: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the first ``rows`` queries to the packed ``keys`` of a line, and keys and values, by head."""
+    _, _, _, count, position, more_rows, more_position, *_ = line
+    places = [torch.arange(count) + position, torch.arange(more_rows) + more_position]
+    low, high = a.tensor("spans_ptr").view(-1, 2)[:rows].unsqueeze(-1).unbind(1)
+    seen = (low <= torch.cat(places)) & (torch.cat(places) < high)
+    shape = keys.shape[0], 2, a.batches, a.key_heads, a.HEAD_DIM
+    key, value = keys.reshape(shape).float().permute(1, 2, 3, 0, 4)[:, :, _heads_seen(a)]
+    score = _rows(a, "queries", rows).float().permute(1, 2, 0, 3) @ key.mT * a.scale
+    return score.masked_fill(~seen, -math.inf), key, value
+
+
 def _attend(a: Arguments, keys: torch.Tensor, line: list[int]) -> None:
     """The partial result of a line of the table over its ``keys``, packed."""
-    _, number, _, rows, position, more_rows, more_position, *_ = line
-    places = [torch.arange(rows) + position, torch.arange(more_rows) + more_position]
-    low, high = a.tensor("spans_ptr").view(-1, 2)[: a.partials_rows].unsqueeze(-1).unbind(1)
-    seen = (low <= torch.cat(places)) & (torch.cat(places) < high)
-    of_heads = (torch.arange(a.heads) + a.first_head) // a.per_key
-    shape = keys.shape[0], 2, a.batches, a.key_heads, a.HEAD_DIM
-    key, value = keys.reshape(shape).float().permute(1, 2, 3, 0, 4)[:, :, of_heads]
-    score = _rows(a, "queries").float().permute(1, 2, 0, 3) @ key.mT * a.scale
-    score = score.masked_fill(~seen, -math.inf)
+    score, _, value = _scores(a, a.partials_rows, keys, line)
+    number = line[1]
     made, lse = _partials(a, number + 1)
     weight = (score * math.log(2)).softmax(-1).nan_to_num()
     made[number] = weight @ value
     lse[number] = (score * math.log(2)).logsumexp(-1) / math.log(2)
 
 
-def _of_line(a: Arguments, line: list[int]) -> torch.Tensor:
+def _of_line(a: Arguments, line: list[int], name: str = "keys_ptr") -> torch.Tensor:
     _, _, row, rows, _, more_rows, *_ = line
     width = 2 * a.batches * a.key_heads * a.HEAD_DIM
     shape, strides = (row + rows + more_rows, width), (a.keys_stride, 1)
-    return a.tensor("keys_ptr", (shape, strides))[row:]
+    return a.tensor(name, (shape, strides))[row:]
 
 
 def attention_kernel(a: Arguments) -> Steps:
@@ -73,13 +87,52 @@ def merge_attention_kernel(a: Arguments) -> Steps:
     total = (lse * math.log(2)).logsumexp(0)
     weight = (lse * math.log(2) - total.nan_to_num(neginf=0)).exp()
     merged = (made * weight.unsqueeze(-1)).sum(0)
-    output = _rows(a, "output")
+    output = _rows(a, "output", a.partials_rows)
     output.copy_(merged.permute(2, 0, 1, 3))
     a.tensor("lse_ptr", (total.shape, total.stride())).copy_(total)
     return iter(())
 
 
+def _gradients(
+    a: Arguments, line: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the scores of a line; the weights, the keys by head, and the gradients of the output."""
+    score, key, value = _scores(a, a.sums_rows, _of_line(a, line), line)
+    shape = a.batches, a.heads, a.sums_rows, 1
+    lse, delta = (a.tensor(each).view(shape) for each in ("sums_lse_ptr", "delta_ptr"))
+    grad = _rows(a, "grads", a.sums_rows).float().permute(1, 2, 0, 3)
+    weight = (score - lse).exp2()
+    return weight * (grad @ value.mT - delta), weight, key, grad
+
+
+def attention_queries_backward_kernel(a: Arguments) -> Steps:
+    lines = a.lines("parts_ptr", a.first + a.num_parts, PART_COLUMNS)
+    for line in lines[a.first :]:
+        of_score, _, key, _ = _gradients(a, line)
+        made, _ = _partials(a, line[1] + 1)
+        made[line[1]] = of_score @ key
+    return iter(())
+
+
+def attention_keys_backward_kernel(a: Arguments) -> Steps:
+    lines = a.lines("parts_ptr", a.first + a.num_parts, PART_COLUMNS)
+    for line in lines[a.first :]:
+        of_score, weight, key, grad = _gradients(a, line)
+        query = _rows(a, "queries", a.sums_rows).float().permute(1, 2, 0, 3)
+        both = torch.stack([of_score.mT @ query * a.factor, weight.mT @ grad])
+        shape = 2, a.batches, a.key_heads, key.shape[2], a.HEAD_DIM
+        summed = torch.zeros(shape).index_add_(2, _heads_seen(a), both)
+        _of_line(a, line, "output_ptr").copy_(summed.permute(3, 0, 1, 2, 4).flatten(1))
+    return iter(())
+
+
 MODELS = {
     model.__name__: model
-    for model in (attention_kernel, all_gather_attention_kernel, merge_attention_kernel)
+    for model in (
+        attention_kernel,
+        all_gather_attention_kernel,
+        merge_attention_kernel,
+        attention_queries_backward_kernel,
+        attention_keys_backward_kernel,
+    )
 }
