@@ -44,7 +44,7 @@ def distributed_decode(
         text = f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
         refuse(op, group, tag, TypeError(text))
     key, value = kv_cache
-    check(op, group, tag, q=q, **{"kv_cache[0]": key, "kv_cache[1]": value})
+    check(op, group, tag, None, q=q, **{"kv_cache[0]": key, "kv_cache[1]": value})
     tensors = (q, key, value, lengths, block_table)
     output, lse = run_to_list(op, group, tag, tensors, *tensors, scale, algorithm)
     return output, lse
