@@ -10,8 +10,10 @@ What differs by release, and how it is used::
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -25,6 +27,7 @@ with needed("Triton", "Triton's compiler"):
     import triton
     from triton import knobs
     from triton._C import libtriton
+    from triton.backends import backends
     from triton.runtime import _allocation
     from triton.runtime.jit import mangle_type
 
@@ -71,6 +74,19 @@ def version_and_settings() -> str:
     settings.pop("TRITON_DISABLE_LINE_INFO", None)  # a compiling process has a setting of its own
     size = os.path.getsize(libtriton.__file__)
     return f"{triton.__version__} {size} {sorted(settings.items())}"
+
+
+def unknown_options(names: Iterable[str]) -> list[str]:
+    """Which of a launch's keywords no GPU's compiler of Triton takes."""
+    return sorted({*names} - _options())
+
+
+@functools.cache
+def _options() -> frozenset[str]:
+    homes = [sys.modules[backend.compiler.__module__] for backend in backends.values()]
+    every = [(home.__name__, each) for home in homes for each in vars(home).values()]
+    kinds = [each for home, each in every if is_dataclass(each) and each.__module__ == home]
+    return frozenset(field.name for kind in kinds for field in fields(kind))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ removed when the session ends.
 The builder is global to the process, so only one session exists at a time; a second thread waits.
 """
 
+import difflib
 import functools
 import inspect
 import threading
@@ -36,6 +37,7 @@ from interlace.runtime.compat.triton_interpreter import (
     triton_interpreter,
     unchecked,
 )
+from interlace.runtime.compat.triton_launcher import unknown_options
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
@@ -321,6 +323,14 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
             return
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
         given = {name: value for name, value in named.items() if name in kernel.arg_names}
+        if unknown := unknown_options(options):
+            near = difflib.get_close_matches(
+                unknown[0], [*kernel.arg_names, "num_warps", "num_stages"]
+            )
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise KeyError(
+                f"{unknown[0]!r} is no parameter of {kernel.__name__} and no option of a launch{meant}"
+            )
         bound = inspect.signature(kernel.fn).bind(*args, **given)
         bound.apply_defaults()
         told = {name: bound.arguments[name] for name in bound.arguments.keys() - constants(kernel)}

@@ -201,10 +201,11 @@ def program(
 
 def _bits(value: Any, parameter: Variable) -> Array | bytes:
     kind, nbytes = parameter.kind, parameter.nbytes or 0
-    if nbytes * 8 != kind.bits:
+    is_number = nbytes * 8 == kind.bits
+    if isinstance(value, bytes) or not is_number:
         if not isinstance(value, bytes) or len(value) != nbytes:
             raise TypeError(f"{parameter.name} is {nbytes} bytes, and not {value!r:.60}")
-        return value
+        return kind.raw.type(int.from_bytes(value, "little")) if is_number else value
     number = value.data_ptr() if hasattr(value, "data_ptr") else value
     if isinstance(number, float):
         return kind.raw.type(kind.bits_of(number))

@@ -88,3 +88,20 @@ def test_arguments_are_what_a_gpu_takes(place: str) -> None:
     text = r"argument values\.0: failed to specialize argument of type: numpy.ndarray"
     with pytest.raises(TypeError, match=text):
         interlace.run(on_rank, 1, (torch.ones(1).numpy(), 2.5), place=place)
+
+
+@pytest.mark.parametrize("place", ["sim", "ptx"])
+def test_keywords_are_parameters_or_options_of_triton(place: str) -> None:
+    """Those for other GPUs too, such as AMD's."""
+
+    def step(**named: Any) -> float:
+        out = torch.zeros(1)
+        keep[(1,)](out, values=(False, 2.0), **named)
+        return float(out)
+
+    for options in ({"num_warps": 1}, {"num_stages": 2, "maxnreg": 64}, {"waves_per_eu": 2}):
+        assert interlace.run(step, 1, place=place, **options) == [2.0]
+    for name, meant in (("num_wraps", "'num_warps'"), ("value", "'values'")):
+        problem = f"'{name}' is no parameter of keep and no option .*; did you mean {meant}"
+        with pytest.raises(KeyError, match=problem):
+            interlace.run(lambda name=name: step(**{name: 4}), 1, place=place)
