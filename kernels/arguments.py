@@ -121,6 +121,27 @@ class ExpertSizes(NamedTuple):
     expert_rows: Any
 
 
+class CountLines(NamedTuple):
+    """Counts for every rank, the segments that all ranks' make, and the byte where theirs arrive."""
+
+    lines_ptr: Any
+    segments_ptr: Any
+    counts_byte: Any
+
+
+class ArrivingRows(NamedTuple):
+    """What a grouped matmul multiplies: ``segments`` lines of a table, experts, rows per chunk.
+
+    ``region_rows``: rows from what one source sends to the next, where each has a region.
+    """
+
+    segments_ptr: Any
+    segments: Any
+    num_experts: Any
+    chunk_rows: Any
+    region_rows: Any
+
+
 class ExpertRows(NamedTuple):
     """The result of a dispatch, by expert: words, and a weight per row as int32."""
 

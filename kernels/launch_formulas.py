@@ -173,14 +173,18 @@ def expert_offsets(rank: int, world_size: int, splits: Sequence[int], experts: i
     return offsets
 
 
-def expert_offset_lines(
+def expert_segment_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int
 ) -> list[Line]:
-    """The line of ``grouped_matmul_kernel``'s ``offsets``: the first row for this rank itself, offsets."""
+    """Lines of ``grouped_matmul_kernel``'s ``segments``: output row, rows, the source's first of them."""
     total = len(splits) // world_size
-    begin = rank * total
-    own = sum(splits[begin : begin + rank * experts % total])
-    return [[own, *expert_offsets(rank, world_size, splits, experts)]]
+    offsets = expert_offsets(rank, world_size, splits, experts)
+    lines = []
+    for number in range(experts * world_size):
+        begin = number % world_size * total
+        row = begin + rank * experts % total + number // world_size
+        lines.append([offsets[number], splits[row], sum(splits[begin:row])])
+    return lines
 
 
 def expert_send_lines(

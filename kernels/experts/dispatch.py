@@ -76,8 +76,8 @@ def _send_tokens(workspace, rows, tokens_ptr, tokens, peer, sender, regions, siz
 
 
 @triton.jit
-def _find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl.constexpr):
-    """Wait for all ranks' counts, and write where each segment begins."""
+def find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl.constexpr):
+    """Wait for all ranks' counts, and write where each segment begins; False where that was given up."""
     experts = tl.arange(0, EXPERTS)
     mask = experts < sizes.experts
     columns = sizes.experts + _COUNT
@@ -103,6 +103,22 @@ def _find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: t
             tl.store(segment_ptr + 1, count, mask=mask)
             tl.store(segment_ptr + 2, home, mask=mask)
             begin += count
+    return complete
+
+
+@triton.jit
+def send_counts(workspace, counts_ptr, counts_byte, sizes, epoch):
+    """Every rank's line of ``counts``, int64 ``[W, 2 + E]``, to it, with the own number for its slot."""
+    columns = sizes.experts + _COUNT
+    for step in range(workspace.world_size):
+        peer = (workspace.rank + 1 + step) % workspace.world_size
+        if wait_credit(workspace, peer, epoch) >= epoch - 1:
+            to_ptr = _region(workspace, peer, counts_byte, counts_ptr)
+            copy_elements(
+                to_ptr + workspace.rank * columns, counts_ptr + peer * columns, columns, 128
+            )
+            slot_byte = workspace.slot_offset + workspace.rank * 8
+            publish(peer_pointer(workspace, peer, slot_byte), epoch)
 
 
 @triton.jit(do_not_specialize=["workspace", "sizes"])
@@ -129,15 +145,7 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
     world_size = workspace.world_size
     columns = sizes.experts + _COUNT
     if program == 0:
-        for step in range(world_size):
-            peer = (workspace.rank + 1 + step) % world_size
-            if wait_credit(workspace, peer, epoch) >= epoch - 1:
-                to_ptr = _region(workspace, peer, regions.counts_byte, counts_ptr)
-                copy_elements(
-                    to_ptr + workspace.rank * columns, counts_ptr + peer * columns, columns, 128
-                )
-                slot_byte = workspace.slot_offset + workspace.rank * 8
-                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+        send_counts(workspace, counts_ptr, regions.counts_byte, sizes, epoch)
     for item in range(program, world_size * sizes.senders, tl.num_programs(0)):
         # The next rank first, so that not all send to one.
         peer = (workspace.rank + 1 + item) % world_size
@@ -151,7 +159,7 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
             publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
     if program == 0:
         own_ptr = _region(workspace, workspace.rank, regions.counts_byte, counts_ptr)
-        _find_segments(workspace, own_ptr, segments_ptr, sizes, epoch, SLOTS.EXPERTS)
+        find_segments(workspace, own_ptr, segments_ptr, sizes, epoch, SLOTS.EXPERTS)
 
 
 @triton.jit

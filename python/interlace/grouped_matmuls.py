@@ -19,8 +19,8 @@ from interlace.arguments.words import (
     Splits,
     Yes,
 )
-from interlace.fused import grouped, grouped_combine
-from interlace.fused.routing import DispatchHandle, choice, flat
+from interlace.fused import counted, grouped, grouped_combine
+from interlace.fused.routing import DispatchHandle, choice, flat, routing_for
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
@@ -172,6 +172,24 @@ def all_to_all_grouped_matmul(
     async_op: bool = ...,
     **how: Unpack[FusedGrouped],
 ) -> tuple[Tensor, ...] | Work: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Tensor,
+    *,
+    num_max_rows_per_rank: int,
+    **how: Unpack[FusedGroupedNow],
+) -> tuple[Tensor, DispatchHandle]: ...
+@overload
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Tensor,
+    *,
+    num_max_rows_per_rank: int,
+    **how: Unpack[FusedGroupedLater],
+) -> Work: ...
 def all_to_all_grouped_matmul(
     input: Tensor,
     weight: Tensor,
@@ -185,7 +203,8 @@ def all_to_all_grouped_matmul(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...] | Work:
+    num_max_rows_per_rank: int | None = None,
+) -> Any:
     """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
 
     For experts that are spread over ranks (expert parallel): of E experts rank r has those from
@@ -200,6 +219,14 @@ def all_to_all_grouped_matmul(
     The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
     ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
 
+    With ``num_max_rows_per_rank``, a bound of every rank's rows, counts stay on the device.
+    ``input_splits`` is a tensor there, which may add up to less than ``t``: rows behind go nowhere.
+    ``output`` is as long as it can get, ``(W * num_max_rows_per_rank, n)``, zero where nothing came, and in
+    place of ``splits`` there is a handle, as that of a dispatch of the rows, for
+    :func:`grouped_matmul_combine`. By the fused algorithm, which "auto" is there on GPUs of one node, no
+    host waits for its GPU, nor, in a call whose like was made before, for another rank. To record gradients
+    it does. ``n`` is the same on all ranks; neither ``output_splits`` nor ``return_received`` go with it.
+
     >>> def layer():
     ...     rank = interlace.get_rank()
     ...     weight = torch.full((1, 4, 1), 10.0 ** rank)  # one expert per rank
@@ -211,7 +238,10 @@ def all_to_all_grouped_matmul(
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
     options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
-    return _grouped_matmul((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+    if num_max_rows_per_rank is not None:
+        with resolve(group).on(input).accepting(options.op):
+            options = counted.bound_of(num_max_rows_per_rank, options)
+    return _grouped_matmul((input, weight, bias), options, group, async_op)
 
 
 @overload
@@ -317,7 +347,8 @@ def grouped_matmul_combine(
                 op, async_op, given, lambda made: made, options, bias=bias, group=group
             )
         topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
-        segments, routing, input = handle.segments, handle.routing, flat(handle, input)
+        segments, input = handle.segments, flat(handle, input)
+        routing = routing_for(handle, topk_idx)
         splits = ()
     options = grouped_combine.CombineOptions(splits, algorithm, out_dtype, routing)
     tensors: Any = (input, weight, bias, topk_idx, topk_weights)
@@ -353,10 +384,19 @@ def _grouped_matmul(
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)
+
+    def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
+        about = options.input_splits, input.shape[0], options
+        return made[0], counted.handle_of(communicator, made[1], *about)
+
     if requires_gradients(*tensors):
         if not modes_active():
+            rows, given = input, options
             with communicator.accepting(op):
-                call = grouped.checked(communicator, input, weight, bias, options)
+                if options.max_rows:
+                    given = counted.with_counts(communicator, input, weight, bias, options)
+                    rows = input[: sum(given.input_splits)]
+                call = grouped.checked(communicator, rows, weight, bias, given)
             first = f"{op} of tensors that require gradients"  # on all ranks, then
             routes, _ = communicator.run(
                 first,
@@ -369,12 +409,14 @@ def _grouped_matmul(
                 def finish(made: Any) -> Any:
                     received, output = made if options.return_received else (None, made)
                     output = activate(output, call.activation)
+                    if options.max_rows:
+                        return on_device(counted.padded(communicator, output, routes, options))
                     return grouped.result(received, output, splits)
 
                 return recorded.run(
                     op,
                     async_op,
-                    (input, weight, call.input_splits, [n for each in splits for n in each]),
+                    (rows, weight, call.input_splits, [n for each in splits for n in each]),
                     finish,
                     options,
                     bias=bias,
@@ -382,6 +424,12 @@ def _grouped_matmul(
                     return_received=options.return_received,
                 )
         checks.warn_without_gradients(op, stacklevel=4)
+    if options.max_rows:
+        about = (*tensors, options.input_splits), (options._replace(input_splits=None),)
+        made = counted.counted_grouped_matmul(communicator, *about, async_op)
+        if async_op:
+            return recorded.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
+        return on_device(made)
     tensors = (*tensors, None, None)
     run = internal_form(op, grouped.grouped_matmul)
     return run(communicator, tensors, (options,), async_op)

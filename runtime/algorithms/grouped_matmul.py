@@ -9,6 +9,7 @@ as in ``gather_matmul.py``; weights are ``[E, K, N]`` with any strides, biases `
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,6 +27,22 @@ from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
 
 
+def expert_operands(
+    communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
+) -> dict[str, Any]:
+    """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
+    weight = linear.weight
+    first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
+    if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
+        configuration = replace(configuration, descriptors=False)
+    return {
+        **operands.product(communicator, configuration, input, first),
+        "weight": Experts(weight, *weight.stride()),
+        "bias_ptr": operands.bias_or_none(first),
+        "num_experts": weight.shape[0],
+    }
+
+
 @dataclass(frozen=True)
 class GroupedMatmul:
     """One call of either op. ``received``: see the public ops."""
@@ -41,19 +58,6 @@ class GroupedMatmul:
         bias = None if self.linear.bias is None else self.linear.bias[expert]
         return replace(self.linear, weight=self.linear.weight[expert], bias=bias)
 
-    def _operands(self, configuration: Configuration) -> dict[str, object]:
-        """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
-        linear, weight = self.linear, self.linear.weight
-        first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
-        if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
-            configuration = replace(configuration, descriptors=False)
-        return {
-            **operands.product(self.communicator, configuration, self.input, first),
-            "weight": Experts(weight, *weight.stride()),
-            "bias_ptr": operands.bias_or_none(first),
-            "num_experts": weight.shape[0],
-        }
-
     def fused(self, configuration: Configuration) -> Event:
         """One kernel. Its first programs copy, or the copy engine sends."""
         communicator, input, routes = self.communicator, self.input, self.routes
@@ -62,10 +66,10 @@ class GroupedMatmul:
         lines = routes.send_lines(size)
         key = (routes, size)
         sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
-        offsets = communicator.table(("grouped offsets", *key), routes.offset_lines, passing=True)
+        segments = communicator.table(("grouped rows", *key), routes.segment_lines, passing=True)
         layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
         # Made before the op begins on the streams: they wait for what the caller has issued until then.
-        known = self._operands(configuration)
+        known = expert_operands(communicator, input, self.linear, configuration)
         tiles_n = formulas.ceil_div(columns, configuration.block_n)
         tiles = routes.tiles(configuration.block_m, tiles_n)
 
@@ -79,7 +83,7 @@ class GroupedMatmul:
                 **known,
                 **operands.copies(configuration, copiers),
                 "sends": Table(sends, len(lines)),
-                "offsets_ptr": offsets,
+                "segments_ptr": segments,
                 "chunk_rows": size,
             }
             grid = formulas.persistent_grid(copiers, tiles, resident)

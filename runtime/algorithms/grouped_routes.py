@@ -112,8 +112,8 @@ class Routes:
         """Signal slots that the rank with the most rows, or the most experts, needs."""
         return self._splits[2] * self.world_size + self.most_received // chunk_rows + 1
 
-    def offset_lines(self) -> list[Line]:
-        return formulas.expert_offset_lines(self.rank, *self._splits)
+    def segment_lines(self) -> list[Line]:
+        return formulas.expert_segment_lines(self.rank, *self._splits)
 
     def send_lines(self, chunk_rows: int) -> list[Line]:
         return formulas.expert_send_lines(self.rank, *self._splits, chunk_rows)

@@ -18,6 +18,7 @@ _DESCRIPTORS_OF_PEERS = (
     "all_gather_matmul_kernel",
     "all_gather_matmul_roles_kernel",
     "grouped_matmul_kernel",
+    "counted_grouped_matmul_kernel",
 )
 
 

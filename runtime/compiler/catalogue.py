@@ -32,9 +32,8 @@ from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.algorithms import gather_matmul, head_exchange, matmul_reduce
 from interlace.runtime.algorithms import node_matmul_reduce as node_matmul_reduce
 from interlace.runtime.algorithms import norms as normed
-from interlace.runtime.algorithms.experts.assignment import Assignment
-from interlace.runtime.algorithms.experts.combine import Combine, Home
-from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
+from interlace.runtime.algorithms.experts.combine import Home
+from interlace.runtime.algorithms.experts.counted_matmul import CountedMatmul, CountedSizes
 from interlace.runtime.algorithms.experts.grouped_combine import GroupedMatmulCombine
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
@@ -43,13 +42,19 @@ from interlace.runtime.compiler.catalogue_attention import attention
 from interlace.runtime.compiler.catalogue_attention import decode_kernels as decode_kernels
 from interlace.runtime.compiler.catalogue_attention import gathered_attention as gathered_attention
 from interlace.runtime.compiler.catalogue_collectives import DTYPES as DTYPES
+from interlace.runtime.compiler.catalogue_collectives import EXPERTS as EXPERTS
 from interlace.runtime.compiler.catalogue_collectives import MANY_ROWS as MANY_ROWS
 from interlace.runtime.compiler.catalogue_collectives import (
     NODE_RANKS,
+    ROUTED,
+    SCALED_DTYPES,
     between_nodes,
     plain_collectives,
 )
+from interlace.runtime.compiler.catalogue_collectives import TOPK as TOPK
+from interlace.runtime.compiler.catalogue_collectives import ExpertsVariant as ExpertsVariant
 from interlace.runtime.compiler.catalogue_collectives import collective as collective
+from interlace.runtime.compiler.catalogue_collectives import experts_rows as experts_rows
 from interlace.runtime.compiler.catalogue_collectives import signals as signals
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.request import Entry as Entry
@@ -58,9 +63,6 @@ from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 ARCHES = (80, 90, 100)  # that stand for the others
-SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-EXPERTS = 2
-TOPK = 8  # slots of a token
 BY_ENGINE = {"copiers": 0}
 """What makes the copy engine send, and no programs of the kernel."""
 ROLES = {**BY_ENGINE, "warp_roles": True}
@@ -240,6 +242,21 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
     return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
 
 
+def counted_grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
+    """Whose counts are on the device."""
+    operands = replace(operands, grouped=True)
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows, EXPERTS)
+    sizes = CountedSizes(operands.rows, 2 * configuration.block_m, RANKS, EXPERTS)
+
+    def run(group: Any) -> None:
+        op = CountedMatmul(group, input, linear, meta(EXPERTS, RANKS, 3))
+        op.fused(meta(5 * sizes.lines + 1), meta(RANKS, 2 + EXPERTS), sizes, configuration)
+
+    (launch,) = launched(run)
+    return _fused_entry(arch, operands, launch)
+
+
 def matmul_reduce_scatter(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
     (launch,) = scatters(arch, operands, average=average)
     return _fused_entry(arch, operands, launch, "average" if average else "")
@@ -320,50 +337,7 @@ def _experts(arch: int) -> Iterator[Entry]:
         MatmulVariant(tma=False, dtype="fp32", layout="nk"),
     ):
         yield grouped_matmul_combine(arch, operands)
-
-
-@dataclass(frozen=True)
-class ExpertsVariant:
-    """Slots of a token, experts of a rank."""
-
-    topk: int = TOPK
-    experts: int = EXPERTS
-
-    def chosen(self) -> Assignment:
-        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
-
-
-ROUTED = ExpertsVariant()
-
-
-def experts_rows(
-    arch: int,
-    dtype: str,
-    *,
-    weighted: bool,
-    routed: ExpertsVariant = ROUTED,
-    columns: int = 4096,
-    overrides: Any = None,
-) -> list[Entry]:
-    """Dispatch and combine of rows of ``dtype``; of fp8 with scales, and dispatch alone."""
-    assignment, kind = routed.chosen(), (DTYPES | SCALED_DTYPES)[dtype]
-    scaled = dtype in SCALED_DTYPES
-    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **overrides or {})
-    x, segments = meta(MANY_ROWS, columns, dtype=kind), meta(routed.experts, RANKS, 3)
-    scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
-    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
-    bounds = Bounds(MANY_ROWS, 2, 0)
-    result = DispatchResult(x, scales, None if weights is None else weights[:, 0], segments)
-
-    def run(group: Any) -> None:
-        sent = assignment.sent(weights)
-        Dispatch(group, x, scales, result).fused(sent, bounds, configuration)
-        if not scaled:
-            home = Home(assignment.inverse, weights, x)
-            Combine(group, x, home).fused(segments, bounds, configuration)
-
-    variant = f"{dtype} weighted" if weighted else dtype
-    return [entry(launch, variant, arch) for launch in launched(run)]
+        yield counted_grouped_matmul(arch, operands)
 
 
 def grouped_matmul_combine(

@@ -1,4 +1,4 @@
-"""Entries of the catalogue: signals, and plain collectives on a node and between nodes.
+"""Entries of the catalogue: signals, rows of experts, plain collectives on a node and between nodes.
 
 Those between nodes are as tests run them, and linked with NVSHMEM. Variants::
 
@@ -9,7 +9,7 @@ Those between nodes are as tests run them, and linked with NVSHMEM. Variants::
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from interlace.kernels.arguments import Peers
 from interlace.kernels.nodes.nvshmem import LIBRARY
 from interlace.runtime.algorithms import low_latency as small
 from interlace.runtime.algorithms import node_matmul_reduce, node_moves, plain
+from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.algorithms.experts.combine import Combine, Home
+from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
 from interlace.runtime.algorithms.multimem import BySwitch
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
@@ -31,7 +34,10 @@ from interlace.runtime.tuning.configuration import Configuration, gpu_default
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
+EXPERTS = 2
+TOPK = 8  # slots of a token
 ELEMENTS = 1 << 20  # of a shard
 UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
 """What the units of a low-latency kernel are called in the name of an entry."""
@@ -164,3 +170,47 @@ def linked(arch: int, folder: str | None = None) -> list[Entry]:
     library = {LIBRARY: device_library(arch, folder)}
     entries = between_nodes(arch, "nvshmem")
     return [replace(entry, libraries=library, default=False) for entry in entries]
+
+
+@dataclass(frozen=True)
+class ExpertsVariant:
+    """Slots of a token, experts of a rank."""
+
+    topk: int = TOPK
+    experts: int = EXPERTS
+
+    def chosen(self) -> Assignment:
+        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
+
+
+ROUTED = ExpertsVariant()
+
+
+def experts_rows(
+    arch: int,
+    dtype: str,
+    *,
+    weighted: bool,
+    routed: ExpertsVariant = ROUTED,
+    columns: int = 4096,
+    overrides: Any = None,
+) -> list[Entry]:
+    """Dispatch and combine of rows of ``dtype``; of fp8 with scales, and dispatch alone."""
+    assignment, kind = routed.chosen(), (DTYPES | SCALED_DTYPES)[dtype]
+    scaled = dtype in SCALED_DTYPES
+    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **overrides or {})
+    x, segments = meta(MANY_ROWS, columns, dtype=kind), meta(routed.experts, RANKS, 3)
+    scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
+    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
+    bounds = Bounds(MANY_ROWS, 2, 0)
+    result = DispatchResult(x, scales, None if weights is None else weights[:, 0], segments)
+
+    def run(group: Any) -> None:
+        sent = assignment.sent(weights)
+        Dispatch(group, x, scales, result).fused(sent, bounds, configuration)
+        if not scaled:
+            home = Home(assignment.inverse, weights, x)
+            Combine(group, x, home).fused(segments, bounds, configuration)
+
+    variant = f"{dtype} weighted" if weighted else dtype
+    return [entry(launch, variant, arch) for launch in launched(run)]

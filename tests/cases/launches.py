@@ -155,6 +155,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.all_gather_matmul(90, operands)
     catalogue.all_gather_matmul(90, replace(operands, overrides=SMALL | catalogue.ROLES))
     catalogue.grouped_matmul(90, operands)
+    catalogue.counted_grouped_matmul(90, operands)
     catalogue.experts_rows(90, "bf16", weighted=True)
     catalogue.grouped_matmul_combine(90, operands)
     catalogue.matmul_all_to_all(90, operands)

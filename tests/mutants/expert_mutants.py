@@ -21,10 +21,10 @@ CASES = [
      ("for source in range(workspace.world_size):\n        seen = wait",
      "for source in range(workspace.rank + 1):\n        seen = wait")), "races", _THERE),
     Case(mutant_of(_DISPATCH, "counts published before they are stored",
-     ("                to_ptr = _region(workspace, peer, regions.counts_byte, counts_ptr)\n",
-     "                to_ptr = _region(workspace, peer, regions.counts_byte, counts_ptr)\n"
-     "                slot_byte = workspace.slot_offset + workspace.rank * 8\n"
-     "                publish(peer_pointer(workspace, peer, slot_byte), epoch)\n")), "races", _THERE),
+     ("            to_ptr = _region(workspace, peer, counts_byte, counts_ptr)\n",
+     "            to_ptr = _region(workspace, peer, counts_byte, counts_ptr)\n"
+     "            slot_byte = workspace.slot_offset + workspace.rank * 8\n"
+     "            publish(peer_pointer(workspace, peer, slot_byte), epoch)\n")), "races", _THERE),
     # -- kernels/experts/combine.py ------------------------------------------------------------------
     Case(mutant_of(_COMBINE, "rows published before they are stored",
      ("            for expert in range(sizes.experts):\n",

@@ -132,7 +132,11 @@ def finish_kernel(a: Arguments) -> Steps:
 
 
 def _send(a: Arguments, input: torch.Tensor, columns: int) -> Steps:
-    for peer, first, rows, gathered, slot in a.lines("sends_ptr", a.num_sends, TRANSFER_COLUMNS):
+    yield from send_lines(a, input, columns, a.num_sends)
+
+
+def send_lines(a: Arguments, input: torch.Tensor, columns: int, count: int) -> Steps:
+    for peer, first, rows, gathered, slot in a.lines("sends_ptr", count, TRANSFER_COLUMNS):
         yield a.credit(peer, a.epoch)
         part = input[first : first + rows].reshape(-1)
         a.data(peer, gathered * columns, rows * columns, input.dtype).copy_(part)
@@ -172,21 +176,19 @@ def grouped_matmul_kernel(a: Arguments) -> Steps:
     weight = a.tensor("weight_ptr", ((a.num_experts, a.K, a.N), strides))  # given is the first
     if a.COPIERS:
         yield from _send(a, input, a.K)
-    own, *offsets = (int(each) for each in a.tensor("offsets_ptr").tolist())
+    count = a.num_experts * a.world_size * 3
+    segments = a.tensor("segments_ptr")[:count].view(a.num_experts, a.world_size, 3).tolist()
     for step in range(a.world_size):
         source = (a.rank - step) % a.world_size
         for expert in range(a.num_experts):
             segment = expert * a.world_size + source
-            begin, end = offsets[segment : segment + 2]
-            part = input[own : own + end - begin]
-            if source == a.rank:
-                own += end - begin
-            else:
-                for chunk in range(-(-(end - begin) // a.chunk_rows)):
+            begin, rows, own = segments[expert][source]
+            part = input[own : own + rows]
+            if source != a.rank:
+                for chunk in range(-(-rows // a.chunk_rows)):
                     yield a.arrived(segment + begin // a.chunk_rows + chunk, epoch)
-                count = (end - begin) * a.K
-                part = a.data(a.rank, begin * a.K, count, input.dtype).view(-1, a.K)
-            output[begin:end] = (part.float() @ weight[expert].float()).to(output.dtype)
+                part = a.data(a.rank, begin * a.K, rows * a.K, input.dtype).view(-1, a.K)
+            output[begin : begin + rows] = (part.float() @ weight[expert].float()).to(output.dtype)
 
 
 def _reduced(a: Arguments, parts: list[torch.Tensor], output: torch.Tensor) -> Steps:

@@ -255,12 +255,15 @@ def combine(
     return combine_form(communicator, (*tensors, None), (routing,), async_op)
 
 
-def permute(x: Tensor, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def permute(
+    x: Tensor, topk_idx: Tensor, num_experts: int, *, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Rows of ``x`` by expert, and how many there are of each: what the grouped matmuls take.
 
     ``x`` ``(t, hidden)``, ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r,
     hidden)`` sorted by expert, then by token, and int64 ``(num_experts,)``. Without communication;
-    gradients go to ``x``. On a GPU the host waits for ``r`` if there may be slots without an expert. Raises
+    gradients go to ``x``. On a GPU the host waits for ``r``; ``num_out_tokens`` says it instead: with ``t *
+    k`` of them, all that there can be, rows of slots without an expert are the last ones. Raises
     RuntimeError, torch's, for shapes that do not fit. Semantics: Megatron-core's ``permute``.
 
     >>> rows, splits = interlace.experts.permute(
@@ -270,5 +273,5 @@ def permute(x: Tensor, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tens
     ([1.0, 1.0, 2.0], [1, 2])
     """
     chosen = Assignment(topk_idx.to(torch.int64), num_experts, 1)
-    slots = chosen.slots(int(chosen.counts.sum()))
+    slots = chosen.slots(int(chosen.counts.sum()) if num_out_tokens is None else num_out_tokens)
     return x[slots // topk_idx.shape[1]], chosen.counts

@@ -26,7 +26,7 @@ from interlace.collectives.all_to_all import whole_numbers
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
-from interlace.runtime.core.call import Call, PreparedCall, told
+from interlace.runtime.core.call import Call, PreparedCall, Terms, told
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
@@ -37,7 +37,10 @@ GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
 
 
 class GroupedOptions(NamedTuple):
-    """The arguments of a call that are no tensors of values; ``op`` says which op it is."""
+    """The arguments of a call that are no tensors of values; ``op`` says which op it is.
+
+    ``max_rows``: a bound of every rank's rows, where counts stay on the device (``fused/counted.py``).
+    """
 
     op: str
     input_splits: Any
@@ -46,6 +49,7 @@ class GroupedOptions(NamedTuple):
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
     activation: str | None = None
+    max_rows: int = 0
 
 
 class Checked(NamedTuple):
@@ -86,7 +90,7 @@ def grouped_matmul(
             made = call.input.new_empty(count, call.weight.shape[2], dtype=call.dtype)
             if options.return_received:
                 rows = call.input.new_empty(count, call.input.shape[1])
-        event = _started(communicator, options.op, call, routes, columns, made, rows)
+        event = started(communicator, options.op, call, routes, columns, made, rows)
         if output is not None:
             return Outcome(None, event)
         return Outcome(result(rows, made, routes.splits()), event)
@@ -94,7 +98,7 @@ def grouped_matmul(
     return start, (), None
 
 
-def _started(
+def started(
     communicator: Communicator,
     op: str,
     call: Checked,
@@ -156,6 +160,22 @@ def rows_and_experts(
     return input, weight, algorithm, dtype
 
 
+def checked_tensors(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: GroupedOptions,
+) -> Checked:
+    """The arguments but for splits, if they fit together on this rank."""
+    input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
+    bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
+    name = checks.activation("activation", options.activation)
+    if input.shape[1] > 1 and input.stride(1) != 1:
+        input = input.contiguous()
+    return Checked(input, weight, bias, [], None, name, algorithm, dtype)
+
+
 def checked(
     communicator: Communicator,
     input: torch.Tensor,
@@ -165,7 +185,8 @@ def checked(
 ) -> Checked:
     """The arguments, if they fit together on this rank."""
     world_size = communicator.world_size
-    input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
+    call = checked_tensors(communicator, input, weight, bias, options)
+    input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if options.op == EXCHANGE else 1)
     sent = counts("input_splits", options.input_splits)
     if options.op == EXCHANGE and len(sent) % world_size:
@@ -188,11 +209,7 @@ def checked(
                 f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
                 f"{world_size} ranks make {weight.shape[0] * world_size}"
             )
-    bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
-    name = checks.activation("activation", options.activation)
-    if input.shape[1] > 1 and input.stride(1) != 1:
-        input = input.contiguous()
-    return Checked(input, weight, bias, sent, expected, name, algorithm, dtype)
+    return call._replace(input_splits=sent, output_splits=expected)
 
 
 def counts(name: str, value: Any) -> list[int]:
@@ -207,6 +224,22 @@ def counts(name: str, value: Any) -> list[int]:
     return numbers
 
 
+def terms_of(
+    input: torch.Tensor, experts: int, dtype: torch.dtype, options: GroupedOptions
+) -> Terms:
+    """What is equal on all ranks."""
+    return (
+        ("dtype of input", input.dtype),
+        ("k of input", input.shape[1]),
+        ("the number of experts", experts),
+        ("algorithm", options.algorithm),
+        ("out_dtype", dtype),
+        ("return_received", bool(options.return_received)),
+        ("num_max_rows_per_rank", options.max_rows or None),
+        ("configuration", configuration.OVERRIDE.get()),
+    )
+
+
 def agree(
     communicator: Communicator, options: GroupedOptions, call: Checked, name: str | None = None
 ) -> tuple[Routes, int]:
@@ -215,15 +248,7 @@ def agree(
     ``name``: what ranks call this agreement, if not by op.
     """
     op, rank, world_size = options.op, communicator.rank, communicator.world_size
-    terms = (
-        ("dtype of input", call.input.dtype),
-        ("k of input", call.input.shape[1]),
-        ("the number of experts", len(call.input_splits)),
-        ("algorithm", call.algorithm),
-        ("out_dtype", call.dtype),
-        ("return_received", bool(options.return_received)),
-        ("configuration", configuration.OVERRIDE.get()),
-    )
+    terms = terms_of(call.input, len(call.input_splits), call.dtype, options)
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
     answers = communicator.parts(Call(name or op, told(terms), part=mine))
     experts = len(call.input_splits)

@@ -20,6 +20,7 @@ from interlace.fused.routing import (
     agreed,
     assignment_of,
     least_of_all,
+    on_device,
     weights_of,
 )
 from interlace.kernels import launch_formulas as formulas
@@ -96,8 +97,7 @@ def _prepared(
     assert segments is not None
     check_segments(communicator, segments, routing, "input", call.input)
     routing = routing._replace(algorithm=call.algorithm)
-    rows = routing.max_tokens * call.assignment.topk_idx.shape[1]
-    algorithm = _chosen(communicator, call, rows)
+    algorithm = on_device(communicator, call.algorithm, call.weight, call.dtype)
     if algorithm != "fused":
         return _by_torch, (outputs,), (call, routing, algorithm)
     routed = segments, call.assignment.inverse, call.weights, outputs

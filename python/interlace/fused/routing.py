@@ -20,6 +20,7 @@ from interlace.runtime.algorithms.experts.dispatch import sender_programs
 from interlace.runtime.core.call import Call, Terms, told
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 MOST = "most tokens of a rank"
 Tensor = torch.Tensor
@@ -100,6 +101,15 @@ def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[An
     )
 
 
+def routing_for(handle: DispatchHandle, topk_idx: Any) -> "Routing":
+    """The dispatch's, whose bound is that of as many rows where tokens have another number of slots."""
+    routing = handle.routing
+    if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or not topk_idx.shape[1]:
+        return routing  # which is refused
+    rows = routing.max_tokens * handle.topk_idx.shape[1]
+    return routing._replace(max_tokens=-(-rows // topk_idx.shape[1]))
+
+
 def flat(handle: DispatchHandle, rows: Any) -> Any:
     """``rows`` of experts as a matrix: of low latency those of each expert may come apart."""
     if handle.routing.packed and isinstance(rows, Tensor) and rows.dim() == 3:
@@ -161,6 +171,15 @@ def resolved(communicator: Communicator, algorithm: str) -> str:
         return algorithm
     fused = place.nodes is None and place.mapped and not place.direct_access
     return "fused" if fused else "unfused"
+
+
+def on_device(
+    communicator: Communicator, algorithm: str, weight: Tensor, dtype: torch.dtype
+) -> str:
+    """That of products whose counts are on the device: "auto" has the host wait for nothing if it can."""
+    algorithm = resolved(communicator, algorithm)
+    fits = {weight.dtype, dtype} <= set(FUSED_DTYPES) and weight.shape[1] * weight.shape[2] > 0
+    return algorithm if fits else "unfused"
 
 
 def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> int:

@@ -98,14 +98,19 @@ class Assignment:
         idx, position = self.topk_idx.to(torch.int32), self.position.to(torch.int32)
         bits = torch.zeros_like(idx) if weights is None else weights.view(torch.int32)
         counts = self.counts.view(self.world_size, self.per_rank)
-        rows = counts.sum(1)
-        head = torch.stack([self._on.sum(1), rows.cumsum(0) - rows], 1)
-        assert head.shape[1] == COUNT_NUMBERS
         return SentTokens(
             torch.cat([idx, position, bits], 1).contiguous(),
             torch.argsort(~self._on, dim=1, stable=True),
-            torch.cat([head, counts], 1).contiguous(),
+            count_lines(self._on.sum(1), counts),
         )
+
+
+def count_lines(tokens: Tensor, counts: Tensor) -> Tensor:
+    """The kernels' lines for each rank, from its tokens, ``[W]``, and its experts' rows, ``[W, E]``."""
+    rows = counts.sum(1)
+    head = torch.stack([tokens, rows.cumsum(0) - rows], 1)
+    assert head.shape[1] == COUNT_NUMBERS
+    return torch.cat([head, counts], 1).contiguous()
 
 
 def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows: int = 0) -> Tensor:

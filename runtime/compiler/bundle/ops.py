@@ -269,21 +269,19 @@ OPS = {
             _FUSED,
             _one("grouped_matmul", "persistent_grid(COPIERS, tiles, resident)"),
             {
-                "offsets": "expert_offset_lines(rank, world_size, splits, num_experts)",
+                "segments": "expert_segment_lines(rank, world_size, splits, num_experts)",
                 "received": "[expert_offsets(r, world_size, splits, num_experts)[-1] "
                 "for r in range(world_size)]",
                 "chunk_rows": "chunk_size",
                 "chunk_size": "chunk_rows(splits, BLOCK_M, CHUNKS)",
                 "tiles_n": "ceil_div(N, BLOCK_N)",
-                "ends": "offsets[0][1:]",
-                "segments": "[ends[i + 1] - ends[i] for i in range(len(ends) - 1)]",
-                "tiles": "tiles_of(segments, BLOCK_M, tiles_n)",
+                "tiles": "tiles_of([line[1] for line in segments], BLOCK_M, tiles_n)",
                 "slots": "num_experts * world_size + max(received) // chunk_size + 1",
                 "data_bytes": "max(received) * K * ITEMSIZE",
                 "sends": "expert_send_lines(rank, world_size, splits, num_experts, chunk_size)",
                 "num_sends": "len(sends)",
             },
-            {"sends_ptr": "sends", "offsets_ptr": "offsets"},
+            {"sends_ptr": "sends", "segments_ptr": "segments"},
             # without columns nobody would wait for what arrives, and it would hit the next op
             (*RANKS, *_SPLITS, experts, "N > 0", "resident > COPIERS"),
         )

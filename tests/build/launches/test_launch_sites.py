@@ -27,6 +27,7 @@ SITES = {
         f"{ALGORITHMS}/attention/kernel_blocks.py::KernelBlocks._launch",
         f"{ALGORITHMS}/experts/combine.py::Combine.fused.body",
         f"{ALGORITHMS}/experts/dispatch.py::Dispatch.fused.body",
+        f"{ALGORITHMS}/experts/counted_matmul.py::CountedMatmul.fused.body",
         f"{ALGORITHMS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
         f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
         f"{ALGORITHMS}/grouped_matmul.py::GroupedMatmul.fused.body",

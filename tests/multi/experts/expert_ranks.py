@@ -1,6 +1,8 @@
 """Ranks of test_experts.py. A module of its own, because new processes import it."""
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -95,6 +97,54 @@ def multiplied(algorithm: str) -> bool:
     )  # type: ignore[call-overload]
     exact = expected(rank, world_size, x.double(), w.double(), matrices(world_size))
     return torch.allclose(work.wait().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+READS = "item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"
+
+
+@contextlib.contextmanager
+def noted_reads() -> Iterator[set[str]]:
+    """Within it, the functions of ops and tests that read a tensor on the host."""
+    seen: set[str] = set()
+
+    def noting(name: str) -> Any:
+        known = getattr(torch.Tensor, name)
+
+        def read(*args: Any, **more: Any) -> Any:
+            code = sys._getframe(1).f_code
+            if any(part in code.co_filename for part in ("/algorithms/", "/fused/", "/tests/")):
+                seen.add(code.co_name)
+            return known(*args, **more)
+
+        return mock.patch.object(torch.Tensor, name, read)
+
+    with contextlib.ExitStack() as patches:
+        for name in READS:
+            patches.enter_context(noting(name))
+        yield seen
+
+
+def counted_layer(algorithm: str) -> bool:
+    """Two ops whose counts are on the device; whether the result is right."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    x, idx, w = tokens(rank, torch.float32), chosen(rank, world_size), weights(rank)
+    m, eye = matrices(world_size).float()[own(rank)], torch.eye(HIDDEN).expand(2, HIDDEN, HIDDEN)
+    rows, sent = experts.permute(x, idx, 2 * world_size, num_out_tokens=idx.numel())
+    given: Any = {"num_max_rows_per_rank": MOST * TOPK, "algorithm": algorithm}
+    hidden, handle = interlace.all_to_all_grouped_matmul(rows, eye, sent, **given)
+    y = interlace.grouped_matmul_combine(hidden, m, handle, idx, w, algorithm=algorithm)  # type: ignore[call-overload]
+    exact = expected(rank, world_size, x.double(), w.double(), matrices(world_size))
+    return torch.allclose(y.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def reads_of_a_layer(algorithm: str) -> set[str]:
+    with noted_reads() as seen:
+        assert counted_layer(algorithm)
+    return seen
+
+
+# Functions that check numbers where reading them costs nothing, which is not on a GPU.
+CHECKS = {"check_numbers", "check_segments", "assignment_of"}
 
 
 def gradients(how: str) -> list[str]:

@@ -12,6 +12,14 @@ def test_results() -> None:
     assert interlace.run(expert_ranks.results, 3, place="shm") == [[]] * 3
 
 
+def test_counts_of_a_layer_stay_on_the_device() -> None:
+    """They are checked here, and read for what torch does."""
+    read = interlace.run(expert_ranks.reads_of_a_layer, 3, "fused", place="shm")
+    assert read[0] == read[2] == expert_ranks.CHECKS and read[1] < read[0]  # rank 1 has no token
+    read = interlace.run(expert_ranks.reads_of_a_layer, 3, "pipelined", place="shm")
+    assert all({"_with_counts", "agreed"} <= each for each in read), read
+
+
 @pytest.mark.parametrize("how", few(FORMS, *(how for how in FORMS if "inductor" not in how)))
 def test_gradients(how: str) -> None:
     assert interlace.run(expert_ranks.gradients, 2, how, place="shm") == [[]] * 2

@@ -4,7 +4,6 @@ Every call runs on poisoned workspaces and outputs, and the tolerance is the bou
 ``interlace.reference``.
 """
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,7 +275,7 @@ def test_routes_fit_together(counts: list[list[int]], exchange: bool, chunk: int
         assert routes.received(rank) <= routes.most_received
 
 
-def test_offsets_are_those_of_the_docstring() -> None:
+def test_segments_are_those_of_the_docstring() -> None:
     routes = Routes(0, ((3, 1), (2, 4)), ((0, 2), (0, 2)))
-    assert list(itertools.chain(*routes.offset_lines())) == [0, 0, 3, 5, 6, 10]
+    assert routes.segment_lines() == [[0, 3, 0], [3, 2, 0], [5, 1, 3], [6, 4, 2]]
     assert routes.arrival_slots(4) == [(1, 1), (1, 4)]

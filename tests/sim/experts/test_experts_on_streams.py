@@ -54,10 +54,19 @@ def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
                 )
                 for algorithm in ("fused", "pipelined", "unfused")
             ]
+            sent = torch.bincount(idx.flatten(), minlength=2 * world_size)
+            bound = {"num_max_rows_per_rank": TOKENS * TOPK, "algorithm": "fused", "async_op": True}
+            rows = filled(gpu, value, TOKENS * TOPK, 16)
+            counted = interlace.all_to_all_grouped_matmul(rows, weight, sent, **bound)
             seen.append((read(gpu, work.wait()), 2 * TOPK * value))
             outputs.append([read(gpu, product.wait()) for product in products])
             # a row is the number of its expert's rank
             sums.append((10.0 * number + 1 + idx // 2).sum(1, keepdim=True).expand(TOKENS, 16))
+            outputs.append([read(gpu, counted.wait()[0])])
+            came = torch.tensor([10.0 * number + source + 1 for source in range(world_size)])
+            came = came.repeat(2).repeat_interleave(torch.tensor(flat))
+            rest = world_size * TOKENS * TOPK - len(came)
+            sums.append(torch.nn.functional.pad(came, (0, rest)).unsqueeze(1).expand(-1, 16))
         torch.cuda.synchronize()
         right = all(bool((tensor == value).all()) for tensor, value in seen)
         pairs = zip(outputs, sums, strict=True)
@@ -71,7 +80,8 @@ def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
 def test_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
     assert all(run(exercise(gpu), 3))
-    for name in ("dispatch_send", "dispatch_receive", "combine", "grouped_matmul_combine"):
+    names = "dispatch_send", "dispatch_receive", "combine", "grouped_matmul_combine"
+    for name in (*names, "counted_grouped_matmul"):
         assert f"{name}_kernel" in gpu.launches
 
 
@@ -108,6 +118,13 @@ def layer(x: torch.Tensor, idx: torch.Tensor, kind: str) -> list[torch.Tensor]:
     """Expert e multiplies by e, and then by 1."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     weights = torch.ones(idx.shape) if kind != "unweighted" else None
+    if kind == "two ops":
+        rows, sent = experts.permute(x, idx, 2 * world_size, num_out_tokens=idx.numel())
+        bound = {"num_max_rows_per_rank": (TOKENS + 1) * TOPK}
+        weight = torch.stack([(2 * rank + e + 1) * torch.eye(16) for e in range(2)])
+        hidden, home = interlace.all_to_all_grouped_matmul(rows, weight, sent, **bound)
+        eye = torch.eye(16).expand(2, 16, 16)
+        return [interlace.grouped_matmul_combine(hidden, eye, home, idx, weights)]
     if kind == "low latency":
         few = x, idx, TOKENS + 1, 2 * world_size
         received, handle = experts.low_latency_dispatch(*few, use_fp8=False, algorithm="fused")
@@ -152,7 +169,9 @@ def test_the_host_waits_for_nothing_in_a_combine(
     assert not seen, seen
 
 
-@pytest.mark.parametrize("kind", ["weighted", "unweighted", "low latency", "as long as it is"])
+@pytest.mark.parametrize(
+    "kind", ["weighted", "unweighted", "low latency", "two ops", "as long as it is"]
+)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_host_waits_for_nothing_when_a_call_is_repeated(
     kind: str, world_size: int, held_up: Any, monkeypatch: pytest.MonkeyPatch
@@ -188,4 +207,5 @@ def test_the_host_waits_for_nothing_when_a_call_is_repeated(
         assert {"tolist", *(["_exchange"] if world_size > 1 else [])} <= set(seen), seen
         return
     assert not seen, seen
-    assert hits == [3 * (ROUNDS - KNOWN)] * world_size, hits
+    ops = 2 if kind == "two ops" else 3
+    assert hits == [ops * (ROUNDS - KNOWN)] * world_size, hits

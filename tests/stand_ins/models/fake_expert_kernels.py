@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from stand_ins.fake_kernels import Arguments, Steps
+from stand_ins.fake_kernels import Arguments, Steps, send_lines
 
 
 def _region(a: Arguments, rank: int, byte: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,21 +27,30 @@ def _rows(a: Arguments, rank: int, source: int, part: tuple[str, int, int], coun
     return _region(a, rank, begin, count * width, dtype).view(count, width)
 
 
+def _send_count(a: Arguments, peer: int, counts: torch.Tensor) -> None:
+    columns = 2 + a.experts
+    line = _region(a, peer, a.counts_byte + a.rank * columns * 8, columns, torch.int64)
+    line.copy_(counts.view(a.world_size, columns)[peer])
+    a.publish(peer, a.rank, a.epoch)
+
+
 def dispatch_send_kernel(a: Arguments) -> Steps:
-    world_size, columns = a.world_size, 2 + a.experts
-    counts = a.tensor("counts_ptr").view(world_size, columns)
+    world_size, counts = a.world_size, a.tensor("counts_ptr").view(a.world_size, -1)
     tokens = a.tensor("tokens_ptr").view(world_size, a.tokens)
     for peer in range(world_size):
         yield a.credit(peer, a.epoch)
-        line = _region(a, peer, a.counts_byte + a.rank * columns * 8, columns, torch.int64)
-        line.copy_(counts[peer])
-        a.publish(peer, a.rank, a.epoch)
+        _send_count(a, peer, counts)
         count = int(counts[peer, 0])
         for part in _parts(a):
             whole = a.tensor(part[0]).reshape(a.tokens, part[2])
             _rows(a, peer, a.rank, part, count).copy_(whole[tokens[peer, :count]])
         for sender in range(a.senders):
             a.publish(peer, world_size + a.rank * a.senders + sender, a.epoch)
+    yield from _find_segments(a)
+
+
+def _find_segments(a: Arguments) -> Steps:
+    world_size, columns = a.world_size, 2 + a.experts
     for source in range(world_size):
         yield a.arrived(source, a.epoch)
     all_counts = _region(a, a.rank, a.counts_byte, world_size * columns, torch.int64)
@@ -132,6 +141,31 @@ def grouped_matmul_combine_kernel(a: Arguments) -> Steps:
     yield from _sent_home(a, rows.to(output.dtype), segments, a.grid)
 
 
+def counted_grouped_matmul_kernel(a: Arguments) -> Steps:
+    strides = a.weight_stride_e, a.weight_stride_k, a.weight_stride_n
+    weight = a.tensor("weight_ptr", ((a.experts, a.K, a.N), strides))  # given is the first
+    input, output, world_size = a.tensor("input_ptr"), a.tensor("output_ptr"), a.world_size
+    for peer in range(world_size):
+        yield a.credit(peer, a.epoch)
+        _send_count(a, peer, a.tensor("lines_ptr"))
+    if a.COPIERS:
+        count = int(a.tensor("sends_ptr").view(-1)[5 * a.num_sends])
+        yield from send_lines(a, input, a.K, count)
+    yield from _find_segments(a)
+    segments = a.tensor("segments_ptr").view(a.experts, world_size, 3).tolist()
+    for source in range(world_size):
+        for expert in range(a.experts):
+            begin, rows, home = segments[expert][source]
+            part = input[home : home + rows]
+            if source != a.rank:
+                there = source * a.most_tokens + home - segments[0][source][2]
+                first = world_size + 1 + source * a.experts + expert + there // a.chunk_rows
+                for chunk in range(-(-rows // a.chunk_rows)):
+                    yield a.arrived(first + chunk, a.epoch)
+                part = a.data(a.rank, there * a.K, rows * a.K, input.dtype).view(-1, a.K)
+            output[begin : begin + rows] = (part.float() @ weight[expert].float()).to(output.dtype)
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -139,5 +173,6 @@ MODELS = {
         dispatch_receive_kernel,
         combine_kernel,
         grouped_matmul_combine_kernel,
+        counted_grouped_matmul_kernel,
     )
 }

@@ -1,0 +1,232 @@
+"""All-to-all + grouped matmul with counts on the device: any routing and schedule, and none is read."""
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import interlace
+from interlace import experts, reference
+from interlace.fused import counted
+from interlace.runtime.algorithms.experts.counted_matmul import CountedSizes, experts_of, rows_sent
+from interlace.runtime.algorithms.grouped_routes import Routes
+from interlace.runtime.tuning.configuration import override
+from interlace.verify import races
+from multi.experts.expert_ranks import CHECKS, counted_layer, noted_reads
+from sim.algorithms.test_grouped_matmul import BF16, EXCHANGE, LOPSIDED, SIZES, Case, cases
+from support import failure, noise, poisoned, slow_rank, starved
+
+EXTRA = 3  # rows of every rank that go nowhere
+
+
+def on_rank(case: Case) -> Any:
+    rank, bias = interlace.get_rank(), case.bias_matrix(interlace.get_rank())
+    rows = torch.cat([case.input(rank), noise(rank, 9, (EXTRA, case.inner), case.dtype)])
+    return interlace.all_to_all_grouped_matmul(
+        rows,
+        case.weight(rank),
+        torch.tensor(case.counts[rank]),
+        num_max_rows_per_rank=most_rows(case),
+        bias=bias,
+        activation=case.activation or None,  # type: ignore[arg-type]
+        algorithm=case.algorithm,  # type: ignore[arg-type]
+    )
+
+
+def most_rows(case: Case) -> int:
+    return max(map(sum, case.counts)) + EXTRA
+
+
+def check(case: Case) -> None:
+    with poisoned(), override(**case.configuration):
+        results = interlace.run(on_rank, case.world, case, seed=case.seed)
+    parts = [case.input(rank).split(case.counts[rank]) for rank in range(case.world)]
+    for rank, (output, handle) in enumerate(results):
+        block, weight, bias = case.block(rank), case.weight(rank), case.bias_matrix(rank)
+        begin = 0
+        for e, expert in enumerate(block):
+            for source in range(case.world):
+                rows = case.counts[source][expert]
+                home = sum(case.counts[source][:expert])
+                assert handle.segments[e, source].tolist() == [begin, rows, home]
+                actual, begin = output[begin : begin + rows], begin + rows
+                exact, bound = reference.matmul(
+                    parts[source][expert],
+                    weight[e],
+                    case.dtype,
+                    bias=None if bias is None else bias[e],
+                    activation=case.activation,
+                    roundings=2,
+                )
+                assert reference.worst_ratio(actual, exact, bound) <= 1
+        assert output.shape == (case.world * most_rows(case), case.columns)
+        assert not output[begin:].any(), "what nothing came for is zero"
+        chosen = [e for e, rows in enumerate(case.counts[rank]) for _ in range(rows)]
+        assert handle.topk_idx.flatten().tolist() == chosen + [-1] * EXTRA
+
+
+@hypothesis.settings(max_examples=30)
+@given(cases())
+def test_any_routing(case: Case) -> None:
+    total = case.experts * case.world
+    counts = [(each * total)[:total] for each in case.counts]
+    check(replace(case, op=EXCHANGE, counts=counts))
+
+
+@pytest.mark.parametrize("routing", LOPSIDED)
+def test_lopsided_routing(routing: str) -> None:
+    small = {"block_m": 16, "block_n": 16, "block_k": 16, "chunks": 3, "copiers": 2}
+    check(Case(EXCHANGE, 1, LOPSIDED[routing], 9, 17, BF16, configuration=small))
+
+
+def test_no_races_whoever_is_slow() -> None:
+    """Routing changes from call to call, and a rank falls behind."""
+
+    def layer() -> None:
+        rank, size = interlace.get_rank(), interlace.get_world_size()
+        for call in range(3):
+            splits = torch.tensor([(rank + e + call) % 4 * 7 for e in range(size)])
+            interlace.all_to_all_grouped_matmul(
+                torch.ones(63, 16), torch.ones(1, 16, 16), splits, num_max_rows_per_rank=63
+            )
+
+    with starved(slow_rank(1)), override(block_m=16, copiers=2, chunks=3):
+        report = races(layer, 3, seeds=2)
+    assert report.clean, str(report)
+
+
+def test_what_it_brings_goes_home() -> None:
+    """By its handle: products of rows to the rows, or, with the tokens' experts, to the tokens."""
+
+    def layer() -> Any:
+        rank = interlace.get_rank()
+        x, idx = torch.full((2, 4), 1.0 + rank), torch.tensor([[1, 0], [1, -1]])
+        weight = torch.full((1, 4, 4), 10.0**rank) / 4
+        rows, sent = experts.permute(x, idx, 2, num_out_tokens=4)
+        hidden, handle = interlace.all_to_all_grouped_matmul(
+            rows, weight, sent, num_max_rows_per_rank=4
+        )
+        tokens = interlace.grouped_matmul_combine(hidden, torch.eye(4)[None], handle, idx)
+        return experts.combine(hidden, handle)[:, 0].tolist(), tokens[:, 0].tolist()
+
+    assert interlace.run(layer, 2) == [
+        ([1.0 + r, 10.0 + 10 * r, 10.0 + 10 * r, 0.0], [11.0 + 11 * r, 10.0 + 10 * r])
+        for r in range(2)
+    ]
+
+
+def test_gradients_are_those_without_a_bound() -> None:
+    def layer(bound: bool) -> list[torch.Tensor]:
+        rank = interlace.get_rank()
+        tensors = [
+            noise(rank, n, shape, torch.float32) for n, shape in enumerate([(5, 8), (2, 8, 4)])
+        ]
+        rows, weight = (each.requires_grad_() for each in tensors)
+        splits = torch.tensor([2, 0, 1, 1])
+        given: Any = {"num_max_rows_per_rank": 6} if bound else {}
+        input = rows if bound else rows[:4]
+        output, _ = interlace.all_to_all_grouped_matmul(
+            input, weight, splits, activation="silu", **given
+        )
+        assert output.shape[0] == (12 if bound else output.shape[0])
+        output.square().sum().backward()
+        return [output[: int(splits.sum())].detach(), rows.grad, weight.grad]  # type: ignore[list-item]
+
+    for counted_, plain in zip(
+        *(interlace.run(layer, 2, each) for each in (True, False)), strict=True
+    ):
+        assert all(map(torch.equal, counted_, plain))
+
+
+def test_no_count_is_read() -> None:
+    """But to be checked, which a GPU's are not; torch's algorithms read them."""
+    with noted_reads() as seen:
+        assert interlace.run(counted_layer, 2, "fused") == [True, True]
+    assert seen == CHECKS
+    with noted_reads() as seen:
+        assert interlace.run(counted_layer, 2, "unfused") == [True, True]
+    assert {"_with_counts", "agreed"} <= seen
+
+
+def test_control_a_count_that_is_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = counted.rows_sent
+
+    def reading(splits: torch.Tensor, rows: int) -> torch.Tensor:
+        splits.tolist()
+        return known(splits, rows)
+
+    monkeypatch.setattr(counted, "rows_sent", reading)
+    with noted_reads() as seen:
+        interlace.run(counted_layer, 2, "fused")
+    assert seen == CHECKS | {"reading"}
+
+
+MISUSE: dict[str, dict[str, Any]] = {
+    "num_max_rows_per_rank is 3, input has 4 rows": {"num_max_rows_per_rank": 3},
+    "num_max_rows_per_rank must be positive, got 0": {"num_max_rows_per_rank": 0},
+    "num_max_rows_per_rank differs between ranks: 8 on rank 0, 9 on rank 1": {
+        "num_max_rows_per_rank": 9
+    },
+    "num_max_rows_per_rank differs between ranks: 8 on rank 0, None on rank 1": {
+        "num_max_rows_per_rank": None
+    },
+    "n of weight differs between ranks": {"weight": torch.ones(1, 8, 2)},
+    "input_splits must be a tensor, got list": {"input_splits": [2, 2]},
+    "input_splits must be a tensor of integers, got torch.float32": {"input_splits": torch.ones(2)},
+    "input_splits has 3 entries, 2 ranks with 1 experts in weight make 2": {
+        "input_splits": torch.tensor([1, 1, 1])
+    },
+    "input_splits adds up to 5, input has 4 rows": {"input_splits": torch.tensor([2, 3])},
+    "input_splits must not be negative": {"input_splits": torch.tensor([5, -1])},
+    "return_received do not go with num_max_rows_per_rank": {"return_received": True},
+}
+
+
+@pytest.mark.parametrize("text", MISUSE)
+def test_misuse_of_one_rank_is_named_on_all(text: str) -> None:
+    def call() -> None:
+        given = {
+            "input": torch.ones(4, 8),
+            "weight": torch.ones(1, 8, 3),
+            "input_splits": torch.tensor([2, 2]),
+            "num_max_rows_per_rank": 8,
+        }
+        changed = MISUSE[text] if interlace.get_rank() else {}
+        interlace.all_to_all_grouped_matmul(**{**given, **changed})
+
+    assert text in str(failure(call, 2))
+
+
+# -- tables ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(SIZES, min_size=3, max_size=3), st.sampled_from([16, 32]), st.integers(0, 20))
+def test_sends_are_those_of_known_counts(counts: list[list[int]], chunk: int, more: int) -> None:
+    """Rows, chunks and their order; they lie by source, and no two chunks of a rank share a slot."""
+    most = max(1, *map(sum, counts)) + more
+    sizes = CountedSizes(most, chunk, 3, 2)
+    slots: list[set[int]] = [set(range(4)) for _ in range(3)]  # those of counts and of the table
+    for rank in range(3):
+        routes = Routes(
+            rank, tuple(map(tuple, counts)), tuple((2 * r, 2 * r + 2) for r in range(3))
+        )
+        lines = routes.send_lines(chunk)
+        made = sizes.sends(torch.tensor(counts[rank]), rank)
+        assert int(made[-1]) == len(lines) <= sizes.lines
+        found = made[:-1].view(-1, 5)[: len(lines)].tolist()
+        assert [line[:3] for line in found] == [line[:3] for line in lines]
+        for peer, first, rows, place, slot in found:
+            begin = sum(counts[rank][: 2 * peer])
+            assert place == rank * most + first - begin and place + rows <= (rank + 1) * most
+            assert slot not in slots[peer] and slot < sizes.slots
+            slots[peer].add(slot)
+
+
+def test_numbers_that_are_wrong_stay_within_the_rows() -> None:
+    """What a GPU's host does not check."""
+    assert rows_sent(torch.tensor([2, -1, 9, 1]), 5).tolist() == [2, 0, 3, 0]
+    assert experts_of(torch.tensor([1, 0, 2]), 4).flatten().tolist() == [0, 2, 2, -1]
