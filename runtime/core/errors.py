@@ -133,6 +133,10 @@ class CollectiveTimeoutError(InterlaceError):
         return type(self), (str(self), self.waited_for)
 
 
+class EndlessTaskError(CollectiveTimeoutError):
+    """A program, or code of a rank, goes on for ever and looks at no memory that others may change."""
+
+
 class RankError(InterlaceError):
     """An exception of one rank, raised in the caller of ``interlace.run``.
 

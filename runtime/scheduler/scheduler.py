@@ -20,6 +20,7 @@ import contextvars
 import ctypes
 import functools
 import hashlib
+import math
 import threading
 import time
 from collections import Counter
@@ -36,7 +37,14 @@ from interlace.runtime.scheduler.allocations import addresses_told
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.program_hooks import ProgramHooks
-from interlace.runtime.scheduler.source_lines import LAUNCHED, polling, program_line, with_lines
+from interlace.runtime.scheduler.source_lines import (
+    LAUNCHED,
+    at_lines,
+    polling,
+    program_line,
+    raised_in,
+    with_lines,
+)
 from interlace.runtime.scheduler.strategies import Random, ScheduleSegment, Strategy
 from interlace.runtime.scheduler.task import Program, Task
 
@@ -46,6 +54,9 @@ except ImportError:  # compiled kernels need none
     greenlet = None
 
 GRACE = 1.0  # seconds after the timeout, in which the scheduler itself should have noticed
+QUIET_SECONDS = (
+    20.0  # without an access by the program that runs: where it is checked it is endless then
+)
 LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
 
 
@@ -75,8 +86,9 @@ class Scheduler(ProgramHooks):
 
     ``idle`` is called when every task is blocked, with one of the blocked waits; without it that is a
     :class:`DeadlockError`. ``programs`` makes programs of launches. ``timeout`` bounds the whole run in
-    seconds of wall time. ``on_bad_access`` is told what programs access that they must not, and the run
-    goes on; without it that is a :class:`MemoryAccessError` of the program.
+    seconds of wall time, ``quiet`` how long a program may do nothing that the scheduler sees.
+    ``on_bad_access`` is told what programs access that they must not, and the run goes on; without it that
+    is a :class:`MemoryAccessError` of the program.
     """
 
     def __init__(
@@ -88,6 +100,7 @@ class Scheduler(ProgramHooks):
         observer: Observer | None = None,
         idle: Callable[[errors.BlockedWait], None] | None = None,
         timeout: float | None = None,
+        quiet: float = math.inf,
         block_polls: bool = True,
         programs: Programs = interpreted,
         on_bad_access: Callable[[Task, BadAccess], None] | None = None,
@@ -109,7 +122,7 @@ class Scheduler(ProgramHooks):
         self._programs = programs
         self.compiled_for: int | None = getattr(programs, "arch", None)
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._timeout = timeout
+        self._timeout, self._quiet = timeout, quiet
         self._tasks: list[Task] = []
         self._hub: Any = greenlet.getcurrent()
         self._builder: Any = None
@@ -246,23 +259,29 @@ class Scheduler(ProgramHooks):
         if self._timeout is None or self._timeout > threading.TIMEOUT_MAX:
             yield
             return
-        thread, lock, over = threading.get_ident(), threading.Lock(), False
+        thread, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
         interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        end = time.monotonic() + self._timeout + GRACE
 
-        def bark() -> None:
+        def watch() -> None:
+            seen, since = None, time.monotonic()
+            while (now := time.monotonic()) < end and now - since < self._quiet:
+                if over.wait(min(end - now, self._quiet / 4)):
+                    return
+                task, mark = self._current, (self.steps, self.points)
+                if mark != seen or task is None or task.program is None:
+                    seen, since = mark, time.monotonic()
             with lock:
-                if not over:
+                if not over.is_set():
                     interrupt(ctypes.c_ulong(thread), ctypes.py_object(OverdueError))
 
-        timer = threading.Timer(self._timeout + GRACE, bark)
-        timer.daemon = True
+        dog = threading.Thread(target=watch, daemon=True)
         try:
-            timer.start()  # in here: Ctrl-C may not leave it behind, to bark at what comes later
+            dog.start()  # in here: Ctrl-C may not leave it behind, to bark at what comes later
             yield
         finally:
             with lock:
-                over = True
-                timer.cancel()
+                over.set()
 
     def _step(self) -> None:
         self.steps += 1
@@ -287,12 +306,9 @@ class Scheduler(ProgramHooks):
             torch_state.switch(task, self.rank_states)
         except greenlet.GreenletExit:
             raise
-        except OverdueError:
+        except OverdueError as overdue:
             self._tasks.remove(task)
-            raise errors.CollectiveTimeoutError(
-                f"not finished within {self._timeout:g} s (seed {self.seed}): {task.name} neither "
-                "ends nor touches memory"
-            ) from None
+            raise self._endless(task, overdue) from None
         except BaseException as error:
             self._tasks.remove(task)
             if task.program is not None and isinstance(error, AssertionError):
@@ -308,6 +324,18 @@ class Scheduler(ProgramHooks):
                 self.observer.on_program_end(task)
             if task.on_finish is not None:
                 task.on_finish()
+
+    def _endless(self, task: Task, overdue: OverdueError) -> errors.EndlessTaskError:
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        limit = self._timeout if late else self._quiet
+        how = "not finished within" if late else "nothing has happened for"
+        told = at_lines(
+            f"{how} {limit:g} s (seed {self.seed}): {task.name} neither ends nor touches memory",
+            raised_in(overdue),
+        )
+        made = errors.EndlessTaskError(told)
+        made.frames = told.frames
+        return made
 
     def recorded(self) -> tuple[ScheduleSegment, ...]:
         """The segments that ran, in order, for ``strategies.Replay``."""

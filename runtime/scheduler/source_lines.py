@@ -73,7 +73,7 @@ def program_line(task: Task) -> str:
 
 def user_frame(frame: Any) -> Any:
     """The innermost frame of the user's code at or above ``frame``; None if there is none."""
-    ours = ("interlace", "torch", "contextlib", "concurrent", "triton")
+    ours = ("interlace", "torch", "contextlib", "concurrent", "numpy", "triton")
     around = outwards(frame)
     return next((f for f in around if not f.f_globals.get("__name__", "").startswith(ours)), None)
 
@@ -109,13 +109,24 @@ def with_lines(error: BaseException) -> SourceText:
     refused = isinstance(raised, NotImplementedError)  # what a kernel wants, at a line of its own
     if isinstance(raised, InterlaceError) and not lines and not refused:
         return SourceText(text)
-    for frame, number in traceback.walk_tb(None if lines else raised.__traceback__):
+    return at_lines(text, lines or raised_in(raised))
+
+
+def at_lines(text: str, lines: list[SourceText]) -> SourceText:
+    """``text`` with ``lines``, outermost first, behind it."""
+    at = f" at {', called from '.join(lines[::-1])}" if lines else ""
+    return SourceText(text + at, tuple(frame for line in lines[::-1] for frame in line.frames))
+
+
+def raised_in(error: BaseException) -> list[SourceText]:
+    """The lines of kernels and user code, outermost first, that ``error`` has come through."""
+    lines = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
         if _is_ours(frame) or user_frame(frame) is frame:
             path = frame.f_code.co_filename
             place = f"{os.path.basename(path)}:{number} in {frame.f_code.co_name}"
             lines.append(SourceText(place, ((path, number),)))
-    at = f" at {', called from '.join(lines[::-1])}" if lines else ""
-    return SourceText(text + at, tuple(frame for line in lines[::-1] for frame in line.frames))
+    return lines
 
 
 def _compiled_lines(error: BaseException | None) -> list[SourceText]:

@@ -111,17 +111,18 @@ def test_triton_imported_first_says_what_to_do() -> None:
     assert done.returncode == 1 and "import interlace first" in done.stderr
 
 
-def test_ctrl_c_while_a_run_begins_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_run_begins_leaves_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would raise in whatever this thread does when the run's time is over."""
-    timers, start = [], threading.Timer.start
+    dogs, start = [], threading.Thread.start
 
-    def interrupted(timer: threading.Timer) -> None:
-        start(timer)
-        timers.append(timer)
+    def interrupted(dog: threading.Thread) -> None:
+        start(dog)
+        dogs.append(dog)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         interlace.run(interlace.get_rank, 1)
-    (timer,) = timers
-    assert timer.finished.is_set()
+    (dog,) = dogs
+    dog.join(timeout=60)
+    assert not dog.is_alive()

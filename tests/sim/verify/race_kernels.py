@@ -300,3 +300,22 @@ def turned_by_way_of_memory(input_ptr, output_ptr, BLOCK: tl.constexpr, SEVERAL:
 def raises_a_flag(peers_ptr, rank):
     """By interlace's function for it."""
     put_flag(flag(peers_ptr, rank, tl.program_id(0)), 1)
+
+
+@triton.jit
+def counts_for_ever(out_ptr, rounds):
+    """With numbers of Python's, if ``rounds`` is below 0."""
+    count = 0
+    while True:
+        count += 1
+        if count == rounds:
+            break
+    tl.store(out_ptr, count)
+
+
+@triton.jit
+def asks_itself_for_ever(out_ptr, rounds):
+    count = tl.load(out_ptr)
+    while count != rounds:
+        count = tl.where(rounds < 0, count % 7 + 1, count + 1)
+    tl.store(out_ptr, count)

@@ -21,6 +21,8 @@ from interlace.runtime.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
+from interlace.verify.race_check import check as race_check
+from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.schedule_check import sampling
 from interlace.verify.schedule_check.digest import digest_of
 from sim.verify import memory_kernels
@@ -266,9 +268,32 @@ def test_time_limits_hold_where_nothing_gives_way() -> None:
         while interlace.get_rank() == 0:
             pass
 
-    with pytest.raises(interlace.CollectiveTimeoutError, match="rank 0 user code neither ends"):
+    assert interlace.run(interlace.get_rank, 2) == [0, 1]  # imports take longer than the limit
+    line = r"rank 0 user code neither ends nor touches memory at test_schedules\.py:\d+ in on_rank"
+    with pytest.raises(interlace.CollectiveTimeoutError, match=line):
         interlace.run(on_rank, 2, timeout=0.5)
     assert interlace.run(interlace.get_rank, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("endless", [kernels.counts_for_ever, kernels.asks_itself_for_ever])
+def test_a_kernel_that_goes_round_for_ever_is_found_once(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its line, long before the time limit; a program that only takes longer is not."""
+    for home in (schedule_check, race_check):
+        monkeypatch.setattr(home, "QUIET_SECONDS", 0.5)
+
+    def on_rank(rounds: int = -1) -> None:
+        endless[(1,)](torch.zeros(1, dtype=torch.int32), rounds)
+
+    failing = schedules(on_rank, 1, n=3)
+    found = races(on_rank, 1, seeds=3)
+    line = rf"nothing has happened for 0\.5 s .* at race_kernels\.py:\d+ in {endless.__name__}$"
+    assert failing.failure is not None and re.search(line, failing.failure.text)
+    ((_, error),) = found.errors
+    assert re.search(line, error) and found.seeds == (0,)
+    monkeypatch.undo()
+    assert races(on_rank, 1, 100, seeds=1).clean
 
 
 def test_replay_has_a_time_limit() -> None:

@@ -8,11 +8,11 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from interlace import launcher
-from interlace.runtime.core.errors import SourceText
+from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.programs.choice import Rewrite, programs
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.scheduler import Programs, Scheduler
+from interlace.runtime.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
 from interlace.runtime.scheduler.source_lines import with_lines
 from interlace.runtime.scheduler.strategies import for_seed
 from interlace.verify.lint_check.check import specialisation
@@ -114,7 +114,7 @@ def races(  # type: ignore[misc]
     barriers: set[SourceText] = set()
     reaches: dict[Any, Reach] = {}
     events = 0
-    for seed in chosen:
+    for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
         raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
         error = SourceText("")
@@ -122,6 +122,13 @@ def races(  # type: ignore[misc]
             told = with_lines(raised)
             error = SourceText(f"{type(raised).__name__}: {told}", told.frames)
         of_its_kind = errors if refused(raised) is None else refusals
+        if isinstance(
+            raised, EndlessTaskError
+        ):  # so it is in other schedules, each to its time limit
+            errors.append((seed, error))
+            on_seed(seed)
+            chosen = chosen[:number]
+            break
         differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
         if differs:
             of_its_kind.append((seed, error))
@@ -201,6 +208,7 @@ def _observed(
         observer=cast(Observer, detector),
         store_buffers=store_buffers,
         timeout=timeout,
+        quiet=QUIET_SECONDS,
         programs=made,
         on_bad_access=detector.on_bad_access,
     )

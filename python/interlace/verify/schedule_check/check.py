@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from interlace import launcher
+from interlace.runtime.core.errors import EndlessTaskError
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.programs.choice import programs
-from interlace.runtime.scheduler.scheduler import Programs, Scheduler
+from interlace.runtime.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
 from interlace.runtime.scheduler.source_lines import with_lines
 from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
@@ -196,8 +197,8 @@ def schedules(  # type: ignore[misc]
         on_progress(1)
         later = parallel.map_seeds(
             lambda seed: trial.run(seed).verdict,
-            # what one schedule cannot run, hardly any can
-            [] if first_outcome.refusal else chosen[1:],
+            # what one schedule cannot run, or end, hardly any can
+            [] if first_outcome.refusal or first_outcome.endless else chosen[1:],
             workers=workers,
             on_progress=lambda done: on_progress(done + 1),
             lost=lambda seed, how: (None, how),
@@ -209,7 +210,8 @@ def schedules(  # type: ignore[misc]
     failure = None
     if failing:
         first = next(seed for seed in chosen if seed in failing)
-        failure = shrunk(trial, first, search=shrink)
+        failed = first_outcome if first_outcome.endless else trial.run(first, tell=True)
+        failure = shrunk(trial, first, failed, search=shrink)
     counts = world_size, len(kinds) - len(refusals), store_buffers, seconds
     refused = tuple(sorted(refusals))
     refusal = refusals[refused[0]] if refused else ""
@@ -229,6 +231,10 @@ class TrialResult:
     digest: str
     segments: tuple[ScheduleSegment, ...]
     story: Story
+
+    @property
+    def endless(self) -> bool:
+        return isinstance(self.error, EndlessTaskError)
 
     @property
     def verdict(self) -> tuple[str | None, str | None]:
@@ -259,6 +265,7 @@ class Trial:
             store_buffers=self.store_buffers,
             observer=teller if tell else None,
             timeout=self.timeout,
+            quiet=QUIET_SECONDS,
             programs=self.programs,
         )
         error, digest, refusal = None, "", None
@@ -276,14 +283,16 @@ class Trial:
         return TrialResult(wrong, refusal, error, digest, scheduler.recorded(), story)
 
 
-def shrunk(trial: Trial, seed: int, *, search: bool) -> Failure:
-    """The failure of ``seed``; if ``search``, with as few context switches as can be found."""
-    found = trial.run(seed, tell=True)
+def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Failure:
+    """The failure ``found`` with ``seed``; if ``search``, with as few context switches as can be found."""
     kind = found.wrong
     if kind is None:
         text = "failed and does not fail again: something besides the schedule decides"
         switches, story = len(found.segments) - 1, found.story
         return Failure(seed, "not repeatable", text, found.segments, switches, story, story)
+    if found.error is not None and found.endless:  # it would be in every run
+        text, switches = with_lines(found.error), len(found.segments) - 1
+        return Failure(seed, kind, text, found.segments, switches, found.story, found.story)
     best = found.segments
     deadline = time.monotonic() + SHRINK_SECONDS
     runs = 0
