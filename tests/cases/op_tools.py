@@ -105,7 +105,6 @@ WHY_NOT: dict[tuple[str, str], str] = {
         (op, "tune"): "thresholds of its size"
         for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
     },
-    **{(op, "tune"): "by where it runs alone" for op in ("dispatch", "combine")},
 }
 
 

@@ -15,6 +15,7 @@ from interlace.fused.routing import (
     Routing,
     agreed,
     assignment_of,
+    measured,
     most_dispatched,
     resolved,
     senders_of,
@@ -30,6 +31,7 @@ from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 COMBINE = "combine"
+BY_TORCH = ("pipelined", "unfused")
 Tensor = torch.Tensor
 
 
@@ -112,6 +114,8 @@ def _on_device(
             bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
             columns = rows.shape[1]
             chosen = configuration.choose(communicator.place, rows.dtype, 16, columns, columns)
+            problem = rows.dtype, most * inverse.shape[1], columns
+            chosen = measured(communicator, COMBINE, *problem, "fused").over(chosen)
             event = Combine(communicator, rows, home).fused(segments, bounds, chosen)
         return Outcome(None if outputs else home.output, event)
 
@@ -136,7 +140,12 @@ def _with_counts(
         )
         most, counts = agreed(communicator, COMBINE, routing, shape, terms, assignment.counts)
         assert counts is not None
-        begins(way := algorithm if most else "unfused")
+        way = algorithm if most else "unfused"
+        if routing.algorithm == "auto" and communicator.place.nodes is None:
+            problem = rows.dtype, int(counts.sum(1).max()), rows.shape[1]
+            named = measured(communicator, COMBINE, *problem).algorithm
+            way = named if named in BY_TORCH else way
+        begins(way)
         routes = HostRoutes(assignment, counts, routing.expert_rows(communicator.world_size))
         home = home_of(rows, assignment.inverse, weights, outputs)
         op = Combine(communicator, rows, home)

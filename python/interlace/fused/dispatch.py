@@ -15,6 +15,7 @@ from interlace.fused.routing import (
     Routing,
     agreed,
     assignment_of,
+    measured,
     resolved,
     senders_of,
     weights_of,
@@ -95,12 +96,20 @@ def _terms(x: Tensor, scales: Tensor | None, weighted: bool) -> Terms:
 
 
 def _fused(
-    communicator: Communicator, op: Dispatch, sent: SentTokens, most: int, routing: Routing
+    communicator: Communicator,
+    op: Dispatch,
+    sent: SentTokens,
+    most: int,
+    rows: int,
+    routing: Routing,
 ) -> Event:
+    """``most`` tokens and ``rows`` has the rank with most."""
     senders = senders_of(communicator, DISPATCH)
     bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
     words = max(1, op.x.shape[1] * op.x.element_size() // 4)
     chosen = configuration.choose(communicator.place, op.x.dtype, 16, words, words)
+    problem = op.x.dtype, rows, op.x.shape[1]
+    chosen = measured(communicator, DISPATCH, *problem, "fused").over(chosen)
     return op.fused(sent, bounds, chosen)
 
 
@@ -129,7 +138,8 @@ def _on_device(
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
         begins("fused")
         op = Dispatch(communicator, x, scales, _named(made, scales is not None, weighted))
-        event = _fused(communicator, op, SentTokens(facts, tokens, lines), most, routing)
+        rows = most * shape[1]
+        event = _fused(communicator, op, SentTokens(facts, tokens, lines), most, rows, routing)
         return Outcome(None if given else made, event)
 
     return start, (), None
@@ -161,9 +171,12 @@ def _with_counts(
             )
         result = _named(made, scales is not None, weights is not None)
         op, way = Dispatch(communicator, x, scales, result), algorithm if most else "unfused"
+        rows = int(counts.sum(1).max())
+        if routing.algorithm == "auto" and communicator.place.nodes is None and x.shape[1]:
+            way = measured(communicator, DISPATCH, x.dtype, rows, x.shape[1]).algorithm or way
         begins(way)
         if way == "fused":
-            event = _fused(communicator, op, assignment.sent(weights), most, routing)
+            event = _fused(communicator, op, assignment.sent(weights), most, rows, routing)
         else:
             event = (op.pipelined if way == "pipelined" else op.unfused)(routes, weights)
         return Outcome(None if given else made, event)

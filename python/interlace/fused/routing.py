@@ -19,7 +19,7 @@ from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.dispatch import sender_programs
 from interlace.runtime.core.call import Call, Terms, told
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 MOST = "most tokens of a rank"
@@ -191,6 +191,21 @@ def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> i
     if key not in communicator.numbers:
         communicator.numbers[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
     return communicator.numbers[key]
+
+
+def measured(
+    communicator: Communicator,
+    op: str,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    algorithm: str = "auto",
+) -> tuning.Measured:
+    """What ``tune`` has found for ``rows``, of the rank that sends most; where there are any."""
+    if not rows * columns:
+        return tuning.UNMEASURED
+    problem = tuning.Problem(op, dtype, rows, columns, 1, communicator.world_size)
+    return tuning.measured(communicator, problem, algorithm)
 
 
 def senders_of(communicator: Communicator, op: str) -> int:

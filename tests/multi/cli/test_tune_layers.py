@@ -18,6 +18,8 @@ from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.algorithms import head_exchange
+from interlace.runtime.algorithms.experts.combine import Combine
+from interlace.runtime.algorithms.experts.dispatch import Dispatch
 from interlace.runtime.core import hooks
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow
@@ -33,6 +35,8 @@ FASTEST = {
     "all_to_all_matmul": "pipelined",
     "all_to_all_grouped_matmul": "pipelined",
     "all_gather_grouped_matmul": "pipelined",
+    "dispatch": "pipelined",
+    "combine": "pipelined",
     "context_parallel_attention": "ring pipelined",
     "context_parallel_attention_backward": "ring pipelined",
 }
@@ -54,6 +58,15 @@ def call(op: str, **how: Any) -> Any:
         weight, each = torch.ones(experts, k, n), m // 2
         rows = torch.ones(m if experts == 1 else each, k)
         return getattr(interlace, op)(rows, weight, [len(rows) // 2] * 2, **how)[0]
+    if op in ("dispatch", "combine"):
+        chosen = torch.tensor([[0, 1]]).expand(m // 2, 2)
+        first = how if op == "dispatch" else {"algorithm": "unfused"}
+        received, handle = interlace.experts.dispatch(
+            torch.ones(m // 2, n), chosen, None, 2, **first
+        )
+        return (
+            received.x if op == "dispatch" else interlace.experts.combine(received.x, handle, **how)
+        )
     if op == "matmul_all_to_all":
         return interlace.functional.matmul_all_to_all(torch.ones(m, k), torch.ones(k, n), **how)
     if op == "all_to_all_matmul":
@@ -120,6 +133,24 @@ def test_the_kernel_gets_what_was_measured(op: str, tmp_path: pathlib.Path) -> N
             with mock.patch.dict(os.environ, {cache.VARIABLE: name}):
                 interlace.run(told, 2, op, name, algorithm="fused")
             got = [each.args[-1].group_m == group_m for each in spy.call_args_list]
+            assert got == [expected] * 2
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_the_kernels_of_rows_get_what_was_measured(op: str, tmp_path: pathlib.Path) -> None:
+    """Whether counts are on the host or not."""
+    file, copied = tmp_path / "tune.json", 2  # rows; no default has so few
+    problem = TUNED[op].problem(torch.float32, (SIZES["m"], SIZES["n"]), 2)
+    where = tuning.dtype_name(problem), tuning.extents_of(problem), *tuning.bucket_of(problem)
+    made = CacheRow(op, *where, "fused", {"fused": {"copy_rows": copied}})
+    cache.add(cache.machine("sim", torch.device("cpu")), [made], file)
+    kind = Dispatch if op == "dispatch" else Combine
+    with mock.patch.object(kind, "fused", autospec=True, side_effect=kind.fused) as spy:
+        for name, expected in (("off", False), (str(file), True)):
+            spy.reset_mock()
+            with mock.patch.dict(os.environ, {cache.VARIABLE: name}):
+                interlace.run(told, 2, op, name, algorithm="fused")
+            got = [each.args[-1].copy_rows == copied for each in spy.call_args_list]
             assert got == [expected] * 2
 
 

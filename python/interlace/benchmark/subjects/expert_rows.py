@@ -5,6 +5,7 @@ often. So a rank gets as many rows as it sends, by expert and by source alike, a
 all-to-all of equal parts, with an index before or behind.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,13 @@ import interlace
 from interlace import reference
 from interlace.benchmark.subjects.by_rows import INPUT, ByRows, Expected
 from interlace.benchmark.subjects.fused import AllGatherMatmul, Fused
-from interlace.benchmark.subjects.plain import AllToAll, Plain, Tensors
+from interlace.benchmark.subjects.plain import AllToAll, Tensors
 from interlace.benchmark.timing import payload
+from interlace.benchmark.timing.figures import bus_factor
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.core.place import Place
 
 TOPK = 2
-HIDDEN = 1024  # elements of a row, or fewer where there are fewer
-ALGORITHMS = ("auto", "fused", "unfused")
 
 
 def evenly(tokens: int, world_size: int, device: torch.device) -> Assignment:
@@ -32,30 +32,43 @@ def evenly(tokens: int, world_size: int, device: torch.device) -> Assignment:
     return Assignment((token + slot) % world_size, world_size, world_size)
 
 
-class _ExpertRowsPlain(Plain):
-    """Rows of tokens between ranks. ``nbytes`` are those of the rows that a rank sends."""
+def refuse_rows(op: str, world_size: int, m: int | None) -> None:
+    """Raise ValueError if so many rows of a rank cannot be shared out evenly."""
+    parts = world_size * min(TOPK, world_size)
+    if (m or 0) % parts:
+        raise ValueError(
+            f"--m {m}: {op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
+            f"{min(TOPK, world_size)} experts for each token"
+        )
 
-    algorithms = ALGORITHMS
-    reduces = False
 
-    def __init__(self, place: Place, dtype: torch.dtype, nbytes: int) -> None:
-        super().__init__(place, dtype, nbytes)
+class _MovedRows(ByRows):
+    """Rows of tokens between ranks. M are those that a rank sends, N their elements."""
+
+    sizes = ("m", "n")
+    without = "has rows and columns; it takes --m and --n"
+    varied = tuple(
+        {"copy_rows": rows, "copy_columns": columns, "num_warps": warps}
+        for rows, columns in ((4, 1024), (8, 512), (16, 256), (32, 256))
+        for warps in (4, 8)
+    )
+
+    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int) -> None:
+        super().__init__(place, dtype, m, n)
         self.topk = min(TOPK, self.world_size)
-        self.hidden = min(HIDDEN, self.part)
-        each = max(1, self.part // (self.hidden * self.topk))  # tokens that begin with one expert
-        self.chosen = evenly(each * self.world_size, self.world_size, self.device)
-        self.slots = self.chosen.slots(self.chosen.topk_idx.numel())  # by home row
-        self.whole = len(self.slots) * self.hidden
-        self.nbytes = self.whole * dtype.itemsize
-        self.shape = {"bytes": self.nbytes}
+        self.chosen = evenly(m // self.topk, self.world_size, self.device)
+        self.slots = self.chosen.slots(m)  # by home row
+        self.nbytes = m * n * dtype.itemsize
+        self.bus_factor = bus_factor(self.op, self.world_size)
 
     @classmethod
     def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        if not dtype.startswith(("float", "bfloat")):
-            raise ValueError(f"--dtype {dtype}: {cls.op} moves floats")
+        super().refuse(world_size, m, dtype)
+        refuse_rows(cls.op, world_size, m)
 
-    def matrix(self, rank: int, call: int, rows: int) -> torch.Tensor:
-        return self.of(rank, call, count=rows * self.hidden).view(rows, self.hidden)
+    def rows_of(self, rank: int, call: int, rows: int) -> torch.Tensor:
+        flat = payload.vector(0, rows * self.n, rank, call, self.dtype, self.device)
+        return flat.view(rows, self.n)
 
     def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(rows)
@@ -63,24 +76,30 @@ class _ExpertRowsPlain(Plain):
         return output
 
     def alone_inputs(self, call: int) -> Tensors:
-        source = self.matrix(self.rank, call, len(self.slots))
+        source = self.rows_of(self.rank, call, self.m)
         return torch.empty_like(source), source
 
-    def alone(self, output: Any, source: Any) -> Any:
+    def alone(self, *tensors: Any) -> Any:
+        output, source = tensors
         return output.copy_(source)
 
-    def timed_inputs(self, call: int) -> Tensors:
-        return self.inputs(call)
+    @abstractmethod
+    def right(self, call: int) -> torch.Tensor:
+        """What the op gives; sums of so few payloads are exact in every dtype."""
 
-    def _error(self, result: torch.Tensor, right: torch.Tensor) -> float:
-        return 0.0 if torch.equal(result, right.to(result.dtype)) else float("inf")
+    def expected(self, rows: torch.Tensor, call: int) -> Expected:
+        value = self.right(call)[rows]
+        return value, torch.zeros_like(value), torch.zeros_like(value)
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        return 0.0 if torch.equal(result, self.right(call).to(result.dtype)) else float("inf")
 
 
-class DispatchRows(_ExpertRowsPlain):
+class DispatchRows(_MovedRows):
     op = "dispatch"
 
     def inputs(self, call: int) -> Tensors:
-        return (self.matrix(self.rank, call, len(self.chosen.topk_idx)),)
+        return (self.rows_of(self.rank, call, len(self.chosen.topk_idx)),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         idx, experts = self.chosen.topk_idx, self.world_size
@@ -91,26 +110,23 @@ class DispatchRows(_ExpertRowsPlain):
         return self.exchanged(arguments[0][self.slots // self.topk])
 
     def alone_inputs(self, call: int) -> Tensors:
-        source = self._right(call)
+        source = self.right(call)
         return torch.empty_like(source), source
 
-    def _right(self, call: int) -> torch.Tensor:
+    def right(self, call: int) -> torch.Tensor:
         tokens = (self.slots // self.topk).view(self.world_size, -1)[self.rank]
         parts = [
-            payload.some_rows(tokens, self.hidden, source, call, self.dtype)
+            payload.some_rows(tokens, self.n, source, call, self.dtype)
             for source in range(self.world_size)
         ]
         return torch.cat(parts)
 
-    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
-        return self._error(result, self._right(call))
 
-
-class CombineRows(_ExpertRowsPlain):
+class CombineRows(_MovedRows):
     op = "combine"
 
     def inputs(self, call: int) -> Tensors:
-        return (self.matrix(self.rank, call, len(self.slots)),)
+        return (self.rows_of(self.rank, call, self.m),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         nothing = torch.zeros(len(self.chosen.topk_idx), 1, device=self.device)
@@ -128,22 +144,21 @@ class CombineRows(_ExpertRowsPlain):
     def alone_inputs(self, call: int) -> Tensors:
         return None, self._home(call)
 
-    def alone(self, output: Any, source: Any) -> Any:
-        return self._sums(source)
+    def alone(self, *tensors: Any) -> Any:
+        return self._sums(tensors[1])
 
     def _home(self, call: int) -> torch.Tensor:
         """This rank's rows as they come back: those of its tokens lie together on every rank."""
         each = len(self.slots) // self.world_size
         rows = self.rank * each + torch.arange(each, device=self.device)
         parts = [
-            payload.some_rows(rows, self.hidden, expert, call, self.dtype)
+            payload.some_rows(rows, self.n, expert, call, self.dtype)
             for expert in range(self.world_size)
         ]
         return torch.cat(parts)
 
-    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
-        # sums of so few payloads are exact in every dtype
-        return self._error(result, self._sums(self._home(call).double()))
+    def right(self, call: int) -> torch.Tensor:
+        return self._sums(self._home(call).double())
 
 
 class _Exchanged(Fused):
@@ -262,12 +277,7 @@ class GroupedMatmulCombineRows(_Exchanged):
     @classmethod
     def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
         super().refuse(world_size, m, dtype)
-        parts = world_size * min(TOPK, world_size)
-        if (m or 0) % parts:
-            raise ValueError(
-                f"--m {m}: {cls.op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
-                f"{min(TOPK, world_size)} experts for each token"
-            )
+        refuse_rows(cls.op, world_size, m)
 
     def inputs(self, call: int) -> Tensors:
         return (

@@ -28,7 +28,6 @@ from interlace.runtime.core.place import Place
 _PLAIN: tuple[type[Plain], ...] = (
     plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
     plain.Reduce, plain.Gather, plain.Scatter, plain.SendRecv, plain.Barrier,
-    expert_rows.DispatchRows, expert_rows.CombineRows,
 )  # fmt: skip
 _FUSED: tuple[type[Fused], ...] = (
     fused.AllGatherMatmul,
@@ -39,7 +38,7 @@ _BY_ROWS: tuple[type[ByRows], ...] = (
     norms.MatmulReduceScatterNorm, norms.MatmulAllReduceNorm,
     norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
     expert_rows.AllGatherGroupedRows, expert_rows.AllToAllGroupedRows,
-    expert_rows.GroupedMatmulCombineRows,
+    expert_rows.GroupedMatmulCombineRows, expert_rows.DispatchRows, expert_rows.CombineRows,
     head_exchange.MatmulAllToAll, head_exchange.AllToAllMatmul,
     attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
 )  # fmt: skip

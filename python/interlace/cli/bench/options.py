@@ -49,10 +49,10 @@ class BenchOptions(CommandOptions):
     """Time an op of interlace, or a kernel of your own, against baselines, and check every result.
 
     OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
-    scatter, send_recv, barrier; dispatch, combine), a fused op (all_gather_matmul, matmul_reduce_scatter,
+    scatter, send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter,
     matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
     reduce_scatter_norm, and gather_normed, which is the last with an all-gather; all_to_all_grouped_matmul,
-    all_gather_grouped_matmul, grouped_matmul_combine;
+    all_gather_grouped_matmul, grouped_matmul_combine; dispatch, combine;
     matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as ..._backward;
     distributed_decode), or path/to/file.py::function,
     which returns an interlace.benchmark.Kernel, or a callable to time.
