@@ -20,7 +20,14 @@ from interlace.arguments.words import (
     Yes,
 )
 from interlace.fused import counted, grouped, grouped_combine
-from interlace.fused.routing import DispatchHandle, choice, flat, routing_for
+from interlace.fused.routing import (
+    DispatchHandle,
+    by_handle,
+    choice,
+    dispatch_number,
+    flat,
+    routing_for,
+)
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
@@ -337,21 +344,13 @@ def grouped_matmul_combine(
     >>> interlace.run(layer, 2)
     [[[12.0], [18.0]], [[12.0], [18.0]]]
     """
-    op, segments, routing = grouped_combine.MATMUL_COMBINE, None, None
-    if isinstance(splits, DispatchHandle):
-        handle, group = splits, splits.group if group is None else group
-        if requires_gradients(input, weight, bias, topk_weights, handle.topk_weights):
-            options = grouped_combine.CombineOptions(None, algorithm, out_dtype)
-            given = (input, weight, handle, topk_idx, topk_weights)
-            return recorded.run(  # type: ignore[no-any-return]
-                op, async_op, given, lambda made: made, options, bias=bias, group=group
-            )
-        topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
-        segments, input = handle.segments, flat(handle, input)
-        routing = routing_for(handle, topk_idx)
-        splits = ()
-    options = grouped_combine.CombineOptions(splits, algorithm, out_dtype, routing)
+    op = grouped_combine.MATMUL_COMBINE
+    options = grouped_combine.CombineOptions(splits, algorithm, out_dtype)
     tensors: Any = (input, weight, bias, topk_idx, topk_weights)
+    if isinstance(splits, DispatchHandle):
+        group, options = splits.group if group is None else group, options._replace(splits=())
+        with by_handle(resolve(group).on(input), splits):
+            return _with_handle(tensors, splits, options, group, async_op)  # type: ignore[no-any-return]
     communicator = resolve(group).on(input)
     if requires_gradients(*tensors):
         if not modes_active():
@@ -376,7 +375,27 @@ def grouped_matmul_combine(
             )
         checks.warn_without_gradients(op, stacklevel=3)
     run = grouped_combine.grouped_matmul_combine
-    return run(communicator, (*tensors, segments, None), (options,), async_op)  # type: ignore[no-any-return]
+    return run(communicator, (*tensors, None, None), (options,), async_op)  # type: ignore[no-any-return]
+
+
+def _with_handle(
+    tensors: tuple[Any, ...],
+    handle: DispatchHandle,
+    options: grouped_combine.CombineOptions,
+    group: Group,
+    async_op: bool,
+) -> Any:
+    input, weight, bias, topk_idx, topk_weights = tensors
+    if requires_gradients(*tensors, handle.topk_weights):
+        given = (input, weight, handle, topk_idx, topk_weights)
+        about = grouped_combine.MATMUL_COMBINE, async_op, given, lambda made: made, options
+        return recorded.run(*about, bias=bias, group=group)
+    topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
+    options = options._replace(routing=routing_for(handle, topk_idx))
+    rows = flat(handle, input)
+    tensors = (rows, weight, bias, topk_idx, topk_weights, handle.segments, None)
+    run = grouped_combine.grouped_matmul_combine
+    return run(resolve(group).on(rows), tensors, (options,), async_op)
 
 
 def _grouped_matmul(
@@ -384,9 +403,10 @@ def _grouped_matmul(
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)
+    number = dispatch_number(communicator) if options.max_rows else 0
 
     def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
-        about = options.input_splits, input.shape[0], options
+        about = options.input_splits, input.shape[0], options, number
         return made[0], counted.handle_of(communicator, made[1], *about)
 
     if requires_gradients(*tensors):

@@ -35,9 +35,13 @@ differently.
 """
 
 
+beside: ContextVar[Terms] = ContextVar("beside", default=())
+"""What ranks compare besides, of the op that is called now: what its forms need not be told."""
+
+
 def told(terms: Terms) -> Terms:
     """``terms`` with what is ``needed``: who alone needs a gradient would wait for others in backward."""
-    what = needed.get()
+    what, terms = needed.get(), (*beside.get(), *terms)
     return ((NEEDED, what), *terms) if what else terms
 
 

@@ -6,7 +6,9 @@ import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.experts.rows import combine, dispatched
-from interlace.fused.routing import DispatchHandle
+from interlace.fused.combine import COMBINE
+from interlace.fused.routing import DispatchHandle, check_same_choice
+from interlace.groups.groups import resolve
 
 Tensor = torch.Tensor
 
@@ -66,7 +68,9 @@ def low_latency_combine(
 
     ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``, of which only rows that came
     are looked at; ``topk_idx``, ``handle`` and ``group`` those of the dispatch. Sums as of
-    :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data moves.
+    :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data moves:
+    also for another ``topk_idx`` than the dispatch's, of which a GPU's host sees the shape alone; rows go
+    home by the dispatch's.
 
     Compared with DeepEP's ``Buffer.low_latency_combine``: the same arguments.
 
@@ -78,5 +82,8 @@ def low_latency_combine(
     [[[4.0, 4.0]], [[4.0, 4.0]]]
     """
     if isinstance(handle, DispatchHandle):  # else combine refuses it
-        handle = handle._replace(topk_idx=topk_idx, topk_weights=topk_weights)
+        communicator = resolve(handle.group).on(y)
+        with communicator.accepting(COMBINE):
+            check_same_choice(communicator, handle.topk_idx, topk_idx)
+        handle = handle._replace(topk_weights=topk_weights)
     return combine(y, handle, group=group, async_op=async_op, algorithm=algorithm)

@@ -15,7 +15,14 @@ from interlace.fused.combine import COMBINE
 from interlace.fused.combine import combine as combine_form
 from interlace.fused.dispatch import DISPATCH
 from interlace.fused.dispatch import dispatch as dispatch_form
-from interlace.fused.routing import DispatchHandle, Received, flat, routing_of
+from interlace.fused.routing import (
+    DispatchHandle,
+    Received,
+    by_handle,
+    dispatch_number,
+    flat,
+    routing_of,
+)
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
 from interlace.matmuls import requires_gradients
@@ -125,6 +132,7 @@ def dispatched(
     async_op: bool,
 ) -> Any:
     communicator = resolve(group).on(x, topk_idx)
+    number = dispatch_number(communicator)
     with communicator.accepting(DISPATCH):
         if use_fp8:
             if isinstance(x, (tuple, list)):
@@ -139,7 +147,8 @@ def dispatched(
     tensors = (data, scales, topk_idx, topk_weights)
 
     def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
-        return functional.named(made, tensors, routing, communicator)
+        received, handle = functional.named(made, tensors, routing, communicator)
+        return received, handle._replace(number=number)
 
     arguments = (*tensors, *routing)
     if requires_gradients(*tensors):
@@ -248,11 +257,12 @@ def combine(
     rows = flat(handle, y)
     routing = handle.routing._replace(algorithm=algorithm)
     tensors = (rows, handle.segments, handle.topk_idx, weights)
-    if requires_gradients(*tensors):
-        kept = weights is not None and weights.requires_grad
-        arguments = (*tensors, kept, *routing)
-        return _recorded(COMBINE, communicator, arguments, itemgetter(0), async_op)
-    return combine_form(communicator, (*tensors, None), (routing,), async_op)
+    with by_handle(communicator, handle):
+        if requires_gradients(*tensors):
+            kept = weights is not None and weights.requires_grad
+            arguments = (*tensors, kept, *routing)
+            return _recorded(COMBINE, communicator, arguments, itemgetter(0), async_op)
+        return combine_form(communicator, (*tensors, None), (routing,), async_op)
 
 
 def permute(

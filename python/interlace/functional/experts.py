@@ -9,7 +9,15 @@ import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.functional.calls import check, ints, keeps, refuse, run_to_list
-from interlace.fused.routing import DispatchHandle, Received, Routing, choice, flat, routing_of
+from interlace.fused.routing import (
+    DispatchHandle,
+    Received,
+    Routing,
+    choice,
+    flat,
+    routing_for,
+    routing_of,
+)
 from interlace.ops.experts import ROUTED
 
 Tensor = torch.Tensor
@@ -153,7 +161,8 @@ def grouped_matmul_combine(
         handle, group = splits, splits.group if group is None else group
         topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
         check(op, group, tag, input=input, weight=weight, bias=bias)
-        rows, routing = flat(handle, input), handle.routing._replace(algorithm=algorithm)
+        routing = routing_for(handle, topk_idx)._replace(algorithm=algorithm)
+        rows = flat(handle, input)
         kept = topk_weights is not None and keeps(False, [topk_weights])
         tensors = (rows, weight, bias, handle.segments, topk_idx, topk_weights)
         given = (kept, *routing, out_dtype)

@@ -193,12 +193,17 @@ def padded(
 
 
 def handle_of(
-    communicator: Communicator, segments: Tensor, splits: Tensor, rows: int, options: GroupedOptions
+    communicator: Communicator,
+    segments: Tensor,
+    splits: Tensor,
+    rows: int,
+    options: GroupedOptions,
+    number: int,
 ) -> DispatchHandle:
     """That of a dispatch of the rows, each being a token with one expert."""
     experts = experts_of(splits.flatten().to(torch.int64), rows)
     routing = Routing(splits.numel(), 0, options.max_rows, False, options.algorithm)
-    return DispatchHandle(segments, experts, None, routing, communicator)
+    return DispatchHandle(segments, experts, None, routing, communicator, number)
 
 
 _planned = internal_form(EXCHANGE, _on_device, fills=False)

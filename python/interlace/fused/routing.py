@@ -9,7 +9,8 @@ begin, how many they are, and which of the source's rows the first of them is, i
 expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from interlace.arguments import checks
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.dispatch import sender_programs
-from interlace.runtime.core.call import Call, Terms, told
+from interlace.runtime.core.call import Call, Terms, beside, told
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES
@@ -68,6 +69,7 @@ class Received(NamedTuple):
 class DispatchHandle(NamedTuple):
     """What a combine has to know of its dispatch. ``group`` is the one that dispatched.
 
+    ``number``: of the dispatch, among those of the group; 0 where they are not counted, as in graphs.
     ``inverse``, int64 ``(tokens, k)``: which row a slot is of those that this rank has sent, sorted by
     expert; -1 of a slot without an expert, or beyond the capacity.
 
@@ -84,6 +86,7 @@ class DispatchHandle(NamedTuple):
     topk_weights: Tensor | None
     routing: "Routing"
     group: Any
+    number: int = 0
 
     @property
     def inverse(self) -> Tensor:
@@ -91,6 +94,36 @@ class DispatchHandle(NamedTuple):
         routing = self.routing
         idx = self.topk_idx.to(torch.int64)
         return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
+
+
+DISPATCHES = "dispatches"
+MOST_BACK = (
+    32  # ranks compare numbers so far back; beyond, one for all, as each is a message to be learnt
+)
+
+
+def dispatch_number(communicator: Communicator) -> int:
+    """That of the dispatch that is called now: also of one that is refused, which all ranks hear of."""
+    number = communicator.numbers.get(DISPATCHES, 0) + 1
+    communicator.numbers[DISPATCHES] = number
+    return number
+
+
+@contextmanager
+def by_handle(communicator: Communicator, handle: DispatchHandle) -> Iterator[None]:
+    """Within it ranks compare whose handle an op is given: how many dispatches ago it was made.
+
+    The number itself would be another message in each call, and a GPU's host would wait for the others'.
+    """
+    terms: Terms = ()
+    if handle.number:
+        back = communicator.numbers.get(DISPATCHES, 0) - handle.number
+        terms = (("the dispatch of the handle, counted back,", min(back, MOST_BACK)),)
+    token = beside.set(terms)
+    try:
+        yield
+    finally:
+        beside.reset(token)
 
 
 def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
@@ -285,6 +318,21 @@ def assignment_of(
                 "topk_idx names an expert twice for one token, for which low latency has no room"
             )
     return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
+
+
+def check_same_choice(communicator: Communicator, sent: Tensor, given: Any) -> None:
+    """Raise unless ``given`` is the ``topk_idx`` that was ``sent`` by, as far as that costs no wait."""
+    given = checks.tensor("topk_idx", given, communicator)
+    if given.shape != sent.shape:
+        raise ValueError(
+            f"topk_idx has shape {tuple(given.shape)}, the dispatch's {tuple(sent.shape)}"
+        )
+    if communicator.place.interpreted and bool((given != sent).any()):
+        token = int((given != sent).any(1).nonzero()[0])
+        raise ValueError(
+            f"topk_idx of token {token} is {given[token].tolist()}, in the dispatch it was "
+            f"{sent[token].tolist()}"
+        )
 
 
 def weights_of(communicator: Communicator, topk_weights: Any, like: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
-from interlace.runtime.core.call import Call, needed
+from interlace.runtime.core.call import Call, beside, needed
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.hooks import Form
 from interlace.runtime.core.kernel_arguments import ALIGNMENT
@@ -127,6 +127,7 @@ class Plans:
             options,
             configuration.OVERRIDE.get(),
             needed.get(),
+            beside.get(),
         ]
         try:
             for given in tensors:
