@@ -1,4 +1,4 @@
-"""Which dispatch a handle is of: ranks that take those of different ones are told, all of them."""
+"""Handles of dispatches: ranks that take those of different ones are told, all of them."""
 
 import itertools
 from typing import Any
