@@ -89,6 +89,7 @@ class PtxSource:
                     f"variable {name!r} has {variable.nbytes} bytes, and is given {found.nbytes}"
                 )
         at = {name: tensor.data_ptr() for name, tensor in self.variables.items()}
+        at |= self.kernel.pointers
         for name in new:
             kept[name].numpy()[:] = np.frombuffer(wanted[name].filled(at.get), np.uint8)
 

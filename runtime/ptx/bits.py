@@ -68,6 +68,24 @@ def build_field(instruction: Instruction) -> Action:
     return instruction.computes(extract, kind, kind, TYPES["u32"], TYPES["u32"])
 
 
+@builds("bmsk")
+def build_mask(instruction: Instruction) -> Action:
+    """Ones from a position on, as many as given."""
+    clamps = instruction.choose("clamp", "wrap") == "clamp"
+    kind = instruction.take_type(("b32",))
+
+    def mask(start: Array, length: Array) -> Array:
+        first, count = (each.astype(np.uint64) for each in (start, length))
+        if not clamps:
+            first, count = first & np.uint64(31), count & np.uint64(31)
+        first = np.minimum(first, np.uint64(32))
+        end = np.minimum(first + count, np.uint64(32))
+        ones = (np.uint64(1) << end) - (np.uint64(1) << first)
+        return ones.astype(np.uint32)
+
+    return instruction.computes(mask, kind, kind, kind)
+
+
 @builds("prmt")
 def build_permutation(instruction: Instruction) -> Action:
     """Bytes of two registers, chosen by four numbers of four bits; the highest takes a byte's sign."""

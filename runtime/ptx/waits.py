@@ -198,7 +198,7 @@ def build_trap(instruction: Instruction) -> Action:
 
     def trap(threads: Threads) -> None:
         raise InterlaceError(
-            f"PTX: the kernel gave up with 'trap'; line {instruction.line}, thread "
+            f"PTX: the kernel gave up with '{instruction.text}'; line {instruction.line}, thread "
             f"{threads.active(threads.numbers)[0]} of program "
             f"{tuple(threads.session.builder.grid_idx)}"
         )

@@ -70,7 +70,8 @@ class PtxKernel:
     ``polling``: those whose rounds depend on nothing but that, and how many looks are in one.
     ``static_bytes``: of shared memory that the text declares with a size; more may be given at launch,
     behind it; ``local_bytes``: of memory for each thread. ``threads``: whole warps of them, of which those
-    of ``block`` are there. ``variables``: global and constant ones. ``warp_wide``: instructions that all
+    of ``block`` are there. ``variables``: global and constant ones; ``pointers``:
+    what stands for the addresses of functions. ``warp_wide``: instructions that all
     threads of a warp run at once.
     """
 
@@ -80,6 +81,7 @@ class PtxKernel:
     threads: int
     parameters: tuple[Variable, ...]
     variables: Mapping[str, Variable]
+    pointers: Mapping[str, int]
     static_bytes: int
     local_bytes: int
     steps: tuple[Instruction, ...]
@@ -115,7 +117,9 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
     variables = {n: each for n, each in variables.items() if each.space != "shared"}
     symbols |= {n: Symbol(each.space, 0, each.nbytes or 0) for n, each in variables.items()}
     kinds = {each.name: each.kind for each in kernel.parameters}
-    parser = Parser([], symbols, kinds, module.functions)
+    pointed_to = sorted(module.pointed_to(reached))
+    pointers = {name: 16 * number for number, name in enumerate(pointed_to, 1)}
+    parser = Parser([], symbols, kinds, module.functions, pointers)
     places, parsed = _places(ptx), parser.instructions(f"{kernel.body}\nret;", kernel.line)
 
     def where() -> tuple[str, tuple[SourcePlace, ...]]:
@@ -142,6 +146,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
         -(-math.prod(block) // WARP) * WARP,
         kernel.parameters,
         variables,
+        pointers,
         static_bytes,
         parser.frame,
         tuple(steps),

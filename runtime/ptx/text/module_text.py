@@ -21,6 +21,7 @@ _FUNCTION = re.compile(
 _VARIABLE = re.compile(r"\.(global|const|shared)\b.*", re.DOTALL)
 _ALIAS = re.compile(r"\.alias\s+([\w$%]+)\s*,\s*([\w$%]+)")
 _WORDS = re.compile(r"[\w$%]+")
+_TAKEN = re.compile(r"\bmov\.[bus]64\s+[^,;]+,\s*([\w$%]+)")
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,35 @@ class ModuleText:
         )
 
     def reached(self, kernel: PtxFunction) -> list[PtxFunction]:
-        """``kernel`` and the functions that it may come to."""
+        """``kernel`` and the functions that it may come to, also by addresses that variables have."""
         found = [kernel]
         for each in found:
-            found += [
-                self.functions[name]
-                for name in sorted(each.words & {*self.functions})
-                if self.functions[name] not in found
-            ]
+            named = {*each.words, *self._in_values(each.words)}
+            others = (self.functions[name] for name in sorted(named & self.functions.keys()))
+            found += [other for other in others if other not in found]
         return found
 
     def named_by(self, functions: list[PtxFunction]) -> dict[str, Variable]:
         """The variables that ``functions`` name, and those that the values of these name."""
-        names = [n for n in self.variables if any(n in each.words for each in functions)]
-        for name in names:
-            words = _WORDS.findall(" ".join(self.variables[name].initial))
-            names += [each for each in words if each in self.variables and each not in names]
-        return {name: self.variables[name] for name in names}
+        words = frozenset().union(*(each.words for each in functions))
+        names = {*words, *self._in_values(words)}
+        return {name: each for name, each in self.variables.items() if name in names}
+
+    def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
+        """The functions with an address that ``functions`` take, or that a variable has."""
+        taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
+        words = frozenset().union(*(each.words for each in functions))
+        return (taken | self._in_values(words)) & self.functions.keys()
+
+    def _in_values(self, words: frozenset[str]) -> set[str]:
+        """What the initial values of variables among ``words`` name, and the values of those."""
+        found = [name for name in self.variables if name in words]
+        named: set[str] = set()
+        for name in found:
+            more = {*_WORDS.findall(" ".join(self.variables[name].initial))} - named
+            named |= more
+            found += [each for each in more if each in self.variables]
+        return named
 
 
 def read_text(ptx: str) -> ModuleText:

@@ -20,7 +20,7 @@ from interlace.runtime.ptx.calls import called
 from interlace.runtime.ptx.instruction import Instruction, Register, Symbol, error, split
 from interlace.runtime.ptx.text.module_text import PtxFunction
 from interlace.runtime.ptx.text.variables import Variable, declared
-from interlace.runtime.ptx.types import TYPES, ScalarType
+from interlace.runtime.ptx.types import PREDICATE, TYPES, ScalarType
 
 MOST_INSTRUCTIONS = 500_000  # of a kernel with all that it calls
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
@@ -28,6 +28,7 @@ _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
 _RETURN = re.compile(r"(@.* )?ret(\.uni)?")
 _REGISTERS = re.compile(r"\.reg(?: ?\.v([24]))? ?\.(\w+) (.+)")
+_DIRECTIVE = re.compile(r"\.\w+")
 _COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # of a vector, of 128 bits
 _DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 _END, _BEHIND = "<end>", "<behind>"  # labels: of a text, and of a call that some threads skip
@@ -55,8 +56,8 @@ class Parser:
     """A parser of one text whose operands ``$0``, ``$1``, ... are given registers.
 
     ``kinds`` are the dtypes of all slots, as far as the text is read. A whole kernel has ``symbols``, names
-    of memory, ``parameters``, and ``functions`` that it may call; inline PTX has none. ``frame``: the bytes
-    of memory that a thread needs for what is declared.
+    of memory, ``parameters``, and ``functions`` that it may call, those of ``pointers`` by an address, too;
+    inline PTX has none. ``frame``: the bytes of memory that a thread needs for what is declared.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Parser:
         symbols: Mapping[str, Symbol] | None = None,
         parameters: Mapping[str, ScalarType] | None = None,
         functions: Mapping[str, PtxFunction] | None = None,
+        pointers: Mapping[str, int] | None = None,
     ) -> None:
         slots = {register.slot: register.dtype for register in operands}
         unused = np.dtype(np.uint8)  # the number of a tied operand
@@ -72,6 +74,9 @@ class Parser:
         self.frame = self._top = self._count = 0
         self._whole, self._outside = symbols is not None, dict(symbols or {})
         self._parameters, self._functions = parameters, functions or {}
+        self._pointers = pointers or {}
+        for name, number in self._pointers.items():
+            self._outside[name] = Symbol("function", number, 0)
         self._names = self._fresh({register.name: register for register in operands}, {})
         self._callers: list[str] = []
         self._line, self._text = 1, ""
@@ -110,10 +115,13 @@ class Parser:
                 if self._callers and (match := _RETURN.fullmatch(text)):
                     text = f"{match[1] or ''}bra {_END}"
                 found = self._instruction(text)
-                function = self._function(found) if found.mnemonic == "call" else None
+                calls = found.mnemonic == "call"
+                function = self._function(found) if calls else None
                 if found.mnemonic in ("bra", "brx"):
                     branches.append((found, self._names.labels))
-                if function is None:
+                if calls and self._whole and called(found)[1] in self._names.registers:
+                    yield from self._chosen(found)
+                elif function is None:
                     yield self._counted(found)
                 else:
                     yield from self._inlined(found, function)
@@ -140,7 +148,7 @@ class Parser:
     # -- declarations ------------------------------------------------------------------------------
 
     def _declare(self, text: str) -> None:
-        word = text.split(None, 1)[0]
+        word = _DIRECTIVE.match(text)[0]  # type: ignore[index]
         if word in (".pragma", ".callprototype", ".calltargets") or (
             word == ".shared" and self._whole
         ):
@@ -194,8 +202,6 @@ class Parser:
         opcode, _, operands = (guard[3] if guard else text).partition(" ")
         given = [self._names.vectors.get(each, each) for each in split(operands)]
         found = Instruction(opcode, given, self._line, self._text, self._names.registers)
-        if found.mnemonic != "call" and (named := [*filter(self._functions.get, given)]):
-            raise self._error(f"'{named[0]}' is a function, whose address is not known here")
         found.parameters = self._parameters
         found.symbols = self._names.symbols if self._whole else None
         if guard:
@@ -216,6 +222,40 @@ class Parser:
                 f"'{name}' gives {wanted[0]} results and takes {wanted[1]} parameters"
             )
         return function
+
+    def _chosen(self, call: Instruction) -> Iterator[Instruction]:
+        """One function after the other of those that the address may be, as the call has its shape."""
+        results, pointer, arguments = called(call)
+        guard, outer = (call.guard, call.wanted), self._names
+        call.guard, self._names, jumps = -1, outer.inside(), list[Instruction]()
+        other, skipped = "<other>", self._instruction(f"bra {_BEHIND}")
+        self._names.registers[other] = self._register(other, PREDICATE)
+        if guard[0] >= 0:
+            skipped.guard, skipped.wanted = guard[0], 1 - guard[1]
+            jumps.append(self._counted(skipped))
+            yield skipped
+        for name, number in self._pointers.items():
+            function = self._functions[name]
+            sizes = [[each.nbytes for each in of] for of in (function.results, function.parameters)]
+            if name in self._callers or sizes != [*map(self._sizes, (results, arguments))]:
+                continue
+            yield self._counted(self._instruction(f"setp.ne.u64 {other}, {pointer}, {number}"))
+            next_one = self._instruction(f"@{other} bra {_BEHIND}")
+            yield self._counted(next_one)
+            yield from self._inlined(call, function)
+            jumps.append(self._counted(self._instruction(f"bra {_BEHIND}")))
+            yield jumps[-1]
+            next_one.target, next_one.targets = self._count, (self._count,)
+        yield self._counted(self._instruction("trap"))
+        for jump in jumps:
+            jump.target, jump.targets = self._count, (self._count,)
+        self._names = outer
+
+    def _sizes(self, names: list[str]) -> list[int]:
+        """In bytes, of parameters or registers."""
+        symbols, registers = self._names.symbols, self._names.registers
+        sizes = [symbols[n].nbytes if n in symbols else registers[n].bits // 8 for n in names]
+        return sizes
 
     def _inlined(self, call: Instruction, function: PtxFunction) -> Iterator[Instruction]:
         outer, place, top = self._names, (self._line, self._text), self._top

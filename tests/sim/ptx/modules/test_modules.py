@@ -9,7 +9,7 @@ import torch
 
 import interlace
 from interlace import verify
-from interlace.runtime.core.errors import MemoryAccessError
+from interlace.runtime.core.errors import InterlaceError, MemoryAccessError
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.verify import launch_ptx
 
@@ -156,6 +156,44 @@ $end:
     assert found(text + kernel(body)) == of_each(lambda x: 200_100 if x & 1 else 100_200)
 
 
+POINTERS = """
+.func (.param .b32 result) cube(.param .b32 x)
+{
+    .reg .b32 %r<4>;
+    ld.param.b32 %r1, [x];
+    mul.lo.s32 %r2, %r1, %r1; mul.lo.s32 %r2, %r2, %r1;
+    st.param.b32 [result], %r2;
+    ret;
+}
+.func of_another_shape(.param .b64 x)
+{
+    trap;
+}
+.global .align 8 .u64 table[4] = {square, cube, of_another_shape, 1};
+"""
+BY_POINTER = """
+    and.b32 %r4, %r1, {mask}; mov.u64 %rd4, table; mad.wide.u32 %rd4, %r4, 8, %rd4;
+    ld.global.u64 %rd5, [%rd4];
+    setp.gt.s32 %p1, %r2, -40; mov.u32 %r3, 7;
+    {{ .param .b32 param0; st.param.b32 [param0], %r2; .param .b32 retval0;
+    $shape: .callprototype (.param .b32 _) _ (.param .b32 _);
+    @%p1 call (retval0), %rd5, (param0), $shape;
+    @%p1 ld.param.b32 %r3, [retval0]; }}"""
+
+
+def test_a_call_by_an_address_is_of_the_function_that_it_is_of() -> None:
+    """Threads of a warp apart, of a table and of one that the kernel has taken; or of none."""
+    expected = [
+        7 if x <= -40 else x**3 if i & 1 else square(x) for i, x in enumerate(GIVEN.tolist())
+    ]
+    text = SQUARE + POINTERS + kernel(BY_POINTER.format(mask=1))
+    assert found(text) == expected
+    taken = BY_POINTER.format(mask=1).replace("setp", "mov.u64 %rd5, cube; setp", 1)
+    assert found(SQUARE + POINTERS + kernel(taken)) == of_each(lambda x: 7 if x <= -40 else x**3)
+    with pytest.raises(InterlaceError, match=r"gave up with .*call \(retval0\), %rd5"):
+        found(SQUARE + POINTERS + kernel(BY_POINTER.format(mask=3)))
+
+
 INWARDS = SQUARE.replace(
     "mul.lo.s32 %r2, %r1, %r1;", "{ .param .b32 p; .param .b32 q; call (q), square, (p); }"
 )
@@ -169,8 +207,6 @@ INWARDS = SQUARE.replace(
         (SQUARE, CALL.replace(".param .b32 p", ".param .b16 p"), "'param0' is smaller than 'square_x'"),
         (".extern .func (.param .b32 r) sqrtf(.param .b32 x);", CALL.replace("square", "sqrtf"),
          "the function 'sqrtf' is not known"),
-        (SQUARE, "mov.u64 %rd4, square;", "'square' is a function, whose address is not known here"),
-        (SQUARE, "call (%r3), %rd4, (%r2), $shape;", "register '%rd4'"),
         ("", "{ .local .b8 own[]; }", "'own' has no size"),
         (".global .texref picture;", "mov.u64 %rd4, picture;", "'picture' is not a declared register"),
         (".global .u32 w = elsewhere;", "ld.global.u32 %r3, [w];", "w begins as 'elsewhere', which is"),
