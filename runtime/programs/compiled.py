@@ -8,6 +8,8 @@ share code on a GPU, by a worker process (``compiler/pool.py``), and kept for ot
 import functools
 import inspect
 import math
+import numbers
+import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,8 @@ from interlace.runtime.ptx.text.variables import Variable
 from interlace.runtime.ptx.types import Array
 from interlace.runtime.scheduler.allocations import Allocations
 
+MOST_SHARED = {80: 163 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a program may have, by architecture."""
 _read = functools.lru_cache(maxsize=256)(read)
 
 
@@ -104,6 +108,7 @@ class CompiledPrograms:
         """One program of ``launch``, to be run in a session, and its threads."""
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
+            _check_shared(source, self.arch)
             made = program(source.kernel, source.shared_bytes, values, hooks, source.variables)
             return made, source.kernel.threads
         function = jitted_function(launch.kernel)
@@ -138,6 +143,15 @@ class CompiledPrograms:
             hooks.memory.of_tensor(scratch, hooks.current.rank)
         values.append(scratch)
         return program(kernel, measured.shared, values, hooks), kernel.threads
+
+
+def _check_shared(source: PtxSource, arch: int) -> None:
+    found, most = source.kernel.static_bytes + source.shared_bytes, MOST_SHARED[arch]
+    if found > most:
+        raise ValueError(
+            f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, is launched with "
+            f"shared_bytes={source.shared_bytes}; a program of sm_{arch} has at most {most}"
+        )
 
 
 def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[Any]:
@@ -207,7 +221,19 @@ def _bits(value: Any, parameter: Variable) -> Array | bytes:
         if not isinstance(value, bytes) or len(value) != nbytes:
             raise TypeError(f"{parameter.name} is {nbytes} bytes, and not {value!r:.60}")
         return kind.raw.type(int.from_bytes(value, "little")) if is_number else value
-    number = value.data_ptr() if hasattr(value, "data_ptr") else value
-    if isinstance(number, float):
-        return kind.raw.type(kind.bits_of(number))
-    return kind.raw.type(int(number) & kind.mask)
+    name, took = parameter.name, f"{parameter.name}, a .{kind.name}, takes"
+    if hasattr(value, "data_ptr"):
+        if kind.is_float or kind.bits < 64:
+            raise TypeError(f"{took} no tensor")
+        return kind.raw.type(value.data_ptr())
+    if kind.is_float:
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{took} a number, got {value!r:.60}")
+        return kind.raw.type(kind.bits_of(float(value)))
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{took} a tensor, bytes or a whole number, got {value!r:.60}") from None
+    if not -(1 << kind.bits - 1) <= number <= kind.mask:
+        raise OverflowError(f"{number} does not fit in {name}, a .{kind.name}")
+    return kind.raw.type(number & kind.mask)

@@ -9,8 +9,7 @@ import torch
 from interlace.groups.groups import default_group
 from interlace.runtime.places.sim.place import SimPlace
 from interlace.runtime.programs.compiled import PtxSource
-
-MOST_THREADS = 1024  # of a program, on every GPU
+from interlace.runtime.ptx.machine.module import MOST_THREADS
 
 
 def launch_ptx(
@@ -31,8 +30,10 @@ def launch_ptx(
     many bytes. Others begin as the text says, and are kept from launch to launch of the same text on a
     rank. Returns when all programs have ended.
 
-    Raises NotImplementedError naming an instruction that is not known, TypeError for too many values,
-    ValueError for threads that the text does not allow and for variables that the kernel does not use.
+    Raises NotImplementedError naming an instruction that is not known; TypeError for too many values and
+    for those that their parameter does not take, OverflowError for those that it does not hold; ValueError
+    for threads that the text does not allow, for more shared memory than a program of the architecture has,
+    and for variables that the kernel does not use.
 
     >>> import interlace, torch
     >>> ptx = '''
@@ -63,8 +64,12 @@ def launch_ptx(
     place = default_group().place
     if not isinstance(place, SimPlace):
         raise ValueError(f'launch_ptx is for place="ptx"; this rank is in place={place.name!r}')
+    if not isinstance(ptx, str):
+        raise TypeError(f"ptx must be a str, got {ptx!r:.60}")
     extents = (grid,) if isinstance(grid, int) else grid
     block = None if threads is None else _block(threads)
+    if not isinstance(shared_bytes, int) or shared_bytes < 0:
+        raise ValueError(f"shared_bytes must be a whole number from 0 on, got {shared_bytes!r}")
     source = PtxSource(ptx, kernel=kernel, block=block, shared_bytes=shared_bytes)
     place.launch_ptx(source, extents, values, variables or {})
 

@@ -53,6 +53,7 @@ _WITHIN_REGISTERS = {*ARITHMETIC, *BIT_OPERATIONS, "mov", "cvt", "cvta"} - {"bra
 _CLOCK = re.compile(r"%(clock|globaltimer)")
 _SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
 _BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+MOST_THREADS = 1024  # of a program, on every GPU
 Block = tuple[int, int, int]
 
 
@@ -165,9 +166,11 @@ def _block(kernel: PtxFunction, block: Block | None) -> Block:
     """How many threads a program has, from the launch or from the text."""
     said = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
     exact, most = (tuple(map(int, said[how])) if how in said else None for how in ("req", "max"))
-    if block is None and (exact or most) is None:
-        raise InlineAssemblyError(f"PTX: {kernel.name} does not say how many threads it has")
-    wanted = block or exact or most or (1, 1, 1)
+    wanted = block or exact or most
+    if wanted is None:
+        raise ValueError(f"{kernel.name} does not say how many threads it has: give threads")
+    if not 1 <= math.prod(wanted) <= MOST_THREADS:
+        raise ValueError(f"{kernel.name} has {wanted} threads; a program has 1 to {MOST_THREADS}")
     if (exact and wanted != exact) or (most and math.prod(wanted) > math.prod(most)):
         raise ValueError(
             f"{kernel.name} is for {'exactly' if exact else 'at most'} {exact or most} threads, and is "

@@ -34,7 +34,7 @@ def kernel(body: str, name: str = "kernel", directives: str = ".reqntid 32") -> 
     return KERNEL.format(name=name, body=body, directives=directives)
 
 
-def found(text: str, **options: Any) -> list[int]:
+def found(text: str, *, arch: int = 80, **options: Any) -> list[int]:
     """What a kernel makes of ``GIVEN``: %r3 of %r2, of which %rd2 is the address."""
 
     def step() -> list[int]:
@@ -42,7 +42,7 @@ def found(text: str, **options: Any) -> list[int]:
         launch_ptx(HEAD + text, 1, out, GIVEN.clone(), **options)
         return out.tolist()
 
-    return interlace.run(step, 1, place="ptx")[0]
+    return interlace.run(step, 1, place="ptx", arch=arch)[0]
 
 
 def of_each(function: Callable[[int], int]) -> list[int]:
@@ -392,7 +392,7 @@ def test_threads_are_those_of_the_launch() -> None:
     free = kernel(
         "mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.y; mad.lo.s32 %r3, %r4, 100, %r3;", directives=""
     )
-    with pytest.raises(InlineAssemblyError, match="kernel does not say how many threads it has"):
+    with pytest.raises(ValueError, match="not say how many threads it has: give threads"):
         found(free)
     assert found(free, threads=20) == [20] * 20 + [0] * 12
     by_rows = free.replace(
