@@ -88,15 +88,21 @@ def weakened(program: PtxModule, sass: str) -> list[Fault]:
     """System-scope acquires and releases whose line, where the SASS (``nvdisasm -g``) has it, has none.
 
     Of an acquire whose value nothing uses the load goes, and the CCTL.IVALL stays that keeps later loads
-    from what was cached before: it orders them after whatever was read.
+    from what was cached before: it orders them after whatever was read. Of a release the barrier may be
+    of the line before: it is of the next access, too.
     """
     strength: dict[tuple[str, int], set[str]] = {}
+    behind_barrier = False
     for each in operations(sass)[0]:
         words = strength.setdefault((each.frame.path, each.frame.line), set())
+        barrier = each.name in ("MEMBAR", "FENCE")
         if "SYS" in each.modifiers:
-            words.add("release" if each.name in ("MEMBAR", "FENCE") else "acquire")
+            words.add("release" if barrier else "acquire")
+            words |= {"release"} if behind_barrier else set()
+            behind_barrier = barrier
         elif not each.modifiers.isdisjoint(("STRONG", "IVALL")):
             words.add("narrower" if "STRONG" in each.modifiers else "invalidated")
+        behind_barrier &= not each.name.startswith(("LD", "ST", "ATOM", "RED"))
     for words in strength.values():
         if "invalidated" in words and "narrower" not in words:
             words.add("acquire")

@@ -411,12 +411,18 @@ SASS = (
     '\t//## File "/src/k.py", line 4\n'
     "        /*0060*/              @!P0 LDG.E.64.STRONG.SYS R10, desc[UR40][R12.64+0x200] ;\n"
 )
+# As ptxas has it for sm_80: the barrier of a release is of the line before.
+EARLIER = SASS.replace("line 3", "line 2", 1).replace(
+    "SYS ;\n", 'SYS ;\n        /*0048*/ ERRBAR;\n\t//## File "/src/k.py", line 3\n', 1
+)
 
 
 @pytest.mark.parametrize(
     ("sass", "where"),
     [
         (SASS, []),
+        (EARLIER, []),
+        (EARLIER.replace("ERRBAR", "LDG.E R4, [R2.64]"), ["k.py:3"]),
         (SASS.replace("ALL.SYS", "ALL.GPU"), ["k.py:3"]),
         (SASS.replace("MEMBAR.ALL.SYS", "NOP"), ["k.py:3"]),
         (SASS.replace("LDG.E.64.STRONG.SYS", "LDG.E.64"), ["k.py:4"]),
