@@ -17,7 +17,8 @@ Variants of a fused kernel, named in this order::
     fast               as many bits as the tensor cores keep while they add up, and not fp32's
     silu, ...          the activation
     multimem           copiers send once for all ranks, through the switch
-    rms, layer         the norm of rows, with a residual; "fp8" if it is quantised
+    rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
+                       or, "fp8_static", by one that the weight has
     gathered           own rows go to all ranks: "normed", or "both", the sums too
 """
 
@@ -59,7 +60,7 @@ from interlace.runtime.compiler.catalogue_collectives import signals as signals
 from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm
+from interlace.runtime.numerics.norms import BY_ROW, QUANTIZE, QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
 
 ARCHES = (80, 90, 100)  # that stand for the others
@@ -364,7 +365,7 @@ class NormVariant:
     """A variant of a kernel that norms rows: of a residual, with a weight; "layer" with a bias too."""
 
     kind: str = "rms"
-    quantize: bool = False
+    quantize: str = ""
     gather: str = ""
 
     def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
@@ -373,7 +374,7 @@ class NormVariant:
         weight = meta(columns, dtype=dtype)
         bias = weight if self.kind == "layer" else None
         made = QUANTIZED if self.quantize else dtype
-        scale = meta(rows, 1, dtype=torch.float32) if self.quantize else None
+        scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
         residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
         rms = RowNorm(self.kind, 1e-6, weight, bias)
         tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
@@ -382,7 +383,7 @@ class NormVariant:
         return linear, whole if self.gather else None
 
     def describe(self) -> str:
-        words = [self.kind, "fp8" if self.quantize else "", f"gathered {self.gather}"]
+        words = [self.kind, self.quantize, f"gathered {self.gather}"]
         return " ".join(words[: 3 if self.gather else 2]).replace("  ", " ").rstrip()
 
 
@@ -394,11 +395,12 @@ def _norms(arch: int) -> Iterator[Entry]:
     bf16, fp32 = MatmulVariant(tma=tma), MatmulVariant(tma=False, dtype="fp32")
     norms = [RMS, LAYER, replace(RMS, gather="normed"), replace(LAYER, gather="both")]
     if arch >= 89:  # below, Triton makes no float8_e4m3fn
-        norms += [replace(RMS, quantize=True), replace(RMS, quantize=True, gather="normed")]
+        made = [replace(RMS, quantize=name) for name in QUANTIZE]
+        norms += [*made, *(replace(each, gather="normed") for each in made)]
     for norm in norms:
         yield matmul_reduce_scatter_norm(arch, bf16, norm)
         yield reduce_norm(arch, "bf16", norm)
-    for norm in norms[:2] + norms[4:5]:
+    for norm in norms[:2] + norms[4:6]:
         yield matmul_all_reduce_norm(arch, bf16, norm)
         yield low_latency_norm(arch, "bf16", norm)
     for norm in (RMS, replace(LAYER, gather="both")):

@@ -14,6 +14,9 @@ KINDS = ("rms", "layer")
 QUANTIZED = torch.float8_e4m3fn
 LARGEST = torch.finfo(QUANTIZED).max
 SMALLEST_SCALE = 1e-12  # a row of zeros has one that can be divided by
+BY_ROW = "fp8"
+QUANTIZE = (BY_ROW, "fp8_static")
+"""With a scale for every row; with one that is known before, by which the norm's weight is divided."""
 
 
 class RowNorm(NamedTuple):

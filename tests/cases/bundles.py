@@ -48,8 +48,10 @@ OPTIONS = {
     "all_gather_matmul": KernelOptions(),
     "matmul_reduce_scatter": KernelOptions("fp16", weight="nk", bias="n"),
     "matmul_all_reduce": KernelOptions("fp32", inner=4095, average=True),
-    "matmul_reduce_scatter_norm": KernelOptions(norm="layer", bias="n", gather="normed"),
-    "matmul_all_reduce_norm": KernelOptions(quantize=True),
+    "matmul_reduce_scatter_norm": KernelOptions(
+        norm="layer", bias="n", gather="normed", quantize="fp8_static"
+    ),
+    "matmul_all_reduce_norm": KernelOptions(quantize="fp8"),
     "reduce_norm": KernelOptions("fp16", average=True, gather="both"),
     "low_latency_norm": KernelOptions(),
     "dispatch": KernelOptions(topk=2, experts=3),
@@ -183,9 +185,9 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
         kind = "layer" if op == "matmul_reduce_scatter_norm" else "rms"
         vector, matrix = meta(columns, dtype=dtype), meta(own, columns, dtype=dtype)
         norm = norms.RowNorm(kind, 1e-6, vector, vector if kind == "layer" else None)
-        fp8 = op == "matmul_all_reduce_norm"
-        made = meta(own, columns, dtype=norms.QUANTIZED) if fp8 else matrix
-        scale = meta(own, 1, dtype=torch.float32) if fp8 else None
+        quantize = OPTIONS[op].quantize
+        made = meta(own, columns, dtype=norms.QUANTIZED) if quantize else matrix
+        scale = meta(own, 1, dtype=torch.float32) if quantize == norms.BY_ROW else None
         tail = norms.NormTail(norm, matrix, made, scale)
         weight = meta(0 if op == "reduce_norm" else inner, columns, dtype=dtype)
         bias = vector if kind == "layer" else None
@@ -195,7 +197,7 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
             normed.matmul_all_reduce_fused(communicator, input, linear, configuration)
         elif op == "matmul_reduce_scatter_norm":
             input = meta(sum(rows), inner, dtype=dtype)
-            whole = normed.WholeRows(meta(sum(rows), columns), None, None)
+            whole = normed.WholeRows(meta(sum(rows), columns, dtype=made.dtype), None, None)
             call = communicator, input, linear, segments, configuration, whole
             normed.matmul_reduce_scatter_fused(*call)
         else:

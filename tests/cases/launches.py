@@ -163,7 +163,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.matmul_reduce_scatter(90, operands)
     catalogue.matmul_reduce_scatter_roles(operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))
-    for norm in (catalogue.RMS, replace(catalogue.LAYER, quantize=True, gather="both")):
+    for norm in (catalogue.RMS, replace(catalogue.LAYER, quantize="fp8", gather="both")):
         catalogue.matmul_reduce_scatter_norm(90, operands, norm)
         catalogue.reduce_norm(90, "bf16", norm)
     catalogue.matmul_all_reduce_norm(90, operands, catalogue.RMS)

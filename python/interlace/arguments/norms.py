@@ -6,12 +6,11 @@ import torch
 
 from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.numerics.norms import BY_ROW as BY_ROW
+from interlace.runtime.numerics.norms import QUANTIZE
 from interlace.runtime.numerics.norms import RowNorm as RowNorm
 
 Tensor = torch.Tensor
-BY_ROW = "fp8"
-QUANTIZE = (BY_ROW, "fp8_static")
-"""With a scale for every row; with one that is known before, by which the norm's weight is divided."""
 
 
 def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a norm's name

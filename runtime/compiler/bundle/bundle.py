@@ -175,6 +175,7 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
     baked: dict[str, Any] = {
         "CHUNKS": options.configuration(arch).chunks,
         "ITEMSIZE": options.torch_dtype.itemsize,
+        "NORMED_ITEMSIZE": 1 if options.quantize else options.torch_dtype.itemsize,
         "GATHERS": ("none", "normed", "both").index(options.gather),
     }
     for entry in mains:  # in one that is first it is meant

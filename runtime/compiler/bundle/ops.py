@@ -126,7 +126,7 @@ def _scattered(tiles_n: str) -> dict[str, str]:
         "slices": "slice_slots(1, rows, ROWS)",
         "slots_byte": f"sum_slots * {WORD}",
         "normed_byte": _after("sum_bytes"),
-        "sum_byte": _after("normed_byte + sum(rows) * N * (1 if QUANTIZE else ITEMSIZE)"),
+        "sum_byte": _after("normed_byte + sum(rows) * N * NORMED_ITEMSIZE"),
         "scale_byte": _after("sum_byte + (sum(rows) * N * ITEMSIZE if GATHERS == 2 else 0)"),
         "slots": "sum_slots + (slice_slots(world_size, rows, ROWS) if GATHERS else 0)",
         "data_bytes": "scale_byte + (sum(rows) * 4 if QUANTIZE else 0) if GATHERS else sum_bytes",

@@ -236,6 +236,7 @@ def test_control_a_false_formula_is_seen(
     ("op", "name", "formula"),
     [
         ("reduce_norm", "scale_byte", "sum_byte"),
+        ("matmul_reduce_scatter_norm", "sum_byte", "normed_byte + sum(rows) * N * ITEMSIZE"),
         ("dispatch", "facts_byte", "x_byte"),
         ("combine", "data_bytes", "most_tokens * N"),
         ("grouped_matmul_combine", "slots", "programs"),

@@ -73,8 +73,13 @@ class BuildOptions(CommandOptions):
     norm: str | None = option(
         None, choices=("rms", "layer"), help="of rows, where an op has one; default rms"
     )
-    quantize: bool | None = option(
-        None, action="store_const", const=True, help="to fp8, where an op has a norm"
+    quantize: str | None = option(
+        None,
+        nargs="?",
+        const="fp8",
+        choices=("fp8", "fp8_static"),
+        help="to fp8, where an op has a norm: with a scale for each row (fp8, if nothing is said), or one "
+        "that the weight has",
     )
     gather: str | None = option(
         None,
