@@ -13,7 +13,7 @@ import numpy as np
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.memory import SCOPES
-from interlace.runtime.ptx.special import Threads
+from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
@@ -76,7 +76,8 @@ def build_barrier(instruction: Instruction) -> Action:
             raise instruction.error(
                 f"only barriers of all threads are known, which are taken to be {threads.block}"
             )
-        threads.session.barrier = number, 0 if count == threads.block else count
+        whole = -(-threads.block // WARP) * WARP  # of a last warp as if all its lanes were there
+        threads.session.barrier = number, 0 if count in (threads.block, whole) else count
         threads.session.counted = counted
         return ARRIVAL if form == "arrive" else BLOCK_BARRIER
 

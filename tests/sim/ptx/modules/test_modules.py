@@ -420,7 +420,7 @@ def test_the_last_warp_need_not_be_whole() -> None:
     """Its lanes vote, shuffle and meet as if the others had left."""
     body = """
     vote.sync.ballot.b32 %r3, %p1, -1; bar.warp.sync -1; not.pred %p2, %p1;
-    vote.sync.ballot.b32 %r3, %p2, -1; shfl.sync.idx.b32 %r3, %r3, 0, 31, -1; bar.sync 0;"""
+    vote.sync.ballot.b32 %r3, %p2, -1; shfl.sync.idx.b32 %r3, %r3, 0, 31, -1; bar.sync 0, 32;"""
     assert found(kernel(body, directives=""), threads=5) == [0b11111] * 5 + [0] * 27
 
 

@@ -5,6 +5,7 @@ files are shortened. Where nvcc is installed, it compiles them again, for debugg
 """
 
 import pathlib
+import re
 import shutil
 import struct
 import subprocess
@@ -83,6 +84,11 @@ def test_races_of_compiled_c(name: str) -> None:
     (found,) = interlace.run(handed_on, 1, ptx, place="ptx")
     assert found == [(63 - i) ** 2 for i in range(64)]
     assert not kinds(ptx)
+    silent = re.sub(r"red\.release\.gpu[^;]*;", "", ptx)
+    with pytest.raises(
+        interlace.DeadlockError, match="handed_on program 1 waits for a int32 tensor of 1"
+    ):
+        interlace.run(handed_on, 1, silent, place="ptx")
     for kind, text in wrong:
         assert text != ptx
         assert kind in kinds(text)
