@@ -53,14 +53,14 @@ class AttentionReference:
         self._key, self._value = (
             each.double().repeat_interleave(self.groups, 1) for each in (key, value)
         )
-        self._scale, self._mask = scale, mask
+        self._scale, self._mask, factor = scale, mask, abs(scale)
         self._count, size = query.shape[2], query.shape[3]
         score = (self._query @ self._key.mT * scale).masked_fill(~mask, -math.inf)
         self.lse = score.logsumexp(-1)
         self.weight = torch.nan_to_num(score.softmax(-1))
         largest = score.amax(-1, keepdim=True)
         reach = torch.where(mask, largest - score, 0).nan_to_num(posinf=0, neginf=0)
-        of_score = gamma(size + 6, self._unit) * (self._query.abs() @ self._key.abs().mT) * scale
+        of_score = gamma(size + 6, self._unit) * (self._query.abs() @ self._key.abs().mT) * factor
         of_score = torch.where(mask, of_score + self._unit * (score.abs() + reach + 3), 0)
         self._score_error = of_score.nan_to_num(posinf=0).amax(-1, keepdim=True)
         # of the weight, and of the sum, relative; then what is rounded
@@ -97,10 +97,10 @@ class AttentionReference:
         score_error = 2 * self._rounded_weight * spread + self.weight * (weight_error + delta_error)
         score_error = score_error + unit_roundoff(self.dtype) * of_score.abs()
         more = gamma(self._count + MERGES, self._unit)
-        of_query = of_score @ self._key * self._scale
-        query_error = (score_error + more * spread) @ self._key.abs() * self._scale
+        of_query, factor = of_score @ self._key * self._scale, abs(self._scale)
+        query_error = (score_error + more * spread) @ self._key.abs() * factor
         of_key = of_score.mT @ self._query * self._scale
-        key_error = (score_error + more * spread).mT @ self._query.abs() * self._scale
+        key_error = (score_error + more * spread).mT @ self._query.abs() * factor
         value_error = value_error + more * (self.weight.mT @ grad.abs())
         return (
             (of_query, _rounded(query_error, of_query, self.dtype)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -73,7 +73,7 @@ def distributed_decode(
     Returns
     -------
     The output, of the shape of ``q``, on all ranks with the same bits: results are merged in the order of
-    the ranks, in fp32. 0 where no rank has a key. No gradients.
+    the ranks, in fp32. 0 where no rank has a key. No gradients: a backward raises RuntimeError.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
@@ -95,4 +95,11 @@ def distributed_decode(
                 f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
             )
     tensors = q, *kv_cache, lengths, block_table
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
+        from interlace import functional  # whose backward says that there is none
+
+        given: Any = {"lengths": lengths, "block_table": block_table, "scale": scale}
+        made = functional.distributed_decode(q, kv_cache, group=group, algorithm=algorithm, **given)
+        output, lse = map(functional.wait, made)
+        return (output, lse) if return_lse else output
     return decode(communicator, tensors, (scale, algorithm, return_lse), False)  # type: ignore[return-value]

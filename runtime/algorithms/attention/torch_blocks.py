@@ -37,7 +37,8 @@ class TorchBlocks:
         self._heads, self._ranks = shape[2], list(ranks)
         self._rows = slice(0, shape[0])
         mask = problem.mask
-        self._simple = problem.documents is None and mask.window == (NO_LIMIT, NO_LIMIT)
+        simple = problem.documents is None and mask.window == (NO_LIMIT, NO_LIMIT)
+        self._simple = simple and problem.scale > 0  # torch scales what it has filled with -inf
         self._partials: dict[int, list[tuple[slice, Tensor, Tensor]]] = {}
 
     def begin(self, query: Tensor) -> None:

@@ -52,6 +52,18 @@ def test_torch_agrees_with_the_whole_sequence(name: str, method: str, algorithm:
         check(CASES[name], method, algorithm)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_are_not_positive(scale: float) -> None:
+    """torch's own attention fills what is not seen with -inf before it scales."""
+    case = AttentionCase((5, 0, 4), heads=(2, 1), size=8, batch=1, scale=scale)
+    for method, algorithm in (
+        ("all_gather", "pipelined"),
+        ("ulysses", "unfused"),
+        ("ring", "fused"),
+    ):
+        check(case, method, algorithm)
+
+
 @thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float32])
 def test_every_case_by_every_way(dtype: torch.dtype) -> None:

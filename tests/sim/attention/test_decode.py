@@ -200,6 +200,21 @@ def test_misuse_is_named_on_all_ranks(q, keys, changes, kind, text) -> None:  # 
     assert isinstance(error, kind) and text in str(error), error
 
 
+def test_a_backward_says_that_there_is_none() -> None:
+    """Rather than that a result comes without the history of what it was made of."""
+
+    def on_rank() -> None:
+        cached = torch.zeros(2, 3, 4, 8)
+        q = torch.zeros(2, 4, 8, requires_grad=interlace.get_rank() == 1)
+        output, lse = interlace.distributed_decode(q, (cached, cached), return_lse=True)
+        assert lse.shape == (2, 4) and output.requires_grad == q.requires_grad
+        if q.requires_grad:
+            with pytest.raises(RuntimeError, match="distributed_decode has no gradients"):
+                output.sum().backward()
+
+    interlace.run(on_rank, 2)
+
+
 def test_shapes_that_differ_are_told_as_they_were_given() -> None:
     def on_rank() -> None:
         cached = torch.zeros(2, 3, 4, 8)
