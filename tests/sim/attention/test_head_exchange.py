@@ -208,6 +208,19 @@ def test_lengths_of_third_ranks_are_compared(key_heads: int) -> None:
     assert all(text in each for each in interlace.run(on_rank, 3))
 
 
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_a_layer_without_tokens_on_any_rank(layout: Any) -> None:
+    def on_rank() -> tuple[int, ...]:
+        layer = nn.UlyssesAttention(8, 4, 2, 4, out_bias=True, layout=layout)
+        x = torch.zeros((2, 0, 8) if layout == "bshd" else (0, 2, 8), requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert x.grad is not None and not layer.out.bias.grad.any()
+        return tuple(y.shape)
+
+    assert interlace.run(on_rank, 2) == [(2, 0, 8) if layout == "bshd" else (0, 2, 8)] * 2
+
+
 def test_heads_of_all_tokens_say_what_they_refuse() -> None:
     def on_rank(tokens: int, **how: Any) -> None:
         q = torch.zeros(1, tokens, 2, 8)

@@ -180,10 +180,8 @@ class UlyssesAttention(OnGroup):
         weight, bias = self._by_rank()
         mine = matmul_all_to_all(x, weight.t(), bias=bias, length=total, **with_group)
         own = [each // self.group.world_size for each in heads]
-        q, k, v = (
-            each.view(*each.shape[:-1], -1, size)
-            for each in torch.split(mine, [n * size for n in own], -1)
-        )
+        parts = torch.split(mine, [n * size for n in own], -1)
+        q, k, v = (each.unflatten(-1, (n, size)) for each, n in zip(parts, own, strict=True))  # type: ignore[no-untyped-call]
         if self.layout == "bshd":
             q, k, v = (each.transpose(0, 1) for each in (q, k, v))
         if rotary is not None:
