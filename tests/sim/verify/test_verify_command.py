@@ -229,7 +229,8 @@ import os, interlace, torch
 from interlace import symmetric_memory
 
 def f():
-    symmetric_memory.empty(4)
+    symmetric_memory.empty(4).zero_()
+    interlace.barrier()
     if interlace.get_world_size() == 3:
         os._exit(9)
 """
@@ -245,6 +246,13 @@ def test_a_function_that_ends_its_process_does_not_end_the_command(
     refusals = {(each["check"], each["variant"]): each["refusals"] for each in results}
     assert refusals.pop(("races", "3 ranks")) == ["its process ended with exit code 9"]
     assert len(refusals) == 3 and not any(refusals.values())
+
+
+def test_a_function_that_does_nothing_is_not_checked() -> None:
+    (races, *_) = suite.run_jobs(suite.function_jobs("f", lambda: None, CheckPlan((2,), 1, 1)))
+    assert races.refusals == (
+        "there is nothing to check: no kernel was launched, and no memory accessed",
+    )
 
 
 def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:

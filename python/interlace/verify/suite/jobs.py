@@ -164,6 +164,8 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
 def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> JobOutcome:
     report = races(fn, world_size, seeds=seeds)
     refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
+    if not (report.events or report.errors or refusals):
+        refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
     return f"{report.events} accesses", _texts(report), replace(report, launches=()), refusals
 
 
