@@ -168,6 +168,8 @@ class GroupedMatmul:
         """The collective, rows put in the order of experts, then one torch matmul per expert."""
         input, routes, received = self.input, self.routes, self.received
         stream, lone = self.communicator.compute, routes.world_size == 1
+        # No op of the streams comes first, which would hold them until what is read here is there.
+        stream.wait_event(self.communicator.place.record_current())
         if received is None:
             received = (
                 input if lone else input.new_empty(routes.received(routes.rank), input.shape[1])

@@ -85,6 +85,28 @@ def test_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.MonkeyPatc
         assert f"{name}_kernel" in gpu.launches
 
 
+@RUNS
+@pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
+@pytest.mark.parametrize("bound", [{}, {"num_max_rows_per_rank": 4}], ids=["splits", "bound"])
+def test_a_lone_rank_waits_for_its_caller(
+    run: Any, bound: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No collective comes first, which would hold the products until rows are there."""
+    gpu = install(monkeypatch, FakeGpu(0, eager=0.05))
+
+    def on_rank() -> bool:
+        seen = []
+        for number in range(4):
+            rows, how = filled(gpu, 1.0 + number, 4, 16), {"algorithm": algorithm, **bound}
+            given: Any = rows, torch.eye(16)[None], torch.tensor([4])
+            work: Any = interlace.all_to_all_grouped_matmul(*given, async_op=True, **how)
+            seen.append(read(gpu, work.wait()[0]))
+        torch.cuda.synchronize()
+        return all(bool((each == 1.0 + number).all()) for number, each in enumerate(seen))
+
+    assert run(on_rank, 1) == [True]
+
+
 # -- repeated calls ----------------------------------------------------------------------------------
 
 READS = "item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"
