@@ -61,21 +61,18 @@ class UnequalShards(NamedTuple):
         """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
         from interlace.ops.gradients import padded
 
-        most, total = max(self.lengths), sum(self.lengths)
-        if self.dim == input.dim() - 1:
-            weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
-            for each in weights:
-                if each.dim() != 2 or each.shape[0] != total:
-                    shape = tuple(each.shape)
-                    raise ValueError(
-                        f"weight has shape {shape}, the gathered input has k = {total}"
-                    )
-            made = [
-                torch.cat([padded(part, 0, most) for part in torch.split(each, self.lengths)])
-                for each in weights
-            ]
-            weight = made[0] if isinstance(weight, torch.Tensor) else made
-        return padded(input, self.dim, most), weight
+        most, along_k = max(self.lengths), self.dim == input.dim() - 1
+        inner = sum(self.lengths) if along_k else input.shape[-1]
+
+        def met(weight: torch.Tensor) -> torch.Tensor:
+            if weight.dim() != 2 or weight.shape[0] != inner:
+                shape = tuple(weight.shape)
+                raise ValueError(f"weight has shape {shape}, the gathered input has k = {inner}")
+            if not along_k:
+                return weight
+            return torch.cat([padded(p, 0, most) for p in torch.split(weight, self.lengths)])
+
+        return padded(input, self.dim, most), tree_map_only(torch.Tensor, met, weight)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """What was gathered, without the zeros."""

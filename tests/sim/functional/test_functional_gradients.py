@@ -218,6 +218,22 @@ def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
             torch.testing.assert_close(each.double(), other, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(("dim", "inner"), [(0, 4), (1, 15)])
+def test_weights_that_do_not_fit_unequal_shards_are_refused(dim: int, inner: int) -> None:
+    def case() -> str:
+        rank = interlace.get_rank()
+        shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
+        with pytest.raises(ValueError, match="weight has shape") as error:
+            interlace.all_gather_matmul(
+                shard.requires_grad_(), torch.ones(inner + rank // 2, 3), gather_dim=dim
+            )
+        interlace.barrier()  # the group goes on
+        return str(error.value)
+
+    for each in interlace.run(case, 3):
+        assert f"weight has shape ({inner + 1}, 3), the gathered input has k = {inner}" in each
+
+
 def test_ranks_that_differ_in_what_a_plain_op_needs_are_told_in_backward() -> None:
     def case() -> None:
         x = torch.ones(2, requires_grad=True)
