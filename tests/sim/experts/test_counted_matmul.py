@@ -19,6 +19,7 @@ from interlace.verify import races
 from multi.experts.expert_ranks import CHECKS, counted_layer, noted_reads
 from sim.algorithms.test_grouped_matmul import BF16, EXCHANGE, LOPSIDED, SIZES, Case, cases
 from support import failure, noise, poisoned, slow_rank, starved
+from tiers import thorough
 
 EXTRA = 3  # rows of every rank that go nowhere
 
@@ -83,6 +84,7 @@ def test_lopsided_routing(routing: str) -> None:
     check(Case(EXCHANGE, 1, LOPSIDED[routing], 9, 17, BF16, configuration=small))
 
 
+@thorough
 def test_no_races_whoever_is_slow() -> None:
     """Routing changes from call to call, and a rank falls behind."""
 
