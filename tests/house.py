@@ -175,7 +175,7 @@ FOLDERS = {
     "interlace/verify": (
         "interlace/groups interlace/verify/lint_check interlace/verify/protocols "
         "interlace/verify/race_check interlace/verify/schedule_check runtime/places/sim "
-        "runtime/programs"
+        "runtime/programs runtime/ptx/machine"
     ),
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (

@@ -16,7 +16,7 @@ import numpy as np
 from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
-from interlace.runtime.ptx.machine.mbarriers import mbarrier_at
+from interlace.runtime.ptx.machine.mbarriers import build_arrival_of_copies, mbarrier_at
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import ELEMENTS, Box, box_of, read_map
 from interlace.runtime.ptx.memory import (
@@ -76,6 +76,8 @@ def finish(program: Any) -> None:
 
 @builds("cp")
 def build_bulk(instruction: Instruction) -> Action:
+    if "mbarrier" in instruction.qualifiers and instruction.symbols is not None:
+        return build_arrival_of_copies(instruction)
     if "bulk" not in instruction.qualifiers or instruction.symbols is None:
         return SHARED["cp"](instruction)
     reduces = instruction.flag("reduce")

@@ -53,6 +53,13 @@ class AsyncGroups:
         those = np.repeat(threads.everyone().reshape(-1, WARP).any(axis=1), WARP)
         self._perform(threads, [(w, those) for w in self._work[: self._work.index(last) + 1]])
 
+    def started(self) -> list[AsyncWork]:
+        return list(self._work)
+
+    def finish(self, threads: Threads, works: list[AsyncWork], those: Array) -> None:
+        """What ``those`` threads have started and not done, of ``works``."""
+        self._perform(threads, [(work, those) for work in works])
+
     def _perform(self, threads: Threads, chosen: list[tuple[AsyncWork, Array]]) -> None:
         before = threads.mask
         for work, those in chosen:

@@ -5,6 +5,7 @@ next begins. What a copy brings is there at the latest when somebody waits for i
 ``try_wait`` is suspended until the phase is complete, as PTX allows; ``test_wait`` looks and goes on.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.machine.groups import groups_of
 from interlace.runtime.ptx.machine.shared import (
     PtxProgram,
     put_shared,
@@ -24,6 +26,7 @@ from interlace.runtime.ptx.types import PREDICATE, TYPES, Array
 from interlace.runtime.ptx.waits import MBARRIER_WAIT
 
 MBARRIERS, builds = builders()
+AT_ONCE = 1 / 2  # of the times that copies are to arrive
 _WORD, _STATE = TYPES["b32"], TYPES["b64"]
 
 
@@ -153,6 +156,51 @@ def _arrival(instruction: Instruction, *, arrives: bool, expects: bool) -> Actio
                 mbarrier.arrived(program, 1 if expects else count)
 
     return arrive
+
+
+def build_arrival_of_copies(instruction: Instruction) -> Action:
+    """``cp.async.mbarrier.arrive``: threads arrive when the copies are done that they have started before.
+
+    That may be at once, or as late as somebody waits for it.
+    """
+    for name in ("async", "mbarrier", "arrive"):
+        instruction.flag(name)
+    expected = instruction.flag("noinc")
+    at = _target(instruction)
+    instruction.finish(1)
+
+    def arrive(threads: Threads) -> None:
+        program, everyone = threads.session, threads.everyone()
+        mbarriers = _mbarriers(threads, at(threads))
+        groups = groups_of(threads, "cp.async")
+        for mbarrier in {id(each): each for each in mbarriers}.values():
+            those = everyone.copy()
+            those[everyone] = [each is mbarrier for each in mbarriers]
+            numbers = threads.numbers[those]
+            if not expected:
+                mbarrier.pending += len(numbers)
+            arrival = functools.partial(
+                _arrived,
+                threads,
+                mbarrier,
+                those,
+                functools.partial(groups.finish, threads, groups.started(), those),
+            )
+            if program.draw.random() < AT_ONCE:
+                arrival()
+            else:
+                mbarrier.copies.append(arrival)
+
+    return arrive
+
+
+def _arrived(
+    threads: Threads, mbarrier: MBarrier, those: Array, finish: Callable[[], None]
+) -> None:
+    finish()
+    numbers = threads.numbers[those]
+    threads.session.hooks.tell("on_arrival", mbarrier.address, numbers)
+    mbarrier.arrived(threads.session, len(numbers))
 
 
 def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
