@@ -258,6 +258,8 @@ def check_member(name: str, value: int, communicator: Communicator) -> None:
 
 def index(name: str, value: Any, length: int) -> int:
     value = integer(name, value)
+    if not length:
+        raise ValueError(f"{name} {value} does not exist: there is none at all")
     if not -length <= value < length:
         raise ValueError(f"{name} must be within {-length}..{length - 1}, got {value}")
     return value % length  # type: ignore[no-any-return]

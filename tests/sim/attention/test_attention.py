@@ -223,6 +223,10 @@ def test_shards_of_a_sequence() -> None:
     assert [part for part, _ in interlace.run(on_rank, 3, "contiguous", 4)] == [[0, 1], [2], [3]]
     for balance, parts in (("zigzag", [[0], [1], []]), ("contiguous", [[0], [1], []])):
         assert [part for part, _ in interlace.run(on_rank, 3, balance, 2)] == parts
+    with pytest.raises(ValueError, match="dim 1 does not exist: there is none at all"):
+        interlace.run(lambda: nn.functional.shard_sequence(torch.tensor(1.0)), 1)
+    with pytest.raises(ValueError, match=r"lengths must not be negative, got \[-1, 2\]"):
+        nn.functional.positions_of_ranks([-1, 2])
 
 
 def test_a_layer_is_the_function() -> None:

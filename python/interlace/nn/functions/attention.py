@@ -192,12 +192,15 @@ def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -
     """int64: the places in the sequence of all ranks' tokens, one rank's after another.
 
     ``lengths``: of the ranks; ``balance`` as for :func:`context_parallel_attention`. No communication.
-    Raises ValueError for a ``balance`` that is none.
+    Raises ValueError for a ``balance`` or a length that is none.
 
     >>> nn.functional.positions_of_ranks([2, 2]).tolist()
     [0, 3, 1, 2]
     """
-    shards = TokenShards(tuple(lengths), checks.one_of("balance", balance, BALANCES))
+    counts = tuple(checks.integer("lengths", each) for each in lengths)
+    if min(counts, default=0) < 0:
+        raise ValueError(f"lengths must not be negative, got {list(counts)}")
+    shards = TokenShards(counts, checks.one_of("balance", balance, BALANCES))
     return index_tensor([p for r in range(len(shards.lengths)) for p in shards.positions(r)])
 
 
