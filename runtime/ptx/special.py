@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,15 @@ CLOCK_STEP = 1000
 class PtxSession:
     """State that all threads of a session share.
 
-    ``barrier``: the last that some came to, and of how many threads it is, 0 for all; ``counted``: what it
-    gives them when all have met. ``extents``: of the threads of a program, if they have more than one.
+    ``barriers``: those that threads have just come to, each with of how many threads it is, 0 for all, and
+    the mask of who has come; ``counted``: what they give them when all have met. ``extents``: of
+    the threads of a program, if they have more than one.
     """
 
     builder: Any
     hooks: Any
     clock: int = 0
-    barrier: tuple[int, int] = (0, 0)
+    barriers: list[tuple[int, int, Any]] = field(default_factory=list)
     counted: Callable[[Any], None] | None = None
     extents: tuple[int, int, int] | None = None
 

@@ -18,6 +18,7 @@ from interlace.runtime.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
 """What the action of a barrier returns; the threads meet in ``threads.py`` and ``machine.py``."""
+BARRIERS = 16  # of a program
 
 WAITS, builds = builders()
 
@@ -71,14 +72,23 @@ def build_barrier(instruction: Instruction) -> Action:
     def barrier(threads: Threads) -> int:
         if warp:
             return WARP_BARRIER
-        number, count = (*(int(threads.active(read(threads))[0]) for read in reads), 0)[:2]
-        if count not in (0, threads.block) and not threads.told_apart:
-            raise instruction.error(
-                f"only barriers of all threads are known, which are taken to be {threads.block}"
-            )
-        whole = -(-threads.block // WARP) * WARP  # of a last warp as if all its lanes were there
-        threads.session.barrier = number, 0 if count in (threads.block, whole) else count
-        threads.session.counted = counted
+        came = np.stack([threads.active(read(threads)) for read in reads], axis=1)
+        differ = came.shape[0] > 1 and (came != came[0]).any()
+        barriers, whole = [], -(-threads.block // WARP) * WARP  # as if all lanes were there
+        for each in np.unique(came, axis=0) if differ else came[:1]:
+            number, count = (*map(int, each), 0)[:2]
+            if number >= BARRIERS or count % WARP:
+                raise instruction.error(
+                    f"barrier {number} of {count} threads: there are {BARRIERS}, of whole warps"
+                )
+            if count not in (0, whole) and not threads.told_apart:
+                raise instruction.error(
+                    f"only barriers of all threads are known, which are taken to be {threads.block}"
+                )
+            mask = threads.everyone().copy()
+            mask[mask] = (came == each).all(axis=1)
+            barriers.append((number, 0 if count == whole else count, mask))
+        threads.session.barriers, threads.session.counted = barriers, counted
         return ARRIVAL if form == "arrive" else BLOCK_BARRIER
 
     return barrier
@@ -107,7 +117,8 @@ def _of_a_cluster(instruction: Instruction) -> Action:
     instruction.finish(0)
 
     def meet(threads: Threads) -> int | None:
-        threads.session.barrier = -1, 0
+        threads.session.barriers = [(-1, 0, threads.everyone())]
+        threads.session.counted = None
         return BLOCK_BARRIER if waits else None
 
     return meet

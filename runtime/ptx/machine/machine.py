@@ -14,7 +14,7 @@ Between the accesses that the hooks see nothing is a step of its own to other pr
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from interlace.runtime.ptx.machine.bulk_copies import finish
 from interlace.runtime.ptx.machine.module import PtxKernel, SourcePlace, looks
 from interlace.runtime.ptx.machine.shared import PtxProgram
 from interlace.runtime.ptx.machine.spins import PATIENCE, Spins
-from interlace.runtime.ptx.machine.warps import complete
+from interlace.runtime.ptx.machine.warps import complete, tiles
 from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.waits import ARRIVAL, BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
 
@@ -42,7 +42,8 @@ class _ThreadGroup:
     ``rounds``: how often it has gone round in loops that look at what others write, and how often it has
     gone ``back`` so many times in others; ``looks``: of the loop in which it went back in this round of the
     program, None before that. ``team``: groups of different teams do not become one. ``barrier``: the
-    number of that which it waits at, and how many it is for; ``until``: whether what it waits for is there.
+    number of that which it waits at, and how many it is for; ``counted``: what that gives it; ``until``:
+    whether what it waits for is there.
     """
 
     mask: Any
@@ -54,6 +55,7 @@ class _ThreadGroup:
     waits: bool = False
     team: int = 0
     barrier: tuple[int, int] | None = None
+    counted: Callable[[Threads], None] | None = None
     until: Callable[[], bool] | None = None
 
 
@@ -156,17 +158,18 @@ class PtxMachine:
         ]
 
     def _merge(self) -> None:
-        places = {(group.team, group.at) for group in self._groups}
-        if len(places) == len(self._groups):
+        places = [(group.team, group.at, group.barrier) for group in self._groups]
+        if len(set(places)) == len(places):
             return
-        by_place: dict[tuple[int, int], _ThreadGroup] = {}
-        for group in self._groups:
-            met = by_place.setdefault((group.team, group.at), group)
+        by_place: dict[Any, _ThreadGroup] = {}
+        for place, group in zip(places, self._groups, strict=True):
+            met = by_place.setdefault(place, group)
             if met is not group:
                 met.mask = met.mask | group.mask
                 met.count += group.count
                 met.rounds = max(met.rounds, group.rounds)
-                met.waits, met.barrier, met.until = False, None, None  # perhaps all are there now
+                if met.barrier is None:
+                    met.waits, met.until = False, None  # perhaps all are there now
         self._groups = list(by_place.values())
 
     def _go_on(self, group: _ThreadGroup) -> None:
@@ -214,6 +217,8 @@ class PtxMachine:
                 group.at = at + 1
                 if not group.count:
                     self._groups.remove(group)
+                for number, for_count in {each.barrier for each in self._groups if each.barrier}:
+                    self._let_go(number, for_count)  # nobody waits for those who have left
                 return
             else:
                 if (
@@ -274,45 +279,75 @@ class PtxMachine:
 
     def _go_past(self, event: int, group: _ThreadGroup, taken: Any) -> bool:
         """Whether ``group`` goes on after an instruction that orders or waits."""
+        if event in (BLOCK_BARRIER, ARRIVAL):
+            barriers = [each for come in self.program.barriers for each in self._one_by_one(*come)]
         if event == BLOCK_BARRIER:
-            return self._meet(group)
+            return self._meet(group, barriers)
         if event == ARRIVAL:
-            self._arrive(taken)
-            return True
-        if event == WARP_BARRIER:
-            numbers = self.threads.numbers[taken]
-            for warp in np.unique(numbers // WARP):
-                self.program.hooks.barrier(numbers[numbers // WARP == warp])
+            for number, count, mask in barriers:
+                self._arrive(number, count, mask)
+        elif event == WARP_BARRIER:
+            for numbers in tiles(self.step, self.threads, taken):
+                self.program.hooks.barrier(numbers)
         elif event == MBARRIER_WAIT:
             group.waits, group.until = True, self.program.until
             return False
         return True
 
-    def _meet(self, group: _ThreadGroup) -> bool:
-        """At a barrier: whether ``group`` goes on, because all threads that it is for are there."""
-        group.waits, group.barrier = True, self.program.barrier
-        alone = len(self._groups) == 1
-        if not self._let_go():
+    def _meet(self, group: _ThreadGroup, barriers: Sequence[tuple[int, int, Any]]) -> bool:
+        """At barriers: whether ``group`` goes on, because all that one is for are there.
+
+        Who is at none of them goes on by itself, and so do those at different ones.
+        """
+        whole = len(barriers) == 1 and int(np.count_nonzero(barriers[0][2])) == group.count
+        alone, at, parts = whole and len(self._groups) == 1, group.at, [group]
+        if not whole:
+            group.mask = group.mask & ~np.logical_or.reduce([mask for _, _, mask in barriers])
+            group.count, group.at = int(np.count_nonzero(group.mask)), at + 1
+            if not group.count:
+                self._groups.remove(group)
+            parts = [
+                _ThreadGroup(mask, at, int(np.count_nonzero(mask)), group.rounds, team=group.team)
+                for _, _, mask in barriers
+            ]
+            self._groups += parts
+        goes_on = False
+        for part, (number, count, _) in zip(parts, barriers, strict=True):
+            part.waits, part.barrier, part.counted = True, (number, count), self.program.counted
+            goes_on |= self._let_go(number, count)
+        if not goes_on:
             return False
         self._merge()
         self._perhaps_part()
         return alone and self._groups == [group]
 
-    def _arrive(self, mask: Any) -> None:
+    def _one_by_one(self, number: int, count: int, mask: Any) -> list[tuple[int, int, Any]]:
+        """Where more come to a barrier than it is for, warps do so by themselves, in any order."""
+        there = sum(each.count for each in self._groups if each.barrier == (number, count))
+        there += self._arrived.get(number, 0)
+        if not count or there + np.count_nonzero(mask) <= count:
+            return [(number, count, mask)]
+        warps = self.threads.numbers // WARP
+        found = [(number, count, mask & (warps == warp)) for warp in np.unique(warps[mask])]
+        self._random.shuffle(found)
+        return found
+
+    def _arrive(self, number: int, count: int, mask: Any) -> None:
         """At a barrier that these threads do not wait for."""
-        number = self.program.barrier[0]
         self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
         self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
-        self._let_go()
+        self._let_go(number, count)
 
-    def _let_go(self) -> bool:
-        """Whether all are at the last barrier that somebody came to; those who wait there go on then."""
-        number, count = self.program.barrier
+    def _let_go(self, number: int, count: int) -> bool:
+        """Whether all are at a barrier that is for ``count``, 0: for all that have not ended."""
         there = [each for each in self._groups if each.barrier and each.barrier[0] == number]
-        everyone = sum(each.count for each in self._groups)
+        here = sum(each.count for each in there)
         arrived = self._arrived.get(number, 0)
-        if sum(each.count for each in there) + arrived < (count or everyone):
+        if here + arrived < (count or sum(each.count for each in self._groups)):
             return False
+        if not there:  # all have only arrived
+            del self._arrived[number]
+            return True
         self.threads.mask = np.logical_or.reduce([each.mask for each in there])
         hooks, numbers = self.program.hooks, self.threads.numbers[self.threads.mask]
         if self._arrived.pop(number, 0):
@@ -320,11 +355,12 @@ class PtxMachine:
             hooks.tell("on_phase", -1 - number)
             hooks.tell("on_awaited", -1 - number, numbers)
         else:
-            hooks.barrier(numbers if count else None)
-        if self.program.counted is not None:
-            self.program.counted(self.threads)
+            self.step = self.kernel.steps[there[0].at]
+            hooks.barrier(None if here == self.threads.block else numbers)
+        if (counted := there[0].counted) is not None:
+            counted(self.threads)
         for each in there:
-            each.waits, each.barrier = False, None
+            each.waits, each.barrier, each.counted = False, None, None
             each.rounds = each.team = 0
             each.at += 1
         return True

@@ -46,6 +46,22 @@ def complete(step: Instruction, threads: Threads, there: Array) -> bool:
     return not (wanted & ~_ballot(lanes | never)).any()
 
 
+def tiles(step: Instruction, threads: Threads, there: Array) -> list[Array]:
+    """The numbers of those ``there``, apart by warp and by whom they name, themselves among them."""
+    numbers = threads.numbers[there]
+    named = np.broadcast_to((step.members or EVERYBODY)(threads), there.shape)[there]
+    _check_own(step, numbers, named)
+    keys = (numbers.astype(np.uint64) // WARP << np.uint64(32)) | named
+    return [numbers[keys == key] for key in np.unique(keys)]
+
+
+def _check_own(step: Instruction, numbers: Array, named: Array) -> None:
+    """Nobody takes part without being named: what that does is not defined."""
+    missing = numbers[(named >> (numbers % np.uint32(WARP)) & np.uint32(1)) == 0]
+    if missing.size:
+        raise step.error(f"the members that thread {missing[0]} names are without its own lane")
+
+
 def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Action:
     """``action`` of those who name the same members, the last operand."""
     members = instruction.members = instruction.reader(instruction.operands[-1], _WORD)
@@ -53,6 +69,8 @@ def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Act
     def run(threads: Threads) -> None:
         named = members(threads)
         whole = threads.mask
+        if np.ndim(named) or named != EVERYBODY(threads):
+            _check_own(instruction, threads.active(threads.numbers), threads.active(named))
         if not np.ndim(named) or len(groups := np.unique(threads.active(named))) == 1:
             return action(threads)
         for group in groups:
