@@ -68,6 +68,8 @@ def exchanged(publish: list[str], wait: list[str], **options: Any) -> Any:
         (PUBLISH, WAIT),
         (without(PUBLISH, RELEASE, FENCED), WAIT),
         (PUBLISH, [FLAG, POLL_RELAXED, "fence.acq_rel.sys;", BARRIER, READ]),
+        # what a narrow fence does not acquire, a wide one behind it does
+        (PUBLISH, [FLAG, POLL_RELAXED, "membar.gl; membar.sys;", BARRIER, READ]),
         (
             without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "release")),
             [FLAG, POLL_RELAXED, "fence.acquire.sys;", BARRIER, READ],
@@ -96,6 +98,8 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
          r'^store \(release, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$'),
         (without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")), WAIT, "narrow scope",
          r'^store \(relaxed, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$'),
+        (PUBLISH, [FLAG, POLL_RELAXED, "membar.gl;", BARRIER, READ], "narrow scope",
+         r'^the fences about store \(release, sys\) at .* and load \(relaxed, sys\) at .*: scope="sys"$'),
         # half a fence, the other half of it
         (without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "acquire")), WAIT, "weak order",
          'with sem="release"$'),

@@ -83,36 +83,66 @@ def fence(SCOPE: tl.constexpr):
 
 
 @triton.jit
-def fenced(peers_ptr, rank, SCOPE: tl.constexpr):
-    """Relaxed flags, with a fence on either side."""
+def fenced(peers_ptr, rank, BEFORE: tl.constexpr, AFTER: tl.constexpr):
+    """Relaxed flags, with a fence on either side, of these scopes."""
     if tl.program_id(0) == 0:
         if rank == 0:
             tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
             tl.debug_barrier()
-            if SCOPE != "":
-                fence(SCOPE)
+            if BEFORE != "":
+                fence(BEFORE)
             tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="relaxed", scope="sys")
         if rank == 1:
             while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="relaxed", scope="sys") == 0:
                 pass
-            if SCOPE != "":
-                fence(SCOPE)
+            if AFTER != "":
+                fence(AFTER)
             tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
 
 
 @triton.jit
 def fenced_relaxed_flag(peers_ptr, rank):
-    fenced(peers_ptr, rank, "sys")
+    fenced(peers_ptr, rank, "sys", "sys")
 
 
 @triton.jit
 def relaxed_flag_without_fence(peers_ptr, rank):
-    fenced(peers_ptr, rank, "")
+    fenced(peers_ptr, rank, "", "")
 
 
 @triton.jit
 def fence_of_gpu_scope(peers_ptr, rank):
-    fenced(peers_ptr, rank, "gpu")
+    fenced(peers_ptr, rank, "gpu", "sys")
+
+
+@triton.jit
+def fence_of_gpu_scope_behind_the_wait(peers_ptr, rank):
+    fenced(peers_ptr, rank, "sys", "gpu")
+
+
+@triton.jit
+def fenced_within_a_gpu(peers_ptr, rank, AFTER: tl.constexpr):
+    """Program 0 tells program 1 of the same rank."""
+    if tl.program_id(0) == 0:
+        tl.store(data(peers_ptr, rank), tl.full((16,), 1.0, tl.float32))
+        tl.debug_barrier()
+        fence("gpu")
+        tl.atomic_xchg(flag(peers_ptr, rank, 0), 1, sem="relaxed", scope="gpu")
+    else:
+        while tl.atomic_add(flag(peers_ptr, rank, 0), 0, sem="relaxed", scope="gpu") == 0:
+            pass
+        fence(AFTER)
+        tl.store(data(peers_ptr, rank), tl.load(data(peers_ptr, rank)) + 1.0)
+
+
+@triton.jit
+def fences_of_gpu_scope_within_a_gpu(peers_ptr, rank):
+    fenced_within_a_gpu(peers_ptr, rank, "gpu")
+
+
+@triton.jit
+def fence_of_cta_scope_between_programs(peers_ptr, rank):
+    fenced_within_a_gpu(peers_ptr, rank, "cta")
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import numpy as np
 
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 SYS = SCOPES["sys"]
+Pending = dict["Agent", Any]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Rules:
 class Agent:
     """One who acts. ``clock`` is what it knows of every component's time; its own begin with ``first``.
 
+    ``pending``: what it has read without acquiring, by who released it.
+
     Behind each agent's components are as many *mirrors*: how much of a component's time is known to be
     ordered before accesses of the async proxy, too. Nothing but a proxy fence raises those.
     """
@@ -41,7 +44,7 @@ class Agent:
         self.clock[self.lanes] = self.clock[self.thread] = 1
         self.barred = [0, 0]
         self.fenced: dict[int, Any] = {}
-        self.pending: Any = None
+        self.pending: Pending = {}
         self.for_lanes: Any = None
 
     def owns(self, component: Any) -> Any:
@@ -53,11 +56,11 @@ class Agent:
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
         self.tick()
         self.fenced = {SYS: known}
-        self.pending = self.for_lanes = None
+        self.pending, self.for_lanes = {}, None
 
     def end(self) -> Any:
         """The end of a program: what whoever waits for it knows then."""
-        for late in (self.pending, self.for_lanes):
+        for late in (*self.pending.values(), self.for_lanes):
             if late is not None:
                 self.learn(late)
         clock = self.clock.copy()
@@ -106,8 +109,8 @@ class ThreadsAgent(Agent):
     """A program whose accesses tell threads apart: a component for each.
 
     ``clock`` is what all threads know, since the last barrier; of the own components, what was before it.
-    ``times``: of every thread now; ``fenced_times``: at its last proxy fence. ``acquired``, ``pending`` and
-    ``fenced``, by thread: what it alone knows; what it has read without acquiring; what it has released
+    ``times``: of every thread now; ``fenced_times``: at its last proxy fence. ``acquired``, ``waiting`` and
+    ``fences``, by thread: what it alone knows; what it has read without acquiring; what it has released
     with a fence, by scope. ``mbarriers``, by address: what has been told to one in the present phase, and
     what who waits for the one before learns. ``queues`` of asynchronous accesses, by name.
     """
@@ -121,7 +124,7 @@ class ThreadsAgent(Agent):
     def begin(self, known: Any) -> None:
         self.learn(known)
         self.acquired: dict[int, Any] = {}
-        self.waiting: dict[int, Any] = {}
+        self.waiting: dict[int, Pending] = {}
         self.fences: dict[int, dict[int, Any]] = {}
         self.loaded: dict[int, list[Any]] = {}
         self.over: set[tuple[int, int]] = set()
@@ -135,7 +138,8 @@ class ThreadsAgent(Agent):
         return latest, latest
 
     def end(self) -> Any:
-        late = [*self.waiting.values(), *(each.clock for each in self.queues.values())]
+        waited = [clock for each in self.waiting.values() for clock in each.values()]
+        late = [*waited, *(each.clock for each in self.queues.values())]
         for clock in late:
             self.learn(clock)
         self.barrier()
@@ -252,3 +256,8 @@ def reaches(scope: int, agent: Agent, other: Agent) -> bool:
     if scope == SYS or agent is other:
         return True
     return scope == SCOPES["gpu"] and agent.rank == other.rank
+
+
+def fenced_for(agent: Agent, scope: int, pending: Pending) -> list[Any]:
+    """What a fence of ``agent`` acquires of what is pending: by whom its scope reaches. The rest stays."""
+    return [pending.pop(sender) for sender in list(pending) if reaches(scope, agent, sender)]

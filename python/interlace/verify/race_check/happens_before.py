@@ -12,7 +12,8 @@ Triton puts no ``bar.sync`` between a store and a release. What orders accesses:
     program order                          of each component; between them, from a barrier on
     release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
                                            between pass it on, plain stores and atomic stores end it
-    fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire)
+    fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire),
+                                           within the fence's scope, too
     launch, end of a kernel                between the stream and all programs
     items of a stream, events              in their order
     allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
@@ -43,6 +44,7 @@ from interlace.verify.race_check.agents import (
     Agent,
     Rules,
     ThreadsAgent,
+    fenced_for,
     joined,
     reaches,
 )
@@ -415,9 +417,10 @@ class Detector(AsyncProxy):
                     if not self.rules.barriers_after:
                         agent.learn(clock)
                 else:
-                    agent.waiting[thread] = joined(agent.waiting.get(thread), clock)
+                    waiting = agent.waiting.setdefault(thread, {})
+                    waiting[sender] = joined(waiting.get(sender), clock)
             elif not atomic.acquires and self.rules.orders:
-                agent.pending = joined(agent.pending, clock)
+                agent.pending[sender] = joined(agent.pending.get(sender), clock)
             elif atomic.each_thread and self.rules.barriers_after:
                 agent.for_lanes = joined(agent.for_lanes, clock)
             else:
@@ -455,20 +458,20 @@ class Detector(AsyncProxy):
         if threads is not None:
             self._fence_threads(agent, sem, scope, threads)
             return
-        if agent.pending is not None and sem != "release":
-            agent.learn(agent.pending)
-            agent.pending = None
+        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
+        for clock in fenced_for(agent, level, agent.pending) if sem != "release" else ():
+            agent.learn(clock)
         if sem == "acquire":
             return
-        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
         agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
         agent.has_released(all_threads=all_threads)
 
     def _fence_threads(self, agent: ThreadsAgent, sem: str, scope: str, threads: Any) -> None:
         level = SCOPES[scope] if self.rules.scopes else SYS
         for thread in threads.tolist():
-            if thread in agent.waiting and sem != "release":
-                agent.acquire(thread, agent.waiting.pop(thread))
+            waiting = agent.waiting.get(thread, {}) if sem != "release" else {}
+            for clock in fenced_for(agent, level, waiting):
+                agent.acquire(thread, clock)
             if sem != "acquire":
                 own = agent.released_by(thread, all_threads=not self.rules.barriers)
                 agent.fences.setdefault(thread, {})[level] = own

@@ -32,7 +32,7 @@ def both(finding: Finding) -> str:
 
 
 def scope(finding: Finding) -> str:
-    """The atomics that do not reach each other: the race's own, or the signal's."""
+    """The atomics that do not reach each other: the race's own, or the signal's; or fences about them."""
     first, second = finding.first, finding.second
     assert first is not None
     wide, enough = ("gpu", ("gpu", "sys")) if first.rank == second.rank else ("sys", ("sys",))
@@ -41,7 +41,8 @@ def scope(finding: Finding) -> str:
             return f'signal and wait with scope="{wide}"'
         first, second = finding.signal.written, finding.signal.seen
     narrow = [each for each in (first, second) if _how(each)[1] not in enough]
-    return f'{" and ".join(map(_line, narrow or (first, second)))}: scope="{wide}"'
+    whose = "" if narrow else "the fences about "
+    return f'{whose}{" and ".join(map(_line, narrow or (first, second)))}: scope="{wide}"'
 
 
 def order(finding: Finding) -> str:
