@@ -108,6 +108,29 @@ def poll(flag_ptr, INDEX: tl.constexpr):
 
 
 @triton.jit
+def raise_peer(flags, rank):
+    table = flags.to(tl.pointer_type(tl.int64))
+    theirs = tl.load(table + 1 - rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def look(flags, rank, HOW: tl.constexpr):
+    """Until this rank's flag is raised."""
+    own = tl.load(flags.to(tl.pointer_type(tl.int64)) + rank).to(tl.pointer_type(tl.int32))
+    seen = 0
+    while seen != 1:
+        if HOW == "add":
+            seen = tl.atomic_add(own, 0, sem="acquire", scope="sys")
+        elif HOW == "compare and swap":
+            seen = tl.atomic_cas(own, 1, 0, sem="acquire", scope="sys")
+        elif HOW == "swap":
+            seen = tl.atomic_xchg(own, 1, sem="acquire", scope="sys")
+        else:
+            seen = tl.load(own, volatile=True)
+
+
+@triton.jit
 def describe(x_ptr, stride, N: tl.constexpr):
     rows = tl.make_tensor_descriptor(x_ptr, [2, N], [stride, 1], [2, N])
     rows.store([0, 0], tl.full((2, N), 7.0, tl.float32))

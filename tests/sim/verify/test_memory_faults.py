@@ -79,6 +79,44 @@ def unwritten_end(count: int) -> None:
     kernels.copy[(1,)](x, torch.zeros(1), N, 1)
 
 
+def unwritten_sum(count: int) -> None:
+    x = torch.empty(N)
+    x[:count] = 1
+    kernels.add[(1,)](x, 0, N)
+
+
+def flag(how: str, zeroed: bool) -> None:
+    """Polled before, perhaps, anybody has written it."""
+    flags = symmetric_memory.empty(1, dtype=torch.int32)
+    handle = symmetric_memory.rendezvous(flags)
+    if zeroed:
+        flags.zero_()
+    interlace.barrier()
+    kernels.raise_peer[(1,)](handle.buffer_ptrs_dev, handle.rank)
+    kernels.look[(1,)](handle.buffer_ptrs_dev, handle.rank, how)
+    interlace.barrier()
+
+
+def flag_that_is_raised(first: bool) -> None:
+    """Nobody has zeroed it, but somebody has written it when it is looked at, if that is ``first``."""
+    handle = symmetric_memory.rendezvous(symmetric_memory.empty(1, dtype=torch.int32))
+    kernels.raise_peer[(1,)](handle.buffer_ptrs_dev, handle.rank)
+    if first:
+        interlace.barrier()
+    kernels.look[(1,)](handle.buffer_ptrs_dev, handle.rank, "add")
+    interlace.barrier()
+
+
+def flag_of_a_pad(zeroed: bool) -> None:
+    """Whose words are zero from the start."""
+    flags = symmetric_memory.empty(1, dtype=torch.int32)
+    handle = symmetric_memory.rendezvous(flags)
+    addresses = handle.signal_pad_ptrs_dev if zeroed else handle.buffer_ptrs_dev
+    kernels.raise_peer[(1,)](addresses, handle.rank)
+    kernels.look[(1,)](addresses, handle.rank, "add")
+    interlace.barrier()
+
+
 def unwritten_by_the_peer(count: int) -> None:
     tensor = symmetric_memory.empty(N)
     handle = symmetric_memory.rendezvous(tensor)
@@ -159,6 +197,13 @@ CASES: dict[str, tuple[Callable[[Any], None], Any, Any, str]] = {
     "unwritten": (unwritten, N, 4, "uninitialised"),
     "unwritten end": (unwritten_end, N + 1, N, "uninitialised"),
     "unwritten by the peer": (unwritten_by_the_peer, N, 4, "uninitialised"),
+    "unwritten sum": (unwritten_sum, N, 4, "uninitialised"),
+    **{
+        f"flag, looked at by {how}": (partial(flag, how), True, False, "uninitialised")
+        for how in ("add", "compare and swap", "swap", "load")
+    },
+    "flag that is raised": (flag_that_is_raised, True, False, "uninitialised"),
+    "flag of a signal pad": (flag_of_a_pad, True, False, "uninitialised"),
     "expanded": (expanded, 1, 2, "read-only"),
     "declared const": (const, kernels.fill, kernels.fill_const, "read-only"),
     "misaligned": (by_address, 0, 2, "misaligned"),
@@ -224,6 +269,14 @@ def test_a_finding_counts_elements_that_there_are() -> None:
     assert (finding.offset, finding.count) == (4 * N, 1)
     finding = found(races(lambda: kernels.fill[(2,)](torch.ones(1), 0, 1), 1, seeds=1))
     assert (finding.kind, finding.offset, finding.count) == ("write-write", 0, 1)
+
+
+@pytest.mark.parametrize("arch", [None, 80])
+def test_a_flag_that_nobody_has_zeroed_is_one_finding(arch: int | None) -> None:
+    finding = found(races(flag, 2, "add", False, seeds=3, arch=arch))
+    assert (finding.offset, finding.count) == (0, 1) and finding.second.what.endswith(
+        "(acquire, sys)"
+    )
 
 
 @pytest.mark.parametrize("arch", [None, 80])

@@ -1,11 +1,16 @@
-"""Accesses of a run by number, its signals, and all that a detector has found in it."""
+"""Memory and accesses of a run by number, its signals, and all that a detector has found in it."""
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import Agent
 from interlace.verify.race_check.causes import Reach
 from interlace.verify.race_check.findings import Access, FailedSignal, Finding
@@ -36,6 +41,36 @@ class Collector(Observer):
     def done(self) -> bool:
         return self._missing == set()
 
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
+        self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
+
+    def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
+        if task is not None and nbytes:
+            self._memory.add(base, nbytes, f"shared memory of rank {task.rank} {task.who}")
+
+    def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
+        """Register the storage of ``tensor``; ``fresh``: it was allocated just now."""
+        storage = tensor.untyped_storage()
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+        fresh = fresh and not self._memory.is_symmetric(base)
+        # symmetric memory is known by itself, and may be a part of a storage
+        if tensor.numel() and (fresh or self._memory.at(tensor.data_ptr()) is None):
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._memory.add(base, nbytes, f"a {dtype} tensor of {shape} on rank {rank}")
+
+    def on_undefined(self, memory: torch.Tensor) -> None:
+        self._undefine(memory)
+
+    def _undefine(self, tensor: torch.Tensor) -> None:
+        segment = self._memory.at(tensor.data_ptr()) if tensor.numel() else None
+        if segment is not None:
+            segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
+
+    def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
+        """The cells of one element."""
+        return next(self._memory.find(np.array([address], np.uint64), size))
+
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """The number of an access, which stands for it in the shadow memory."""
         access = self._access_of(agent, what, lines)
@@ -57,9 +92,11 @@ class Collector(Observer):
             first, second = self._accesses[conflict.site], self._accesses[site]
             self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
 
-    def _unwritten(self, segment: ShadowSegment, cells: Index, site: int, size: int) -> None:
-        """Report a load of what nobody has written, if it is."""
-        if len(unwritten := segment.unwritten(cells)):
+    def _unwritten(
+        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: Any = None
+    ) -> None:
+        """Report a load of what nobody has written, if it is. ``seen``: what was there, of one element."""
+        if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
             offsets = segment.bytes_of(unwritten)
             first = int(offsets[0])
             where = segment.label, first, segment.elements(first, len(unwritten), size), self.seed

@@ -24,7 +24,6 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 ``Rules`` off: the race is gone if its reason is that rule.
 """
 
-import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,7 +33,7 @@ import torch
 from interlace.runtime.core.accesses import Atomic, threads_of
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.interpreter.session import active, active_addresses
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.scheduler.task import Task
@@ -173,32 +172,6 @@ class Detector(AsyncProxy):
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
-        self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
-
-    def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
-        if task is not None and nbytes:
-            self._memory.add(base, nbytes, f"shared memory of rank {task.rank} {task.who}")
-
-    def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
-        """Register the storage of ``tensor``; ``fresh``: it was allocated just now."""
-        storage = tensor.untyped_storage()
-        base, nbytes = storage.data_ptr(), storage.nbytes()
-        fresh = fresh and not self._memory.is_symmetric(base)
-        # symmetric memory is known by itself, and may be a part of a storage
-        if tensor.numel() and (fresh or self._memory.at(tensor.data_ptr()) is None):
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self._memory.add(base, nbytes, f"a {dtype} tensor of {shape} on rank {rank}")
-
-    def on_undefined(self, memory: torch.Tensor) -> None:
-        self._undefine(memory)
-
-    def _undefine(self, tensor: torch.Tensor) -> None:
-        segment = self._memory.at(tensor.data_ptr()) if tensor.numel() else None
-        if segment is not None:
-            segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
-
     def new(self, task: Task, tensor: torch.Tensor, op: str, *, writes: bool = True) -> None:
         """``op`` has allocated ``tensor``, and written it; unless it is symmetric memory seen anew."""
         if not self._memory.is_symmetric(tensor.data_ptr()):
@@ -332,8 +305,13 @@ class Detector(AsyncProxy):
         self.ordering.update(lines[:1])
         site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", lines)
         threads = threads_of(atomic.pointers)
+        looks = atomic.kind != "store" and (atomic.kind != "xchg" or atomic.sem == "acquire")
+        before = active(result.data, atomic.pointers, atomic.mask) if looks else None
         for position, address in enumerate(addresses.tolist()):
             thread = None if threads is None else int(threads[position])
+            if before is not None:
+                segment, cells = self._at(address, size)
+                self._unwritten(segment, cells, site, size, before[position])
             self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
         if atomic.releases or not self.rules.orders:
             agent.has_released(threads, all_threads=not self.rules.barriers)
@@ -367,7 +345,7 @@ class Detector(AsyncProxy):
         writes = success and not atomic.reads_only
         lanes = atomic.pointers is not None and atomic.by_lanes
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
-        segment, cells = next(self._memory.find(np.array([address], np.uint64), size))
+        segment, cells = self._at(address, size)
         if thread is not None and isinstance(cells, slice):
             cells = np.arange(cells.start, cells.stop)
         by = None if thread is None else np.full(len(cells), thread)

@@ -166,10 +166,11 @@ class ShadowSegment:
                 time, component, site, extra = found[where[0]].tolist()
                 yield Conflict(component, site, time, self._numbers(index, where), extra)
 
-    def unwritten(self, index: Index) -> Any:
-        """Cells that nobody is known to have written, and that hold poison."""
-        if not self.poison:
-            return ()
+    def unwritten(self, index: Index, seen: Any = None) -> Any:
+        """Cells that nobody is known to have written, and that hold poison.
+
+        Or have held it, where an atomic has ``seen`` it in its one element.
+        """
         never = self.written["time"][index] == 0
         for marks in self.atomics.values():
             never &= (marks["extra"][index] & WRITES) == 0
@@ -178,7 +179,11 @@ class ShadowSegment:
         view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.base))
         memory = np.frombuffer(view, np.uint8)
         offsets = cells[:, None] * self.cell + np.arange(self.cell)
-        same = memory[np.minimum(offsets, nbytes - 1)] == poison[offsets % len(poison)]
+        if seen is None:
+            there = memory[np.minimum(offsets, nbytes - 1)]
+        else:
+            there = np.frombuffer(seen.tobytes(), np.uint8)[offsets % seen.itemsize]
+        same = there == poison[offsets % len(poison)]
         same |= offsets >= nbytes  # the last cell may be longer than the memory
         return cells[same.all(axis=1)]
 
