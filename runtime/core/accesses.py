@@ -26,6 +26,7 @@ class Atomic:
     "relaxed", "acquire", "release", "acq_rel". ``scope``: "cta", "gpu", "sys". ``reads_only``: known not
     to change memory. ``compare``: the handle of what a "cas" expects. ``each_thread``: thread i does
     element i (inline assembly on a tensor); otherwise one thread does it and all get the result.
+    ``value``: the handle of what a "store" stores.
     """
 
     pointers: Any
@@ -36,6 +37,7 @@ class Atomic:
     reads_only: bool
     compare: Any = None
     each_thread: bool = False
+    value: Any = None
 
     @property
     def by_lanes(self) -> bool:

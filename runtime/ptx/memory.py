@@ -287,6 +287,7 @@ def _atomic(
         change: Change,
         reads_only: bool = False,
         compare: Any = None,
+        value: Any = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
         pointers, every = pointers_of(threads, addresses, kind), all_of(addresses)
@@ -297,9 +298,7 @@ def _atomic(
             return handle_of(change(pointers.data, ORDERS[sem]), kind)
 
         alone = threads.alone
-        atomic = Atomic(
-            pointers, every, told, sem, scope, reads_only, compare, each_thread=not alone
-        )
+        atomic = Atomic(pointers, every, told, sem, scope, reads_only, compare, not alone, value)
         change_memory = threads.session.atomic_in_shared if shared else threads.session.hooks.atomic
         found: Array = change_memory(atomic, perform).data.view(kind.raw)
         return found
@@ -395,7 +394,8 @@ def read_modify_write(
     def apply(threads: Threads, addresses: Array, bits: Array) -> Array:
         changed = functools.partial(change, bits)
         reads_only = harmless is not None and bool((bits == harmless).all())
-        return access(threads, addresses, changed, reads_only=reads_only)
+        value = handle_of(bits, kind) if told == "store" else None
+        return access(threads, addresses, changed, reads_only=reads_only, value=value)
 
     return apply
 

@@ -133,6 +133,11 @@ class ProgramHooks:
                 self.buffers.release(
                     task, atomic.scope, each_thread=atomic.by_lanes, threads=threads
                 )
+        if self.buffers is not None and atomic.value is not None and not atomic.releases:
+            self.buffers.store(task, atomic.pointers, atomic.value, atomic.mask, relaxed=True)
+            self.progress()
+            self.observer.on_atomic(task, atomic, atomic.value)
+            return atomic.value
         result = perform()
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
             result = self._polled(atomic.pointers, atomic.mask, result, perform)

@@ -17,6 +17,10 @@ before an own access         what overlaps it: a program sees its own stores, in
 So a missing release, a missing barrier, or a scope that is too narrow gives wrong results in some
 schedule. It is a model of stores only: loads are never early, which leaves missing acquires to the
 race detector.
+
+A relaxed or volatile store is late like a plain one, or comes before those that are: PTX orders two of them
+only where they overlap. Parts of a vector become visible together, which protocols of words with flags
+count on. An atomic that reads and writes is never late.
 """
 
 import ctypes
@@ -34,6 +38,7 @@ from interlace.runtime.scheduler.task import Task
 
 PIECES = 4
 DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)
+AT_ONCE = 0.5  # the chance of a relaxed store
 
 
 @dataclass(eq=False)
@@ -95,7 +100,10 @@ class StoreBuffers:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def store(self, task: Task, pointers: Any, value: Any, mask: Any) -> None:
+    def store(
+        self, task: Task, pointers: Any, value: Any, mask: Any, *, relaxed: bool = False
+    ) -> None:
+        """``relaxed``: each thread its own elements; who fences later may be the same."""
         addresses = active_addresses(pointers, mask)
         if not addresses.size:
             return
@@ -103,17 +111,22 @@ class StoreBuffers:
         self._drain_overlapping(task, addresses, values.dtype.itemsize)
         threads = threads_of(pointers)
         scalar = threads is None and pointers.data.size == 1
-        pieces = 1 if scalar else min(PIECES, addresses.size)
-        for part in np.array_split(np.arange(addresses.size), pieces):
-            self._pending.append(
-                _PendingStore(
-                    task,
-                    addresses[part].copy(),
-                    values[part].copy(),
-                    scalar,
-                    None if threads is None else threads[part],
-                )
+        together = pointers.data.shape[-1] if relaxed and pointers.data.ndim > 1 else 1
+        groups = np.arange(addresses.size) // together
+        for some in np.array_split(np.unique(groups), min(PIECES, groups[-1] + 1)):
+            part = slice(*np.searchsorted(groups, (some[0], some[-1] + 1)))
+            pending = _PendingStore(
+                task,
+                addresses[part].copy(),
+                values[part].copy(),
+                scalar,
+                None if threads is None else threads[part],
+                ordered=relaxed and threads is None,
             )
+            if relaxed and self._random.random() < AT_ONCE:
+                pending.perform()
+            else:
+                self._pending.append(pending)
 
     def before_load(self, task: Task, pointers: Any) -> None:
         """A program sees its own stores, and those its rank has been given."""

@@ -146,6 +146,75 @@ def fence_of_cta_scope_between_programs(peers_ptr, rank):
 
 
 @triton.jit
+def store_volatile(pointers, value):
+    tl.inline_asm_elementwise(
+        "st.volatile.global.b32 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), value],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def volatile_data(peers_ptr, rank, FENCED: tl.constexpr):
+    """Nothing but a fence orders the volatile stores of data and of a flag, nor their loads."""
+    if tl.program_id(0) == 0:
+        if rank == 0:
+            store_volatile(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+            tl.debug_barrier()
+            if FENCED:
+                fence("sys")
+            store_volatile(flag(peers_ptr, 1, 0), 1)
+        if rank == 1:
+            while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
+                pass
+            if FENCED:
+                fence("sys")
+            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1), volatile=True))
+
+
+@triton.jit
+def volatile_data_and_flag(peers_ptr, rank):
+    volatile_data(peers_ptr, rank, False)
+
+
+@triton.jit
+def fenced_volatile_data_and_flag(peers_ptr, rank):
+    volatile_data(peers_ptr, rank, True)
+
+
+@triton.jit
+def volatile_words_with_flags(peers_ptr, rank):
+    """Each element and its flag are one word, whose parts no schedule has apart."""
+    if tl.program_id(0) == 0:
+        words = tl.load(peers_ptr + 1) + 64 + 8 * tl.arange(0, 16)
+        if rank == 0:
+            tl.inline_asm_elementwise(
+                "st.volatile.global.v2.b32 [$1], {$2, $2}; mov.u32 $0, 0;",
+                "=r,l,r",
+                [words, tl.full((16,), 1.0, tl.float32)],
+                tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        if rank == 1:
+            absent = 1
+            while absent != 0:
+                value, raised = tl.inline_asm_elementwise(
+                    "ld.volatile.global.v2.b32 {$0, $1}, [$2];",
+                    "=r,=r,l",
+                    [words],
+                    (tl.float32, tl.int32),
+                    is_pure=False,
+                    pack=1,
+                )
+                absent = tl.sum((raised == 0).to(tl.int32))
+            tl.store(data(peers_ptr, 2), value)
+
+
+@triton.jit
 def all_look_at_one_flag(peers_ptr, rank):
     """Nobody writes it: scopes that do not include each other harm nobody."""
     tl.atomic_add(flag(peers_ptr, 0, 0), 0, sem="acquire", scope="gpu")

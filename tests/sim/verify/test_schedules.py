@@ -91,30 +91,36 @@ def test_shrinking_removes_switches() -> None:
     assert shrunk.switches < as_found.switches
 
 
-def test_late_stores_show_what_a_cpu_hides() -> None:
-    relaxed = launch(kernels.relaxed_flag_without_fence)
+def exchanged(kernel: Any) -> list[float]:
+    memory, rank = buffer(), interlace.get_rank()
+    kernel[(2,)](memory.peers, rank)
+    interlace.barrier()
+    return memory.view(2, 64, (16,), torch.float32).tolist()
 
-    def on_rank() -> list[float]:
-        memory, rank = buffer(), interlace.get_rank()
-        kernels.relaxed_flag_without_fence[(2,)](memory.peers, rank)
-        interlace.barrier()
-        return memory.view(2, 64, (16,), torch.float32).tolist()
 
-    assert schedules(relaxed, 3, n=30, workers=1).clean
-    assert schedules(on_rank, 3, n=30, workers=1).clean
-    late = schedules(on_rank, 3, n=30, store_buffers=True, workers=1)
+@pytest.mark.parametrize(
+    "kernel", [kernels.relaxed_flag_without_fence, kernels.volatile_data_and_flag]
+)
+def test_late_stores_show_what_a_cpu_hides(kernel: Any) -> None:
+    assert schedules(launch(kernel), 3, n=30, workers=1).clean
+    assert schedules(exchanged, 3, kernel, n=30, workers=1).clean
+    late = schedules(exchanged, 3, kernel, n=30, store_buffers=True, workers=1)
     assert len(late.failing) > 3
     assert late.failure is not None and late.failure.kind == "different results"
 
 
-def test_a_fence_makes_late_stores_visible() -> None:
-    def on_rank() -> list[float]:
-        memory, rank = buffer(), interlace.get_rank()
-        kernels.fenced_relaxed_flag[(2,)](memory.peers, rank)
-        interlace.barrier()
-        return memory.view(2, 64, (16,), torch.float32).tolist()
-
-    assert schedules(on_rank, 3, n=30, store_buffers=True, workers=1).clean
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        kernels.fenced_relaxed_flag,
+        kernels.fenced_volatile_data_and_flag,
+        kernels.volatile_words_with_flags,
+    ],
+)
+def test_what_late_stores_do_no_harm(kernel: Any) -> None:
+    """A fence makes them visible."""
+    assert schedules(exchanged, 3, kernel, n=30, store_buffers=True, workers=1).clean
+    assert races(exchanged, 3, kernel, seeds=4).clean
 
 
 def test_results_that_depend_on_the_schedule() -> None:

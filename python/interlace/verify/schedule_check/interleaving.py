@@ -182,7 +182,8 @@ class Storyteller(Observer):
             swapped = before == active(wanted, atomic.pointers, atomic.mask)
             addresses = [each for each, done in zip(addresses, swapped, strict=True) if done]
         after = self._waited(task, addresses) if atomic.acquires else ()
-        self._note(task, f"{verb} at {place}, sees {seen}{more}", program_lines(), after)
+        sees = "" if atomic.kind == "store" else f", sees {seen}{more}"
+        self._note(task, f"{verb} at {place}{sees}", program_lines(), after)
         if not atomic.reads_only:
             self._written.update(dict.fromkeys(addresses, (task, self._count - 1)))
 
