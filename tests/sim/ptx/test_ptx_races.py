@@ -39,6 +39,11 @@ TOGETHER = [
 ]
 FENCED = "fence.acq_rel.sys; @%p1 st.relaxed.sys.global.u32 [%rd4+256], 1;"
 POLL_RELAXED = ACQUIRE.replace("acquire", "relaxed")
+# the word is stored once more, relaxed, by who released it, and somebody waits for that
+AGAIN_RELAXED = "@%p1 st.relaxed.sys.global.u32 [%rd4+256], 2;"
+RESTORED = RELEASE + AGAIN_RELAXED
+ACQUIRE_AGAIN = ACQUIRE.replace("setp.eq.s32 %p2, %r3, 0;", "setp.ne.s32 %p2, %r3, 2;")
+WAIT_AGAIN = [FLAG, ACQUIRE_AGAIN, BARRIER, READ]
 
 
 def without(steps: list[str], one: str, instead: str = "") -> list[str]:
@@ -75,6 +80,7 @@ def exchanged(publish: list[str], wait: list[str], **options: Any) -> Any:
             [FLAG, POLL_RELAXED, "fence.acquire.sys;", BARRIER, READ],
         ),
         (PUBLISH, TOGETHER),
+        (without(PUBLISH, RELEASE, RESTORED), WAIT_AGAIN),
         # each its own word: no barrier is needed
         ([FLAG, "@%p1 st.global.b32 [%rd1], 1;", RELEASE], [FLAG, ACQUIRE, "@%p1 " + READ]),
     ],
@@ -109,6 +115,11 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
         (PUBLISH, without(TOGETHER, AGAIN, AGAIN.replace(BARRIER, "")), "read-write",
          "no barrier for both"),
         (PUBLISH, without(TOGETHER, TOLD, TOLD.replace(BARRIER, "")), "no barrier", "the wait"),
+        # stored once more by another thread; and of what comes between the two
+        ([*PUBLISH, BARRIER, "setp.eq.s32 %p1, %r1, 40;", AGAIN_RELAXED], WAIT_AGAIN, "weak order",
+         'with sem="release"$'),
+        ([*PUBLISH, "@%p1 st.global.b32 [%rd1], %r2;", AGAIN_RELAXED], WAIT_AGAIN, "weak order",
+         'with sem="release"$'),
         # behind the release
         ([*without(PUBLISH, RELEASE), RELEASE, "st.global.b32 [%rd1], %r2;"], WAIT, "write-read",
          "nothing that was signalled behind the first access"),

@@ -11,7 +11,8 @@ Triton puts no ``bar.sync`` between a store and a release. What orders accesses:
 
     program order                          of each component; between them, from a barrier on
     release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
-                                           between pass it on, plain stores and atomic stores end it
+                                           between pass it on, and so do later atomic stores of who
+                                           released; those of others and plain stores end it
     fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire),
                                            within the fence's scope, too
     launch, end of a kernel                between the stream and all programs
@@ -375,9 +376,11 @@ class Detector(AsyncProxy):
         messages = segment.messages.setdefault((address, size), {})
         self._receive(agent, messages, scope, atomic, thread)
         if writes:
+            who = lanes if thread is None else thread
             if atomic.kind == "store":
-                messages.clear()
-            self._send(agent, messages, scope, atomic, thread)
+                for each in [key for key in messages if key[0] is not agent or key[2] != who]:
+                    del messages[each]
+            self._send(agent, messages, scope, atomic, thread, who)
 
     def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
         """Whether two atomics, of ``agent`` and of ``other``, are within each other's scope."""
@@ -386,7 +389,7 @@ class Detector(AsyncProxy):
     def _receive(
         self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
     ) -> None:
-        for (sender, sent_scope), clock in messages.items():
+        for (sender, sent_scope, _), clock in messages.items():
             if not self._reach(agent, scope, sender, sent_scope):
                 continue
             if thread is not None:
@@ -405,7 +408,13 @@ class Detector(AsyncProxy):
                 agent.learn(clock)
 
     def _send(
-        self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
+        self,
+        agent: Any,
+        messages: dict[Any, Any],
+        scope: int,
+        atomic: Atomic,
+        thread: int | None,
+        who: int,
     ) -> None:
         releases = atomic.releases or not self.rules.orders
         if thread is not None:
@@ -418,7 +427,7 @@ class Detector(AsyncProxy):
         else:
             sent = agent.fenced
         for sent_scope, clock in sent.items():
-            key = (agent, min(scope, sent_scope))
+            key = (agent, min(scope, sent_scope), who)
             messages[key] = joined(messages.get(key), clock)
 
     def on_barrier(self, task: Task | None, threads: Any = None) -> None:
