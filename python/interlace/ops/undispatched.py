@@ -16,6 +16,7 @@ seen by    compilers and modes                        nobody; under one of them 
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def call(name: str, *args: Any) -> Any:
     token = needed.set(KNOWN[name].needs(own))
     try:
         if not _simulated(own):
-            return getattr(_dispatched, name).default(*args)
+            return _through(name, name, args)
         return _run(KNOWN[name], specs.bind(group, size), own, size, group)
     finally:
         needed.reset(token)
@@ -88,10 +89,41 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     """``torch.ops.interlace.<name>_out(*args, out=out)``, which records nothing."""
     *own, size, group = args
     if not _simulated([*own, out]):
-        getattr(_dispatched, f"{name}_out").default(*args, out=out)
+        _through(name, f"{name}_out", args, out=out)
         return
     plain = tree_map_only(torch.Tensor, wait, own)
     finish(KNOWN[name].start(specs.bind(group, size), *plain, out=wait(out)))
+
+
+_WRONG_TYPE = re.compile(r"interlace::\w+\(\) Expected .* for argument '(\w+)' .* type '(.*?)'")
+_WORDS = {
+    "Tensor": "a tensor", "str": "a str", "bool": "a bool", "float": "a number", "int": "an int",
+    "SymInt": "an int", "ScalarType": "a torch.dtype",
+}  # fmt: skip
+
+
+def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
+    """Through the dispatcher. What a schema does not take, before anything runs, all ranks refuse."""
+    try:
+        return getattr(_dispatched, overload).default(*args, **out)
+    except RuntimeError as error:
+        wrong = _WRONG_TYPE.match(str(error))
+        kinds = dict(each.split(" ")[::-1] for each in KNOWN[name].arguments.split(", "))
+        if wrong is None or wrong[1] not in kinds:
+            raise
+        text = f"{wrong[1]} must be {_in_words(kinds[wrong[1]])}, got {wrong[2]}"
+    if torch.compiler.is_compiling() or modes_active():
+        raise TypeError(text)
+    *_, size, group = args
+    with specs.bind(group, size).accepting(name):
+        raise TypeError(text)
+
+
+def _in_words(kind: str) -> str:
+    """What a type of a schema is."""
+    if kind.endswith("?"):
+        return f"{_in_words(kind[:-1])} or None"
+    return f"a list, each {_in_words(kind[:-2])}" if kind.endswith("[]") else _WORDS[kind]
 
 
 class Ops:

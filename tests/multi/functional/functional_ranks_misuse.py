@@ -1,9 +1,11 @@
 """Ranks of test_functional.py: misuse, by one of them or all."""
 
+from typing import Any
+
 import torch
 
 import interlace
-from interlace import functional
+from interlace import functional, nn
 from interlace.functional import wait
 from multi.functional.functional_ranks import Function, place, refusal
 
@@ -71,6 +73,31 @@ def misuse_in_graphs() -> dict[str, str]:
         "not divisible": lambda: functional.reduce_scatter(x[:3] if one else x),
         "src": lambda: functional.broadcast(x, size if one else 0),
         "weight": lambda: functional.all_gather_matmul(x, x[:3] if one else x),
+    }
+    found = {}
+    for name, call in calls.items():
+        found[name] = refusal(call)
+        assert wait(functional.all_reduce(x))[0, 0] == size, name
+    return found
+
+
+def misuse_of_schemas(everywhere: bool) -> dict[str, str]:
+    """What only a schema refuses, before an op has seen it: on rank 1, or on all."""
+    rank, size = place()
+    one = everywhere or rank == 1
+    x, q = torch.ones(4, 4, requires_grad=True), torch.ones(1, 4, 2, 4, requires_grad=True)
+    layer, token = nn.UlyssesAttention(4, 2), torch.ones(1, 2, 4)
+    wrong: Any = [0, 4] if one else None
+    text: Any = "x" if one else None
+    calls: dict[str, Function] = {
+        "cu_seqlens": lambda: nn.functional.context_parallel_attention(q, q, q, cu_seqlens=wrong),
+        "cu_seqlens of heads": lambda: nn.functional.attention_of_heads(q, q, q, cu_seqlens=wrong),
+        "cu_seqlens of a layer": lambda: layer(token, wrong),
+        "scale": lambda: nn.functional.context_parallel_attention(q, q, q, scale=text),
+        "lengths": lambda: functional.distributed_decode(token, (q, q), lengths=wrong),
+        "block_table": lambda: functional.distributed_decode(token, (q, q), block_table=wrong),
+        "algorithm": lambda: functional.all_gather_matmul(x, x, algorithm=wrong or "auto"),
+        "out_dtype": lambda: functional.matmul_all_reduce(x, x, out_dtype=text),
     }
     found = {}
     for name, call in calls.items():

@@ -259,6 +259,23 @@ def test_misuse_of_what_a_graph_calls() -> None:
     check_messages(on_ranks(wrong.misuse_in_graphs, 2), parts)
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_a_schema_does_not_take_all_ranks_refuse(everywhere: bool) -> None:
+    names = "cu_seqlens", "lengths", "block_table"
+    parts = {name: f"TypeError: * {name} must be a tensor or None, got list" for name in names}
+    parts["cu_seqlens of heads"] = parts["cu_seqlens of a layer"] = parts["cu_seqlens"]
+    parts |= {
+        "scale": "TypeError: * scale must be a number or None, got str",
+        "algorithm": "TypeError: * algorithm must be a str, got list",
+        "out_dtype": "TypeError: * out_dtype must be a torch.dtype or None, got str",
+    }
+    results = on_ranks(wrong.misuse_of_schemas, 2, everywhere)
+    check_messages(results, parts)
+    for rank, found in enumerate(results):
+        for said in found.values():
+            assert f"on rank {rank}" in said if everywhere else "rank 1" in said, said
+
+
 def test_misuse_of_groups() -> None:
     parts = {
         "size": "ValueError: GroupSpec 'four' has size 4, the group 3, on rank",
