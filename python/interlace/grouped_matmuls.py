@@ -307,7 +307,8 @@ def grouped_matmul_combine(
 
     Parameters
     ----------
-    input : ``(r, k)``, rows by expert, then by source rank, as that op returns them. Any strides.
+    input : ``(r, k)``, rows by expert, then by source rank, as that op returns them; after a low-latency
+        dispatch ``(E / W, most rows, k)``. Any strides.
     weight : ``(E / W, k, n)``, this rank's experts, with any strides.
     splits : rows by expert and source rank, E / W * W of them: what that op returns. They add up to ``r``.
         Or the handle of a dispatch, whose ``received.x``, row by row, has become ``input``. If the dispatch
@@ -392,7 +393,8 @@ def _with_handle(
         return recorded.run(*about, bias=bias, group=group)
     topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
     options = options._replace(routing=routing_for(handle, topk_idx))
-    rows = flat(handle, input)
+    with resolve(group).on(input).accepting(grouped_combine.MATMUL_COMBINE):
+        rows = flat(handle, "input", input)
     tensors = (rows, weight, bias, topk_idx, topk_weights, handle.segments, None)
     run = grouped_combine.grouped_matmul_combine
     return run(resolve(group).on(rows), tensors, (options,), async_op)

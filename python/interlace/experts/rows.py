@@ -220,8 +220,8 @@ def combine(
 
     Parameters
     ----------
-    y : ``(rows, n)``, what the experts have made of ``received.x``, row by row. ``n`` may differ from
-        ``hidden``.
+    y : ``(rows, n)``, what the experts have made of ``received.x``, row by row; of low latency ``(experts,
+        most rows, n)``. ``n`` may differ from ``hidden``.
     handle : that of the :func:`dispatch`; it may be used several times.
     weighted : multiply by the ``topk_weights`` that the dispatch was given, if there were any, in fp32 and
         where the token is.
@@ -253,8 +253,8 @@ def combine(
             raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")
+        rows = flat(handle, "y", y)
     weights = handle.topk_weights if weighted else None
-    rows = flat(handle, y)
     routing = handle.routing._replace(algorithm=algorithm)
     tensors = (rows, handle.segments, handle.topk_idx, weights)
     with by_handle(communicator, handle):

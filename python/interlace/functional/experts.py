@@ -86,6 +86,13 @@ def _by_expert(rows: Tensor, experts: int) -> Tensor:
     return rows.view(experts, rows.shape[0] // experts, rows.shape[1])
 
 
+def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
+    try:
+        return flat(handle, name, rows)
+    except ValueError as error:
+        refuse(op, handle.group, tag, error)
+
+
 def combine(
     y: Tensor,
     handle: DispatchHandle,
@@ -115,7 +122,7 @@ def combine(
         refuse("combine", None, tag, TypeError(text))
     group = handle.group
     check("combine", group, tag, y=y)
-    rows = flat(handle, y)
+    rows = _matrix("combine", tag, handle, "y", y)
     weights = handle.topk_weights if weighted else None
     tensors = (rows, handle.segments, handle.topk_idx, weights)
     kept = weights is not None and keeps(False, [weights])
@@ -162,7 +169,7 @@ def grouped_matmul_combine(
         topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
         check(op, group, tag, input=input, weight=weight, bias=bias)
         routing = routing_for(handle, topk_idx)._replace(algorithm=algorithm)
-        rows = flat(handle, input)
+        rows = _matrix(op, tag, handle, "input", input)
         kept = topk_weights is not None and keeps(False, [topk_weights])
         tensors = (rows, weight, bias, handle.segments, topk_idx, topk_weights)
         given = (kept, *routing, out_dtype)

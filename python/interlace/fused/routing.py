@@ -143,11 +143,21 @@ def routing_for(handle: DispatchHandle, topk_idx: Any) -> "Routing":
     return routing._replace(max_tokens=-(-rows // topk_idx.shape[1]))
 
 
-def flat(handle: DispatchHandle, rows: Any) -> Any:
-    """``rows`` of experts as a matrix: of low latency those of each expert may come apart."""
-    if handle.routing.packed and isinstance(rows, Tensor) and rows.dim() == 3:
-        return rows.flatten(0, 1)
-    return rows
+def flat(handle: DispatchHandle, name: str, rows: Any) -> Any:
+    """``rows`` of experts, an argument of this ``name``, as a matrix.
+
+    Of low latency an expert's begin where its room does, so rows of another shape would be others'.
+    """
+    if not handle.routing.packed or not isinstance(rows, Tensor):
+        return rows
+    experts, world_size, _ = handle.segments.shape
+    expected = experts, handle.routing.expert_rows(world_size)
+    if rows.dim() != 3 or tuple(rows.shape[:2]) != expected:
+        raise ValueError(
+            f"{name} has shape {tuple(rows.shape)}, rows of this low-latency dispatch have "
+            f"({expected[0]}, {expected[1]}, n)"
+        )
+    return rows.flatten(0, 1)
 
 
 class Routing(NamedTuple):

@@ -154,3 +154,57 @@ def test_low_latency_refuses_another_choice_than_the_dispatchs(text: str) -> Non
         "token 1 is [-1, 1], in the dispatch it was [1, -1]", "token 0 is [1, 0]"
     )
     assert expected in str(failure(on_rank, 2))
+
+
+RESHAPED: dict[str, Any] = {
+    "an expert's last row is missing": lambda rows: rows[:, :-1],
+    "swapped": lambda rows: rows.transpose(0, 1),
+    "too long": lambda rows: torch.cat([rows, rows], 1),
+    "too many experts": lambda rows: torch.cat([rows, rows]),
+    "too few experts": lambda rows: rows[:1],
+    "flat": lambda rows: rows.flatten(0, 1),
+}
+BY_ROWS: dict[str, Any] = {
+    "low_latency_combine": lambda rows, weights, handle: experts.low_latency_combine(
+        rows, handle.topk_idx, weights, handle
+    ),
+    "combine": lambda rows, weights, handle: experts.combine(
+        rows, handle._replace(topk_weights=weights)
+    ),
+    "functional.combine": lambda rows, weights, handle: interlace.functional.combine(
+        rows, handle._replace(topk_weights=weights)
+    ),
+    "grouped_matmul_combine": lambda rows, weights, handle: interlace.grouped_matmul_combine(
+        rows, torch.eye(4).repeat(2, 1, 1), handle, topk_weights=weights
+    ),
+    "functional.grouped_matmul_combine": lambda rows, weights, handle: (
+        interlace.functional.grouped_matmul_combine(
+            rows, torch.eye(4).repeat(2, 1, 1), handle, topk_weights=weights
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("op", BY_ROWS)
+def test_rows_of_low_latency_have_the_shape_that_they_came_in(op: str) -> None:
+    """Others were read at other experts' places. All ranks are told, and the next call goes on."""
+
+    def on_rank() -> tuple[list[str], list[float]]:
+        mine = interlace.get_rank()
+        x, weights = torch.full((2, 4), 1.0 + mine), torch.ones(2, 2)
+        given: Any = x, torch.tensor([[0, 1], [2, 3]]), 2, 4
+        received, handle = experts.low_latency_dispatch(*given, use_fp8=False)
+        rows, said = received.x * torch.tensor([1.0, 10.0])[:, None, None], []
+        for wrong in RESHAPED.values():
+            with pytest.raises(ValueError) as error:
+                BY_ROWS[op](wrong(rows) if mine else rows, weights, handle)
+            said.append(str(error.value))
+        return said, BY_ROWS[op](rows, weights, handle)[:, 0].tolist()
+
+    rows = torch.zeros(2, 4, 4)
+    for rank, (said, right) in enumerate(interlace.run(on_rank, 2)):
+        for text, wrong in zip(said, RESHAPED.values(), strict=True):
+            shape = tuple(wrong(rows).shape)
+            assert f"has shape {shape}, rows of this low-latency dispatch have (2, 4, n)" in text
+            assert "rank 1" in text
+        assert right == [11.0 * (1 + rank)] * 2
