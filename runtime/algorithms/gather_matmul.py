@@ -258,7 +258,7 @@ def all_gather_matmul_unfused(
         call = plain.agreed_call(communicator, "all_gather_matmul", key)
         communicator.engine.all_gather(call, parts, flat)
     else:
-        plain.all_gather_copy(communicator, flat, parts)
+        plain.gather_made(communicator, flat, parts)
     for linear in linears:
         operands.enqueue_product(communicator, gathered, linear, slice(None), "matmul")
     return communicator.compute.record()
@@ -273,7 +273,7 @@ def all_gather_inner_matmul(
 ) -> Event:
     """Shards are slices of K; ``shard`` ``[own K, rows]`` and ``gathered`` ``[K, rows]`` are transposed."""
     parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
-    plain.all_gather_copy(communicator, shard.view(-1), parts)
+    plain.gather_made(communicator, shard.view(-1), parts)
     for linear in linears:
         operands.enqueue_product(communicator, gathered.T, linear, slice(None), "matmul")
     return communicator.compute.record()

@@ -126,8 +126,8 @@ def matmul_reduce_scatter_unfused(
     # one rounding either way
     exact = linear.bias is None and not linear.activation
     exact = exact and dtype in (torch.float32, torch.float64)
-    if communicator.place.direct_access and exact and nbytes <= SMALL_BYTES:
-        # the least work on the host
+    least_work = communicator.place.direct_access and exact and nbytes <= SMALL_BYTES
+    if least_work or not communicator.place.mapped:
         product = input.new_empty(input.shape[0], columns, dtype=dtype)
         operands.multiply(product, input, linear.weight, None)
         return operands.scatter_product(communicator, product, linear, segments)

@@ -249,7 +249,7 @@ def gather(communicator: Communicator, whole: WholeRows, segments: Segments, eve
     """All ranks' rows in ``whole``, of which this rank has its own after ``event``."""
     for tensor in whole.tensors():
         parts = [tensor[first : first + count].view(-1) for first, count in segments]
-        event = plain.all_gather_copy(communicator, parts[communicator.rank], parts)
+        event = plain.gather_made(communicator, parts[communicator.rank], parts)
     return event
 
 
@@ -347,9 +347,9 @@ class RowReduction:
         communicator, linear, segments = self.communicator, self.linear, self.segments
         reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
         total = torch.empty_like(linear.output)
-        between_nodes = communicator.place.nodes is not None
         about = (f"sum of {self.op}", self.input.shape, self.input.dtype, reduction)
-        call = plain.agreed_call(communicator, self.op, about) if between_nodes else None
+        mapped = communicator.place.all_mapped
+        call = None if mapped else plain.agreed_call(communicator, self.op, about)
         if segments is None and call is not None:
             total.copy_(self.input)
             communicator.engine.all_reduce(call, total, reduction)

@@ -11,7 +11,7 @@ from interlace.runtime.algorithms.plain import agreed_call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.activations import activate
-from interlace.runtime.numerics.norms import NormTail
+from interlace.runtime.numerics.norms import NormTail, wide
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 
@@ -76,9 +76,9 @@ def multiply(
 ) -> None:
     """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ."""
     if output.dtype != input.dtype:
-        wide = torch.float64 if output.dtype == torch.float64 else torch.float32
-        product = input.to(wide) @ weight.to(wide)
-        output.copy_(activate(product if bias is None else product + bias.to(wide), activation))
+        dtype = wide(output.dtype)
+        product = input.to(dtype) @ weight.to(dtype)
+        output.copy_(activate(product if bias is None else product + bias.to(dtype), activation))
         return
     if bias is None:
         torch.mm(input, weight, out=output)
@@ -110,8 +110,8 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
     if not linear.unfinished:
         fold(reduction, parts, linear.output)
         return
-    wide = torch.float64 if linear.output.dtype == torch.float64 else torch.float32
-    total = torch.empty(linear.output.shape, dtype=wide, device=linear.output.device)
+    made = linear.output
+    total = torch.empty(made.shape, dtype=wide(made.dtype), device=made.device)
     fold_unrounded(reduction, parts, total)
     finish_sum(total, linear)
 
@@ -140,7 +140,8 @@ def scatter_product(
     call = agreed_call(communicator, op, (f"parts of {op}", *about))
     communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
     if linear.unfinished:
-        communicator.compute.call(lambda: finish_sum(linear.output, linear), "bias")
+        made = linear.output
+        communicator.compute.call(lambda: finish_sum(made.to(wide(made.dtype)), linear), "bias")
     return communicator.compute.record()
 
 

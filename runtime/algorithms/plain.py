@@ -122,6 +122,20 @@ def all_gather_copy(
     return pull(communicator, "all_gather", nbytes, staged, taken)
 
 
+def gather_made(
+    communicator: Communicator, input: torch.Tensor, outputs: Sequence[torch.Tensor]
+) -> Event:
+    """As :func:`all_gather_copy`, by the engine where no memory of other hosts is mapped."""
+    if communicator.place.mapped:
+        return all_gather_copy(communicator, input, outputs)
+    parts = [bytes_of(output) for output in outputs]
+    key = ("parts that were made", tuple(part.numel() for part in parts))
+    communicator.engine.all_gather(
+        agreed_call(communicator, "all_gather", key), parts, bytes_of(input)
+    )
+    return communicator.compute.record()
+
+
 def send_table(communicator: Communicator, rows: Sequence[int], chunk_size: int) -> Table:
     """The table of this rank's sends in an all-gather."""
     rank, world_size = communicator.rank, communicator.world_size

@@ -143,6 +143,11 @@ class Place(ABC):
     nodes: Nodes | None = None
     mapped = True
 
+    @property
+    def all_mapped(self) -> bool:
+        """Whether every rank's memory is mapped by all: not between nodes, nor hosts without any of it."""
+        return self.mapped and self.nodes is None
+
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """Zeroed symmetric memory of ``nbytes`` on every rank. Collective."""

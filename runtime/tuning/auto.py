@@ -52,7 +52,7 @@ def choose_algorithm(
     ``bytes_gathered`` is what a rank receives before its matmul, 0 if its collective comes after;
     ``empty`` marks an op without any arithmetic. ``tuned`` is what a row for the shape says.
     """
-    if empty or dtype not in FUSED_DTYPES:
+    if empty or dtype not in FUSED_DTYPES or not place.mapped:
         return "unfused"
     if place.simulated:
         return "fused"

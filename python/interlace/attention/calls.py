@@ -240,7 +240,7 @@ def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
             algorithm = "pipelined"
         else:
             algorithm = "pipelined" if place.direct_access else "fused"
-        if (place.nodes is not None or not place.mapped) and call.method != HEADS:
+        if not place.all_mapped and call.method != HEADS:
             algorithm = "unfused"
     if call.method != HEADS:
         checks.one_node(algorithm, problem.communicator)

@@ -217,7 +217,7 @@ class NormedReduce(reduce.CheckedReduce):
     def _by_words(self, output: Tensor) -> bool:
         """Whether the choice is free, and the words of a low-latency kernel do for the product."""
         place = self.communicator.place
-        if self.algorithm != "auto" or place.direct_access or place.nodes is not None:
+        if self.algorithm != "auto" or place.direct_access or not place.all_mapped:
             return False
         simple = output.dtype in FUSED_DTYPES and output.numel() > 0 and not self.activation
         possible = self.options.quantize is None or _kernel_makes_fp8(self.communicator)
@@ -367,7 +367,7 @@ class _CheckedRows:
             return "unfused"
         if algorithm != "auto":
             return algorithm
-        if not in_kernel or not makes_fp8:
+        if not in_kernel or not makes_fp8 or not place.mapped:
             return "unfused"
         self.free = True
         if place.direct_access:

@@ -233,4 +233,4 @@ class CheckedReduce:
         mine = dataclasses.replace(linear, output=own)
         self.reduce_scatter(left, mine, segments, algorithm)
         flat = [part.view(-1) for part in parts]
-        return plain.all_gather_copy(communicator, own.view(-1), flat)
+        return plain.gather_made(communicator, own.view(-1), flat)

@@ -212,7 +212,7 @@ def resolved(communicator: Communicator, algorithm: str) -> str:
     checks.one_node(algorithm, communicator)
     if algorithm != "auto":
         return algorithm
-    fused = place.nodes is None and place.mapped and not place.direct_access
+    fused = place.all_mapped and not place.direct_access
     return "fused" if fused else "unfused"
 
 

@@ -1,8 +1,8 @@
 """The place ``hosts``: one rank per process, on several hosts; no symmetric memory between them.
 
-There are plain collectives here and nothing else: kernels of interlace read and write their peers'
-memory, which no other machine's memory is. Fused ops and symmetric memory take a group of ranks of one
-host, as ``interlace.new_group`` makes it.
+There are plain collectives here, and by them what is unfused: kernels of interlace read and write their
+peers' memory, which no other machine's memory is. Fused algorithms and symmetric memory take a group of
+ranks of one host, as ``interlace.new_group`` makes it.
 """
 
 from __future__ import annotations

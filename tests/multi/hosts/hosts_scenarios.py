@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-import interlace
 from cases import support_table
-from interlace import functional, nn
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -21,6 +19,7 @@ from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
+from multi.hosts.unfused_scenarios import attending, norming, routing
 
 # ranks of the default group, of which 0, 1, 2 are on one host and 3, 4 on another
 GROUPS = {
@@ -387,47 +386,6 @@ def receiving_what_does_not_fit(group: Communicator) -> list[str]:
     return texts
 
 
-def attending(group: Communicator) -> list[str]:
-    """Decoding with caches of every host, one of them empty, and attention: both as torch alone has it."""
-    torch.manual_seed(0)
-    heads, torch_s = torch.randn(3, 1, 2, 12, 8), torch.nn.functional.scaled_dot_product_attention
-    query, key, value = (each.transpose(1, 2) for each in heads)
-    cuts = [0, 4, 4, *[12] * (group.world_size - 2)]
-    own = slice(cuts[group.rank], cuts[group.rank + 1])
-    caches = key[:, own], value[:, own]
-    decoded = interlace.distributed_decode(query[:, -1], caches, group=group)
-    right, wrong = torch_s(*heads, is_causal=True).transpose(1, 2), []
-    if (decoded - right[:, -1]).abs().max() > 1e-5:
-        wrong.append("decoding")
-    part = functools.partial(nn.functional.shard_sequence, group=group)
-    for method in ("auto", "ulysses"):
-        how: Any = {"causal": True, "method": method, "group": group}
-        made = nn.functional.context_parallel_attention(*map(part, (query, key, value)), **how)
-        if not torch.allclose(functional.wait(made), part(right), atol=1e-5):
-            wrong.append(method)
-    return wrong
-
-
-def routing(group: Communicator) -> list[str]:
-    """Tokens to experts and home again, by one that is times its number."""
-    world, rank = group.world_size, group.rank
-    tokens, wrong = torch.arange(2.0 * rank).reshape(-1, 2) + 1, []
-    experts = (torch.arange(rank * 2).reshape(-1, 2) + rank) % world
-    received, handle = interlace.experts.dispatch(tokens, experts, None, world, group=group)
-    if not torch.equal(
-        interlace.experts.combine(received.x * (rank + 1), handle),
-        tokens * (experts + 1).sum(1, True),
-    ):
-        wrong.append("combine")
-    weight = torch.eye(2).repeat(1, 1, 1) * (rank + 1)
-    if not torch.equal(
-        interlace.grouped_matmul_combine(received.x, weight, handle),
-        tokens * (experts + 1).sum(1, True),
-    ):
-        wrong.append("grouped_matmul_combine")
-    return wrong
-
-
 def no_symmetric_memory(group: Communicator) -> str:
     try:
         group.place.allocate(8)
@@ -451,5 +409,6 @@ ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
     receiving_what_does_not_fit,
     attending,
     routing,
+    norming,
     no_symmetric_memory,
 )

@@ -103,6 +103,7 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "answering",
         "attending",
         "routing",
+        "norming",
     ],
 )
 def test_five_ranks(reports: Any, scenario: str) -> None:
