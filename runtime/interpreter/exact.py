@@ -183,10 +183,20 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         "create_minnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmin),
         "create_maxnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmax),
         "create_rsqrt": lambda arg: unary_op(arg, lambda x: 1 / np.sqrt(x)),
+        "create_umulhi": _high_product,
         "get_bf16": constant(tl.bfloat16),
         "get_fp8e4nv": constant(tl.float8e4nv),
         "get_fp8e5": constant(tl.float8e5),
     }
+
+
+def _high_product(lhs: Handle, rhs: Handle) -> Handle:
+    """Of numbers as if they had no sign, which triton's own extends."""
+    bits = 8 * lhs.data.itemsize
+    wide = np.uint64 if bits == 32 else object
+    x, y = (each.data.view(f"u{bits // 8}").astype(wide) for each in (lhs, rhs))
+    high = (x * y >> bits).astype(f"u{bits // 8}")
+    return TensorHandle(high.view(lhs.data.dtype), lhs.dtype.scalar)
 
 
 def _tensor(data: Any, dtype: Any, model: Any) -> Any:

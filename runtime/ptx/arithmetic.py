@@ -31,6 +31,19 @@ ARITHMETIC, builds = builders()
 # -- numbers in, numbers out -----------------------------------------------------------------------
 
 
+def _or_ones(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """All ones where the divisor is 0: PTX leaves it open, and hardware gives them. Nothing traps."""
+
+    def compute(x: Array, y: Array) -> Array:
+        wrong = y == 0
+        if not wrong.any():
+            return function(x, y)
+        return np.where(wrong, ~y.dtype.type(0), function(x, np.where(wrong, y.dtype.type(1), y)))
+
+    return compute
+
+
+@_or_ones
 def quotient(x: Array, y: Array) -> Array:
     """Truncated, as in C."""
     return (x - np.fmod(x, y)) // y
@@ -62,7 +75,7 @@ _OF_INTEGERS: dict[str, tuple[Callable[..., Array], tuple[str, ...]]] = {
     "add": (operator.add, INTEGERS),
     "sub": (operator.sub, INTEGERS),
     "div": (quotient, INTEGERS),
-    "rem": (np.fmod, INTEGERS),
+    "rem": (_or_ones(np.fmod), INTEGERS),
     "min": (smaller, INTEGERS),
     "max": (larger, INTEGERS),
     "and": (operator.and_, (*BITS, "pred")),
@@ -103,13 +116,10 @@ def build_arithmetic(instruction: Instruction) -> Action:
     count = 1 + _OPERANDS.get(name, 2)
     if name in ("min", "max") and len(instruction.operands) == 4:
         count = 4
-    check = None
     if kind.is_float:
         function = _of_floats(instruction, kind)
     elif function is None:
         return _multiply(instruction, kind)
-    elif name in ("div", "rem"):
-        check = _not_zero(instruction)
     elif name in ("add", "sub") and kind.name == "s32" and instruction.flag("sat"):
         function = _saturating(function)
     elif name in ("min", "max") and instruction.flag("relu"):
@@ -118,7 +128,7 @@ def build_arithmetic(instruction: Instruction) -> Action:
         register = TYPES[f"b{2 * kind.bits}"]
         return instruction.computes(lanewise(function, kind), *[register] * count, raw=True)
     modular = function in (operator.add, operator.sub) and not kind.is_float  # signed or not
-    return instruction.computes(function, *[kind] * count, check=check, raw=modular)
+    return instruction.computes(function, *[kind] * count, raw=modular)
 
 
 _OF_SHORTS = dict.fromkeys(("add", "min", "max"), ("u16", "s16"))
@@ -217,16 +227,6 @@ def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
     sums = [a * b + c for a, b, c in exact]
     found[usual] = [float(s) if s else near for s, near in zip(sums, found[usual], strict=True)]
     return found
-
-
-def _not_zero(instruction: Instruction) -> Callable[..., None]:
-    def check(x: Array, y: Array) -> None:
-        if not y.all():
-            raise ZeroDivisionError(
-                f"PTX: division by zero; line {instruction.line}: {instruction.text}"
-            )
-
-    return check
 
 
 def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., Array]:

@@ -261,27 +261,20 @@ class Instruction:
         *kinds: ScalarType,
         raw: bool = False,
         wider: bool = False,
-        check: Callable[..., None] | None = None,
     ) -> Action:
-        """``function`` of the numbers (``raw``: bits) in all operands but the first, which it goes to.
-
-        ``check`` gets the numbers of the threads that run, and raises what is wrong with them.
-        """
+        """``function`` of the numbers (``raw``: bits) in all operands but the first, which it goes to."""
         self.finish(len(kinds))
         (target, kind), *sources = zip(self.operands, kinds, strict=True)
         write = self.writer(target, kind, wider=wider)
         read = self.reader if raw else self.numbers
         reads = [read(*source, wider=wider) for source in sources]
         encode = _unchanged if raw else kind.encoder
-        if len(reads) == 2 and check is None:
+        if len(reads) == 2:
             first, second = reads
             return lambda threads: write(threads, encode(function(first(threads), second(threads))))
 
         def compute(threads: Threads) -> None:
-            given = [read(threads) for read in reads]
-            if check is not None:
-                check(*map(threads.active, given))
-            write(threads, encode(function(*given)))
+            write(threads, encode(function(*[read(threads) for read in reads])))
 
         return compute
 

@@ -32,6 +32,8 @@ def binary(x_ptr, y_ptr, out_ptr, N: tl.constexpr, OP: tl.constexpr):
         out = x - y
     elif OP == "mul":
         out = x * y
+    elif OP == "umulhi":
+        out = tl.umulhi(x, y)
     elif OP == "truediv":
         out = x / y
     elif OP == "fmod":
@@ -174,6 +176,17 @@ def test_elementwise(exact: None, dtype: torch.dtype, op: str) -> None:
     x, y = pair(dtype, 4096, seed=4)
     want = rounded(VALUES[op](x.float(), y.float()), dtype)
     assert same(run_binary(op, x, y, dtype), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_high_products_have_no_sign(exact: None, dtype: torch.dtype) -> None:
+    bits = 8 * dtype.itemsize
+    x = torch.tensor([-1, -1, 7, -(1 << bits - 1)] * 4, dtype=dtype)
+    y = torch.tensor([-1, 2, 5, -3] * 4, dtype=dtype)
+    want = [
+        (a % 2**bits * (b % 2**bits)) >> bits for a, b in zip(x.tolist(), y.tolist(), strict=True)
+    ]
+    assert [each % 2**bits for each in run_binary("umulhi", x, y, dtype).tolist()] == want
 
 
 @pytest.mark.parametrize("dtype", NARROW)
