@@ -26,6 +26,9 @@ from interlace.runtime.scheduler.strategies import Strategy
 from interlace.runtime.scheduler.task import Task
 
 STALLED_POLLS = 20_000
+VAIN_POLLS = (
+    2500  # for each task: that see what the last has seen, by those who do not much besides
+)
 SMALL_READ = 64  # elements; what a program may look at between two polls of a loop
 TIRED = 1000  # points
 SPINNING = 500  # plain loads without a change of memory: from then on they are taken for polls
@@ -66,7 +69,7 @@ class ProgramHooks:
         self.block_polls = block_polls
         self.memory = Allocations()
         self._check = MemoryCheck(self.memory, on_bad_access)
-        self.points = self.stalled = 0
+        self.points = self.stalled = self.vain = 0
         self.long_step = False
         self._current: Task | None = None
 
@@ -283,6 +286,7 @@ class ProgramHooks:
         task = self.current
         apart = task.program is not None and task.program.threads
         task.seen.append(_read(pointers, mask, result))
+        self._look(task, task.seen[-1])
         circle = [] if apart else _circle(task.seen)
         if circle and task.program is not None:
             value = int(result.data.ravel()[0]) if result.data.size == 1 else None
@@ -300,6 +304,17 @@ class ProgramHooks:
         if self.stalled > STALLED_POLLS:
             self.give_up_on_polls()
         return result
+
+    def _look(self, task: Task, read: Read) -> None:
+        """Count polls that see nothing new, whatever their program changes between two of them."""
+        if task.known.get(read.addresses) == read.values:
+            self.vain += 1
+            task.busy = 0
+            return
+        self.vain = 0
+        if len(task.known) > LONGEST_CIRCLE:
+            task.known.clear()
+        task.known[read.addresses] = read.values
 
     def spin(self, reads: Sequence[Read]) -> None:
         """A program whose threads are told apart goes round, and these are all its reads: it waits."""

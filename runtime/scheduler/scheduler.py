@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlace.runtime.core import errors, kernel_arguments
@@ -36,7 +37,7 @@ from interlace.runtime.scheduler import torch_state
 from interlace.runtime.scheduler.allocations import addresses_told
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.program_hooks import ProgramHooks
+from interlace.runtime.scheduler.program_hooks import LONGEST_CIRCLE, VAIN_POLLS, ProgramHooks
 from interlace.runtime.scheduler.source_lines import (
     LAUNCHED,
     at_lines,
@@ -316,6 +317,11 @@ class Scheduler(ProgramHooks):
             raise TaskFailed(task) from error
         finally:
             self._current = None
+        task.busy += 1
+        if task.busy > LONGEST_CIRCLE or task.greenlet.dead:
+            self.vain = 0
+        elif self.vain >= VAIN_POLLS * len(self._tasks):
+            self._polls_in_vain()
         if task.greenlet.dead:
             self.points += 1  # so that a replay does not interrupt it just before its end
             self._tasks.remove(task)
@@ -362,6 +368,15 @@ class Scheduler(ProgramHooks):
                 del self.segments[self._stuck_after :]  # the last tries are not part of the story
             raise errors.DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
+
+    def _polls_in_vain(self) -> None:
+        """Programs poll and poll, and change only what nobody waits for: that is a deadlock, too."""
+        for task in self._tasks:
+            if task.program is not None and task.waiting is None and task.greenlet:
+                addresses = np.frombuffer(b"".join(task.known), np.uint64)
+                words = dict.fromkeys(addresses.tolist())
+                task.waiting = functools.partial(polling, task, None, [*words], self.memory)
+        raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
 
     def _wake_polls(self) -> bool:
         """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""

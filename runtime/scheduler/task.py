@@ -32,6 +32,7 @@ class Task:
     plain loads since then; ``idled`` at how many points it could have been interrupted meanwhile.
     ``changes`` counts its changes of memory; if ``watched``, ``seen`` has all that it reads, for those who
     say when it waits (``ptx/machine/spins.py``).
+    ``known``: what it has polled last, by addresses; ``busy``: steps since it last polled in vain.
     ``torch_state``: see ``torch_state.py``.
     """
 
@@ -50,6 +51,8 @@ class Task:
     loads: int = 0
     changes: int = 0
     watched: bool = False
+    known: dict[bytes, bytes] = field(default_factory=dict)
+    busy: int = 0
     on_finish: Callable[[], None] | None = None
     torch_state: Any = None
 
