@@ -17,6 +17,7 @@ WARPS, builds = builders()
 _WORD = TYPES["b32"]
 _LANE = np.arange(WARP)
 _ONE = np.uint64(1) << _LANE.astype(np.uint64)
+_NOBODYS = 0xA5A5A5A5  # what lanes that take no part give, which PTX leaves open
 EVERYBODY = constant(np.uint32(0xFFFFFFFF))
 
 
@@ -119,7 +120,9 @@ def build_shuffle(instruction: Instruction) -> Action:
         last = (_LANE & segment) | (clamp & ~segment & 31)
         source = move(by & 31, segment)
         inside = source >= last if mode == "up" else source <= last
-        moved = np.take_along_axis(value, np.where(inside, source, _LANE), axis=1)
+        source = np.where(inside, source, _LANE)
+        moved = np.take_along_axis(value, source, axis=1)
+        moved = np.where(np.take_along_axis(_there(threads), source, axis=1), moved, _NOBODYS)
         write(threads, moved.astype(np.uint32).ravel())
         if tell is not None:
             tell(threads, inside.ravel())

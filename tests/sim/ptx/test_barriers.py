@@ -1,11 +1,12 @@
 """Who meets at a barrier: by predicate, by number, by mask, by count, and without those who have left."""
 
+import numpy as np
 import pytest
 import torch
 
 from interlace import verify
 from interlace.verify import launch_ptx
-from sim.ptx.ptx_texts import kernel
+from sim.ptx.ptx_texts import computed, kernel
 
 # thread i stores word i of shared memory, reads one whose number differs in a bit; %p1: of the first warp
 EXCHANGE = """
@@ -88,6 +89,16 @@ def test_a_predicated_barrier_is_for_those_who_come() -> None:
 def test_barriers_that_no_gpu_has_are_errors(barrier: str, problem: str) -> None:
     (error,) = found(barrier, 0)
     assert problem in error
+
+
+def test_a_lane_that_takes_no_part_gives_nothing() -> None:
+    """Lanes 0 to 15 shuffle; the others have their number in the register, and are not named."""
+    body = """
+    setp.lt.u32 %p1, %r1, 16; mov.b32 %r3, 0;
+    @%p1 shfl.sync.bfly.b32 %r3, %r1, {}, 31, 0xffff;
+    st.global.b32 [%rd1], %r3;"""
+    assert computed(body.format(8), np.zeros(32))[:16, 0].tolist() == [i ^ 8 for i in range(16)]
+    assert set(computed(body.format(16), np.zeros(32))[:16, 0].tolist()) == {0xA5A5A5A5}
 
 
 @pytest.mark.parametrize("leave", ["@!%p1 ret;", "@!%p1 bra LEFT;"])
