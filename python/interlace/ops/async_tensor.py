@@ -7,8 +7,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch.utils._pytree import tree_map_only
 
 from interlace.runtime.compat.torch_groups import _register_work
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES
-from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
@@ -119,19 +118,14 @@ class AsyncTensor(torch.Tensor):
             raise RuntimeError(
                 f"{func} would change the shape of an AsyncTensor in place: change that of its wait()"
             )
-        try:
-            plain = [
-                each._complete()
-                if (kind := type(each)) is AsyncTensor
-                else (each if kind in _AS_THEY_ARE else _opened(each))
-                for each in args
-            ]
-            if kwargs:
-                kwargs = {key: _opened(value) for key, value in kwargs.items()}
-        except TypeError as error:
-            # the operators of Tensor take one for "not implemented", and would not say what it said
-            raise InterlaceError(str(error)) from error
+        plain = [
+            each._complete()
+            if (kind := type(each)) is AsyncTensor
+            else (each if kind in _AS_THEY_ARE else _opened(each))
+            for each in args
+        ]
         if kwargs:
+            kwargs = {key: _opened(value) for key, value in kwargs.items()}
             if func is _aten.clone.default and type(plain[0]) not in PLAIN_TYPES:
                 # AOTAutograd makes tangents contiguous, and takes them for what they were before
                 return completed(func(*plain, **kwargs))
@@ -189,6 +183,33 @@ for _name in (
     "backward", "tolist", "numpy", "data_ptr", "__dlpack__", "__format__", "__reduce_ex__",
 ):  # fmt: skip
     setattr(AsyncTensor, _name, _of_plain(_name))
+
+
+def _operator(name: str, tensors: str = "") -> Any:
+    """An operator that waits first: Tensor's own take a TypeError for "not implemented", and lose it.
+
+    ``tensors``: the one of the tensor on the left, of a reflected operator.
+    """
+    own, of_left = getattr(torch.Tensor, name), getattr(torch.Tensor, tensors or name)
+
+    def operator(self: AsyncTensor, other: Any) -> Any:
+        if not (torch.compiler.is_compiling() or modes_active()):
+            _opened([self, other])
+        if tensors and isinstance(other, torch.Tensor):
+            return of_left(other, self)
+        return own(self, other)
+
+    return operator
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(AsyncTensor, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in (
+    "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or",
+    "xor",
+):  # fmt: skip
+    setattr(AsyncTensor, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(AsyncTensor, f"__r{_name}__", _operator(f"__r{_name}__", f"__{_name}__"))
 
 
 def _opened(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Ranks of test_functional.py: misuse, by one of them or all."""
 
+import operator
 from typing import Any
 
 import torch
@@ -131,10 +132,42 @@ def first_used_in_operators() -> list[str]:
     """Tensor's operators take a TypeError for "not implemented"; what the op said must not be lost."""
     rank, _ = place()
     x = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def reduced() -> torch.Tensor:
+        return functional.all_reduce(x)
+
     return [
-        refusal(lambda: functional.all_reduce(x) == x),
-        refusal(lambda: functional.all_reduce(x) * 2),
+        refusal(lambda: reduced() == x),
+        refusal(lambda: x < reduced()),
+        refusal(lambda: reduced() * 2),
+        refusal(lambda: 2 / reduced()),
+        refusal(lambda: x - reduced()),
+        refusal(lambda: weight + reduced()),
+        refusal(lambda: torch.ones(2) @ reduced()),
+        refusal(lambda: operator.iadd(reduced(), x)),
+        refusal(lambda: operator.ipow(x.clone(), reduced())),
+        refusal(lambda: operator.and_(True, reduced())),
+        refusal(lambda: -reduced()),
+        refusal(lambda: reduced().sum()),
+        refusal(lambda: reduced()[0]),
     ]
+
+
+def operators() -> None:
+    """They are Tensor's, bit by bit, whichever side of them waits, or both."""
+    x, numbers = torch.tensor([3.0, -7.0, 0.3]), torch.tensor([12, 5, 3])
+    names = "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
+    bits = "lshift", "rshift", "and_", "or_", "xor"
+    for name in (*names, "eq", "ne", "lt", "le", "gt", "ge", *bits):
+        op, own = getattr(operator, name), numbers if name in bits else x
+        other = own.flip(0)
+        whole, right = functional.all_reduce(own, "max"), functional.all_reduce(other, "max")
+        for made in (op(whole, other), op(own, right), op(whole, right)):
+            torch.testing.assert_close(made, op(own, other), rtol=0, atol=0, equal_nan=True)
+        if name != "matmul":
+            torch.testing.assert_close(op(whole, 2), op(own, 2), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(op(2, whole), op(2, own), rtol=0, atol=0, equal_nan=True)
 
 
 def inference() -> list[float]:
