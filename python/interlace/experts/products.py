@@ -15,8 +15,9 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
     ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``; the result is ``(rows,
     n)``, of low latency ``(experts, most rows, n)``; where nothing came it may be anything. Gradients go to
     both. No host of a GPU waits for counts if the rows are of low latency, or bfloat16 whose strides are
-    multiples of 16 bytes, for which torch has a grouped matmul. Raises ValueError for other shapes.
-    Semantics: ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
+    multiples of 16 bytes, for which torch has a grouped matmul. Raises ValueError for other shapes,
+    TypeError for what has no rows of a dispatch or is no tensor. Semantics:
+    ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
 
     >>> def on_rank():
     ...     tokens, chosen = torch.ones(2, 4), torch.tensor([[0], [1]])
@@ -26,6 +27,10 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
     >>> interlace.run(on_rank, 2)
     [[4.0, 8.0], [4.0, 8.0]]
     """
+    if not isinstance(received, Received):
+        raise TypeError(f"received must be what a dispatch has, got {type(received).__name__}")
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
     x, experts = received.x, received.segments.shape[0]
     if weight.dim() != 3 or (experts, x.shape[-1]) != tuple(weight.shape[:2]):
         raise ValueError(

@@ -220,6 +220,31 @@ def test_autocast_leaves_the_router_in_fp32() -> None:
     assert interlace.run(on_rank, 1) == [True]
 
 
+@pytest.mark.parametrize(
+    ("rate", "kind", "text"),
+    [
+        ("x", TypeError, "rate must be a number, got 'x'"),
+        (float("nan"), ValueError, "rate must be finite, got nan"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [(1,), (0, 1)])
+def test_a_rate_that_is_none_is_refused_by_all_ranks(
+    wrong: tuple[int, ...], rate: Any, kind: Any, text: str
+) -> None:
+    def on_rank() -> str:
+        layer = made(expert_bias=True)
+        layer(tokens(2))
+        with pytest.raises(kind) as error:
+            layer.update_expert_bias(rate if interlace.get_rank() in wrong else 0.25)
+        assert not layer.expert_bias.any() and layer._chosen.any()
+        layer.update_expert_bias(0.25)  # the group goes on
+        assert layer.expert_bias.any()
+        return str(error.value)
+
+    for said in interlace.run(on_rank, 2):
+        assert text in said and "rank" in said, said
+
+
 def test_a_layer_without_a_bias_says_so() -> None:
     def on_rank() -> None:
         with pytest.raises(RuntimeError, match="no expert_bias"):

@@ -276,7 +276,8 @@ class MoE(ShardedModule):
 
         Of all forwards in training since the last call, over the group; then the mean of the step is taken
         off. To be called once per step of the optimizer, on every rank. Collective. Raises RuntimeError for
-        a layer without ``expert_bias``. Semantics: DeepSeek-V3's balance without a loss; torchtitan's
+        a layer without ``expert_bias``, TypeError or ValueError on every rank for a rate that is no finite
+        number on one. Semantics: DeepSeek-V3's balance without a loss; torchtitan's
         ``load_balance_coeff``.
 
         >>> def on_rank():
@@ -290,7 +291,13 @@ class MoE(ShardedModule):
         """
         if self.expert_bias is None or self._chosen is None:
             raise RuntimeError("update_expert_bias: the layer has no expert_bias")
-        _all_reduce(self.group.on(self._chosen), (self._chosen,))
+        communicator = self.group.on(self._chosen)
+        with communicator.accepting("update_expert_bias"):
+            if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+                raise TypeError(f"rate must be a number, got {rate!r}")
+            if not math.isfinite(rate):
+                raise ValueError(f"rate must be finite, got {rate}")
+        _all_reduce(communicator, (self._chosen,))
         missing = self._chosen.sum() - self.num_experts * self._chosen
         step = rate * missing.sign().to(self.expert_bias.dtype)
         self.expert_bias += step - step.mean()
