@@ -94,6 +94,8 @@ def distributed_decode(
             raise TypeError(
                 f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
             )
+        if not isinstance(return_lse, bool):
+            raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
     tensors = q, *kv_cache, lengths, block_table
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         from interlace import functional  # whose backward says that there is none

@@ -77,6 +77,20 @@ def tokens_first(tensor: Tensor, layout: str) -> Tensor:
     return tensor.transpose(0, 1) if layout == "bshd" else tensor
 
 
+def checked_options(options: AttentionOptions) -> tuple[str, str, str, AttentionMask]:
+    """Layout, method, algorithm and mask, if all options are what their names say, whatever the tensors."""
+    layout = checks.one_of("layout", options.layout, LAYOUTS)
+    checks.one_of("balance", options.balance, BALANCES)
+    method = options.method
+    if method != HEADS:
+        method = checks.one_of("method", method, METHODS)
+    algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
+    if not isinstance(options.causal, int):  # as a bool is
+        raise TypeError(f"causal must be a bool, got {options.causal!r}")
+    scale_of(options.scale, 1)
+    return layout, method, algorithm, AttentionMask(bool(options.causal), _window(options.window))
+
+
 def checked(
     communicator: Communicator,
     query: Any,
@@ -86,12 +100,7 @@ def checked(
     options: AttentionOptions,
 ) -> CheckedAttention:
     """The arguments, if they fit together on this rank."""
-    layout = checks.one_of("layout", options.layout, LAYOUTS)
-    checks.one_of("balance", options.balance, BALANCES)
-    method = options.method
-    if method != HEADS:
-        method = checks.one_of("method", method, METHODS)
-    algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
+    layout, method, algorithm, mask = checked_options(options)
     given = {"q": query, "k": key, "v": value}
     tensors = [checks.tensor(name, each, communicator) for name, each in given.items()]
     query, key, value = tensors
@@ -115,7 +124,6 @@ def checked(
         raise ValueError(f"k has {key_heads} heads, which does not divide q's {heads}")
     if not size:
         raise ValueError(f"q has heads of size 0 (shape {tuple(query.shape)})")
-    mask = AttentionMask(bool(options.causal), _window(options.window))
     if algorithm == "fused" and query.dtype not in FUSED_DTYPES:
         raise TypeError(
             f'algorithm="fused" supports float32, float16 and bfloat16, q is {query.dtype}; '
@@ -153,6 +161,8 @@ def scale_of(value: Any, size: int) -> float:
         return 1 / math.sqrt(size)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"scale must be a number or None, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be finite, got {value}")
     return float(value)
 
 

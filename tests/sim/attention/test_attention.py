@@ -5,7 +5,9 @@ Every call runs on poisoned workspaces and outputs, and the tolerance is the bou
 """
 
 import itertools
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +185,10 @@ ZEROS = torch.zeros(1, 4, 2, 8)
         ({"causal": (True, ZEROS)}, TypeError, "causal must be a bool, got tensor"),
         ({"causal": (True, False)}, ValueError, "causal differs between ranks: True on rank 0"),
         ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+        ({"scale": (1.0, float("inf"))}, ValueError, "scale must be finite, got inf"),
+        ({"return_lse": "x"}, TypeError, "return_lse must be a bool, got 'x'"),
+        ({"return_lse": (False, 1)}, TypeError, "return_lse must be a bool, got 1"),
         (
             {name: torch.zeros(1, 4, 1, 300) for name in "qkv"} | {"algorithm": "fused"},
             ValueError,
@@ -227,6 +233,29 @@ def test_shards_of_a_sequence() -> None:
         interlace.run(lambda: nn.functional.shard_sequence(torch.tensor(1.0)), 1)
     with pytest.raises(ValueError, match=r"lengths must not be negative, got \[-1, 2\]"):
         nn.functional.positions_of_ranks([-1, 2])
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.ContextParallelAttention, lambda **how: nn.UlyssesAttention(8, 4, 2, **how)]
+)
+@pytest.mark.parametrize("wrong", [(1,), (0, 1)])
+def test_a_layer_refuses_options_when_it_is_made(layer: Any, wrong: tuple[int, ...]) -> None:
+    def on_rank(name: str, value: Any) -> str:
+        with pytest.raises((TypeError, ValueError)) as error:
+            layer(**{name: value} if interlace.get_rank() in wrong else {})
+            interlace.barrier()  # where a rank hears of another's refusal
+        interlace.barrier()  # the group goes on
+        return str(error.value)
+
+    for name, value in {
+        "layout": "thd", "balance": "even", "algorithm": "kernel", "causal": "x", "window": 3,
+        "scale": float("nan"),
+    }.items():  # fmt: skip
+        for text in interlace.run(on_rank, 2, name, value):
+            assert re.search(f"{name} must be .*, got", text) and "rank" in text, text
+    if layer is nn.ContextParallelAttention:
+        for text in interlace.run(on_rank, 2, "method", "x"):
+            assert "method must be one of auto, all_gather, ring, ulysses, got 'x'" in text
 
 
 def test_a_layer_is_the_function() -> None:

@@ -187,6 +187,8 @@ def test_calls_behind_each_other_have_no_race() -> None:
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.ones(2, 2).int()}, ValueError, "shape (2,) or (2, 1)"),
         ((2, 4, 8), (7, 3, 4, 8), {"block_table": torch.ones(2, 2)}, ValueError, "block_table must be"),
         ((2, 4, 8), (7, 3, 4, 8), {"block_table": torch.tensor([[1], [7]])}, ValueError, "has page 7"),
+        ((2, 4, 8), (2, 3, 4, 8), {"return_lse": 1}, TypeError, "return_lse must be a bool, got 1"),
+        ((2, 4, 8), (2, 3, 4, 8), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
         ((2, 4, 8), (2, 3, 4, 8), {"algorithm": "pipelined"}, ValueError, "algorithm must be one of auto"),
     ],
 )  # fmt: skip

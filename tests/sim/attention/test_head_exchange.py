@@ -192,6 +192,18 @@ def test_the_layer_tells_all_ranks_what_one_gave(
     assert all(text in each for each in interlace.run(on_rank, 2))
 
 
+def test_the_layer_tells_all_ranks_that_one_has_no_rotary() -> None:
+    def on_rank() -> str:
+        layer, wrong = nn.UlyssesAttention(8, 4, 2), interlace.get_rank() == 1
+        with pytest.raises(TypeError) as error:
+            layer(torch.zeros(1, 3, 8), rotary="x" if wrong else None)
+        layer(torch.zeros(1, 3, 8))  # the group goes on
+        return str(error.value)
+
+    text = "rotary must be a function or None, got 'x'"
+    assert all(text in each for each in interlace.run(on_rank, 2))
+
+
 @pytest.mark.parametrize("key_heads", [3, 2])
 def test_lengths_of_third_ranks_are_compared(key_heads: int) -> None:
     """Each gives its own, and the sum is right; also where heads are not exchanged in matmuls."""

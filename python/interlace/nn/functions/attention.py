@@ -9,11 +9,12 @@ import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
-from interlace.attention.calls import FORWARD, HEADS
+from interlace.attention.calls import FORWARD, HEADS, AttentionOptions, checked_options
 from interlace.functional.calls import check, ints, refuse, run_to_list
 from interlace.groups.groups import resolve
 from interlace.ops.async_tensor import wait
 from interlace.runtime.algorithms.attention.shards import BALANCES, TokenShards
+from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
 AttentionMethod = Literal["auto", "all_gather", "ring", "ulysses"]
@@ -127,6 +128,8 @@ def context_parallel_attention(
     """
     check(FORWARD, group, tag, q=q, k=k, v=v)
     limits = None if window is None else ints(FORWARD, group, tag, "window", window)
+    if not isinstance(return_lse, bool):
+        refuse(FORWARD, group, tag, TypeError(f"return_lse must be a bool, got {return_lse!r}"))
     tensors = (q, k, v, cu_seqlens)
     given = (method, _causal(causal, group, tag), scale, limits, layout, balance, algorithm, None)
     output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)
@@ -137,6 +140,12 @@ def _causal(value: Any, group: FunctionalGroup, tag: str) -> bool:
     if not isinstance(value, int):  # as a bool is
         refuse(FORWARD, group, tag, TypeError(f"causal must be a bool, got {value!r}"))
     return bool(value)
+
+
+def check_options(layer: str, group: Communicator, *options: Any) -> None:
+    """Refuse, on all ranks of ``group``, those of :class:`AttentionOptions` that no call would take."""
+    with group.accepting(layer):
+        checked_options(AttentionOptions(*options))
 
 
 def attention_of_heads(

@@ -13,6 +13,7 @@ from interlace.nn.functions.attention import (
     Balance,
     SequenceLayout,
     attention_of_heads,
+    check_options,
     context_parallel_attention,
     index_tensor,
     positions_of_ranks,
@@ -32,7 +33,7 @@ class ContextParallelAttention(OnGroup):
     of TransformerEngine's, between the projections. The options are those of the function.
 
     Forward: ``q``, ``k`` and ``v``, ``[batch, tokens, heads, size]`` or as ``layout`` says, and
-    ``cu_seqlens``, ``[n + 1]``. Raises what the function does, when it is called.
+    ``cu_seqlens``, ``[n + 1]``. Raises what the function does, of its options when it is made.
 
     >>> def attended():
     ...     layer, x = nn.ContextParallelAttention(causal=True), torch.zeros(1, 2, 1, 4)
@@ -54,6 +55,8 @@ class ContextParallelAttention(OnGroup):
         algorithm: FusedAlgorithm = "auto",
     ) -> None:
         super().__init__(group)
+        options = method, causal, scale, window, layout, balance, algorithm
+        check_options("ContextParallelAttention", self.group, *options)
         self.method, self.causal, self.scale, self.window = method, causal, scale, window
         self.layout, self.balance, self.algorithm = layout, balance, algorithm
 
@@ -135,6 +138,8 @@ class UlyssesAttention(OnGroup):
         dtype: Any = None,
     ) -> None:
         super().__init__(group)
+        options = "auto", causal, scale, window, layout, balance, algorithm
+        check_options("UlyssesAttention", self.group, *options)
         with self.group.accepting("UlyssesAttention"):
             kv = num_heads if num_kv_heads is None else num_kv_heads
             positive(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=kv)
@@ -170,6 +175,9 @@ class UlyssesAttention(OnGroup):
             "balance": self.balance, "algorithm": self.algorithm, "group": self.group,
             "cu_seqlens": cu_seqlens,
         }  # fmt: skip
+        if rotary is not None and not callable(rotary):
+            text = f"rotary must be a function or None, got {rotary!r}"
+            refuse("UlyssesAttention", self.group, "", TypeError(text))
         tokens, lengths = self._lengths(input, lengths)
         if not self.fusible:
             return self._beside(input, lengths, rotary, how)
