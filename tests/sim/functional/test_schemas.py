@@ -1,4 +1,4 @@
-"""What a schema does not take is refused by its argument's name, of every op, whichever argument it is."""
+"""Arguments that a schema does not take: each is refused by its name, of every op."""
 
 import re
 from typing import Any
