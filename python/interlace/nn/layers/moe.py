@@ -81,8 +81,8 @@ class MoE(ShardedModule):
 
     Parameters are ``router`` ``(num_experts, hidden)``, ``up`` ``(num_experts, intermediate, hidden)`` and
     ``down`` ``(num_experts, hidden, intermediate)``, of which a rank has its experts', ``shared_up`` and
-    ``shared_down``: stacked ``nn.Linear`` weights, initialised as such, in this order. State dicts are
-    those of a module that has them whole.
+    ``shared_down``: stacked ``nn.Linear`` weights, initialised as such, in this order. A state
+    dict has this rank's part, :func:`interlace.nn.full_state_dict` the whole; either can be loaded.
 
     Raises ValueError or TypeError naming the argument, the values and the rank. Compared with torchtitan's
     ``MoE`` (``w1``, ``w3`` are the halves of ``up``, ``w2`` is ``down``; ``route_norm``, ``route_scale``,
