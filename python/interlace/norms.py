@@ -81,7 +81,7 @@ def all_reduce_norm(
     input : ``[..., n]``, of equal shape on all ranks, any strides; float32, float16, bfloat16 or float64.
     norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows of ``n``.
     residual : of the shape and dtype of ``input``. It, ``bias``, ``(n,)``, and the vectors of ``norm`` must
-        be the same on all ranks, which is not compared: which rank's numbers count depends on the algorithm.
+        be the same on all ranks, which is not compared: whose numbers count depends on the algorithm.
     quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
         1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
         "fp8_static": as float8_e4m3fn as they are, of a norm whose weight was divided by a known scale.

@@ -19,6 +19,7 @@ from interlace.fused.routing import (
     DispatchHandle,
     Received,
     by_handle,
+    check_experts,
     dispatch_number,
     flat,
     routing_of,
@@ -31,6 +32,7 @@ from interlace.ops.gradients import wait
 from interlace.ops.undispatched import call
 from interlace.recorded import RecordedWork
 from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work
 
@@ -134,6 +136,8 @@ def dispatched(
     communicator = resolve(group).on(x, topk_idx)
     number = dispatch_number(communicator)
     with communicator.accepting(DISPATCH):
+        if not isinstance(use_fp8, bool):
+            raise TypeError(f"use_fp8 must be a bool, got {use_fp8!r}")
         if use_fp8:
             if isinstance(x, (tuple, list)):
                 raise ValueError(
@@ -274,7 +278,8 @@ def permute(
     hidden)`` sorted by expert, then by token, and int64 ``(num_experts,)``. Without communication;
     gradients go to ``x``. On a GPU the host waits for ``r``; ``num_out_tokens`` says it instead: with ``t *
     k`` of them, all that there can be, rows of slots without an expert are the last ones. Raises
-    RuntimeError, torch's, for shapes that do not fit. Semantics: Megatron-core's ``permute``.
+    RuntimeError, torch's, for shapes that do not fit, and on a CPU, without ``num_out_tokens``, ValueError
+    for other experts. Semantics: Megatron-core's ``permute``.
 
     >>> rows, splits = interlace.experts.permute(
     ...     torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [1, -1]]), 2
@@ -282,6 +287,9 @@ def permute(
     >>> rows.flatten().tolist(), splits.tolist()
     ([1.0, 1.0, 2.0], [1, 2])
     """
+    traced = torch.compiler.is_compiling() or modes_active()
+    if num_out_tokens is None and topk_idx.device.type == "cpu" and not traced:
+        check_experts(topk_idx, num_experts)
     chosen = Assignment(topk_idx.to(torch.int64), num_experts, 1)
     slots = chosen.slots(int(chosen.counts.sum()) if num_out_tokens is None else num_out_tokens)
     return x[slots // topk_idx.shape[1]], chosen.counts

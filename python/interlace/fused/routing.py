@@ -319,15 +319,27 @@ def assignment_of(
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank is {routing.max_tokens}, topk_idx has {idx.shape[0]} rows"
         )
-    if idx.numel() and communicator.place.interpreted and int(idx.max()) >= experts:
-        raise ValueError(f"topk_idx has expert {int(idx.max())}, there are {experts}")
-    if communicator.place.interpreted and routing.packed:
+    if communicator.place.interpreted:
+        check_experts(idx, experts)
         ordered = idx.sort(1).values
-        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+        if bool(twice.any()):
+            token = int(twice.nonzero()[0])
             raise ValueError(
-                "topk_idx names an expert twice for one token, for which low latency has no room"
+                f"topk_idx names an expert twice for token {token}: {idx[token].tolist()}"
             )
     return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
+
+
+def check_experts(topk_idx: Tensor, experts: int) -> None:
+    """Raise for what is neither one of so many experts nor -1; on a GPU the host would wait for it."""
+    if not topk_idx.numel():
+        return
+    least, most = int(topk_idx.min()), int(topk_idx.max())
+    if most >= experts:
+        raise ValueError(f"topk_idx has expert {most}, there are {experts}")
+    if least < -1:
+        raise ValueError(f"topk_idx has {least}, of an expert that is none only -1 is said")
 
 
 def check_same_choice(communicator: Communicator, sent: Tensor, given: Any) -> None:

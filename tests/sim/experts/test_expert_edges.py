@@ -42,19 +42,57 @@ def test_the_weight_of_a_slot_without_a_row_is_not_looked_at(algorithm: Any) -> 
     assert interlace.run(on_rank, 2) == [[[2.0, 2.0], [0.0, 0.0], [3.0, 3.0]]] * 2
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_an_expert_that_is_named_twice_counts_twice(algorithm: Any, dtype: Any) -> None:
-    def on_rank() -> list[list[float]]:
-        idx = torch.tensor([[1, 1, 0]], dtype=dtype)
-        given = torch.full((1, 2), 2.0), idx, None, np.int64(2)
-        received, handle = experts.dispatch(*given, algorithm=algorithm)
-        output = experts.combine(received.x, handle, algorithm=algorithm)
-        eye = torch.eye(2).unsqueeze(0)
-        how: Any = {"algorithm": algorithm}
-        return (output + interlace.grouped_matmul_combine(received.x, eye, handle, **how)).tolist()
+def dispatch_of(idx: torch.Tensor) -> Any:
+    return experts.dispatch(torch.ones(2, 4), idx, None, 2)[0].x.shape[0]
 
-    assert interlace.run(on_rank, 2) == [[[12.0, 12.0]]] * 2
+
+def low_latency_of(idx: torch.Tensor) -> Any:
+    return experts.low_latency_dispatch(torch.ones(2, 4), idx, 2, 2, use_fp8=False)[0].x.shape[0]
+
+
+def functional_of(idx: torch.Tensor) -> Any:
+    return interlace.functional.dispatch(torch.ones(2, 4), idx, None, 2)[0].x.shape[0]
+
+
+@pytest.mark.parametrize("op", [dispatch_of, low_latency_of, functional_of])
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("topk_idx has -2", [[0, 1], [1, -2]]),
+        ("topk_idx has expert 2, there are 2", [[0, 1], [1, 2]]),
+        ("topk_idx names an expert twice for token 1: [1, 1]", [[0, 1], [1, 1]]),
+    ],
+)
+def test_a_choice_of_experts_that_is_none_is_refused(op: Any, text: str, wrong: Any) -> None:
+    """On all ranks, which go on; no expert may be said twice."""
+
+    def on_rank() -> tuple[str, int]:
+        right = torch.tensor([[0, 1], [-1, -1]])
+        with pytest.raises(ValueError) as error:
+            op(torch.tensor(wrong) if interlace.get_rank() else right)
+        return str(error.value), op(right)
+
+    for said, rows in interlace.run(on_rank, 2):
+        assert text in said and "rank 1" in said
+        assert rows == (1 if op is low_latency_of else 2)
+
+
+def test_permute_knows_its_experts() -> None:
+    for wrong in (2, -2):
+        with pytest.raises(ValueError, match=f"topk_idx has .*{wrong}"):
+            experts.permute(torch.ones(2, 4), torch.tensor([[0, 1], [1, wrong]]), 2)
+    rows, splits = experts.permute(torch.ones(2, 4), torch.tensor([[0, 1], [1, -1]]), 2)
+    assert rows.shape[0] == 3 and splits.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_experts_may_be_integers_of_any_width(dtype: Any) -> None:
+    def on_rank() -> Any:
+        given = torch.full((1, 2), 2.0), torch.tensor([[1, 0]], dtype=dtype), None, np.int64(2)
+        received, handle = experts.dispatch(*given)
+        return experts.combine(received.x, handle).tolist()
+
+    assert interlace.run(on_rank, 2) == [[[4.0, 4.0]]] * 2
 
 
 def test_products_whose_counts_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +147,7 @@ def dispatched(**given: Any) -> Any:
 @pytest.mark.parametrize(
     ("text", "given"),
     [
-        ("topk_idx names an expert twice", {"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}),
+        ("use_fp8 must be a bool, got 'no'", {"use_fp8": "no"}),
         ("num_max_dispatch_tokens_per_rank differs", {"num_max_dispatch_tokens_per_rank": 3}),
         ("num_max_dispatch_tokens_per_rank is 1", {"num_max_dispatch_tokens_per_rank": 1}),
         (

@@ -357,7 +357,7 @@ def test_misuse_of_dispatch_is_named(text: str) -> None:
 
 UNLIKE: dict[str, Any] = {
     "capacity differs between ranks: 0 on rank 0, 1 on rank 1": {"capacity": 1},
-    "k of topk_idx differs between ranks": {"topk_idx": torch.zeros(4, 2, dtype=torch.int64)},
+    "k of topk_idx differs between ranks": {"topk_idx": torch.arange(2).repeat(4, 1)},
     "hidden of x differs between ranks: 8 on rank 0, 4 on rank 1": {"x": torch.ones(4, 4)},
     "whether there are topk_weights differs": {"topk_weights": torch.ones(4, 1)},
     "dtype of x differs between ranks": {"x": torch.ones(4, 8, dtype=BF16)},

@@ -285,3 +285,26 @@ def test_misuse(text: str, given: tuple[Any, ...]) -> None:
 
 def test_features_must_fit() -> None:
     assert "input must have 8 features" in str(failure(lambda: made()(torch.ones(2, 4)), 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [("algorithm must be one of", {"algorithm": "kernel"})]
+    + [
+        (f"{flag} must be a bool, got 'no'", {flag: "no"})
+        for flag in ("gated", "normalize", "expert_bias", "sequence_parallel")
+    ],
+)
+def test_the_constructor_refuses_what_forward_could_not_take(text: str, wrong: Any) -> None:
+    """The others hear of it in their next call, and all go on."""
+
+    def on_rank() -> Any:
+        x, mine = torch.ones(1, 4), interlace.get_rank()
+        layer = None if mine else nn.MoE(4, 8, 2, 1)
+        with pytest.raises((TypeError, ValueError)) as error:
+            nn.MoE(4, 8, 2, 1, **wrong) if layer is None else layer(x)
+        right = nn.MoE(4, 8, 2, 1, algorithm="fused", normalize=False)
+        return str(error.value), right(x).shape[1]
+
+    for said, columns in interlace.run(on_rank, 2):
+        assert text in said and "rank 1" in said and columns == 4

@@ -133,6 +133,15 @@ class MoE(ShardedModule):
             if shared_size:
                 positive(shared_size=shared_size)
             self.activation = checks.activation("activation", activation)
+            checks.one_of("algorithm", algorithm, checks.ALGORITHMS)
+            for name, flag in (
+                ("gated", gated),
+                ("normalize", normalize),
+                ("expert_bias", expert_bias),
+                ("sequence_parallel", sequence_parallel),
+            ):
+                if not isinstance(flag, bool):
+                    raise TypeError(f"{name} must be a bool, got {flag!r}")
             chosen_groups = groups if topk_groups is None else topk_groups
             _check_groups(num_experts, topk, groups, chosen_groups)
             if num_max_dispatch_tokens_per_rank is not None:
