@@ -102,7 +102,8 @@ def _told(algorithm: str) -> None:
         op_ranges.begin(algorithm)
 
 
-def _kernel_makes_fp8(communicator: Communicator) -> bool:
+def kernel_makes_fp8(communicator: Communicator) -> bool:
+    """Whether the processors that kernels run on, or are interpreted for, have fp8."""
     place = communicator.place
     capability = configuration.capability_of(place)
     if capability is None:  # interpreted, or run as PTX of 9.0, which has descriptors, or of 8.0
@@ -208,7 +209,7 @@ class NormedReduce(reduce.CheckedReduce):
         algorithm = super().chosen(rows, columns, tuned)
         if algorithm != "fused" or self.communicator.place.nodes is not None:
             return algorithm  # between nodes torch norms the rows
-        if self.options.quantize is None or _kernel_makes_fp8(self.communicator):
+        if self.options.quantize is None or kernel_makes_fp8(self.communicator):
             return algorithm
         if self.algorithm == "fused":
             raise ValueError(NO_FP8.format("fused"))
@@ -220,7 +221,7 @@ class NormedReduce(reduce.CheckedReduce):
         if self.algorithm != "auto" or place.direct_access or not place.all_mapped:
             return False
         simple = output.dtype in FUSED_DTYPES and output.numel() > 0 and not self.activation
-        possible = self.options.quantize is None or _kernel_makes_fp8(self.communicator)
+        possible = self.options.quantize is None or kernel_makes_fp8(self.communicator)
         return simple and possible and not low_latency.why_no_rows(output)
 
     def reduce_scatter_normed(
@@ -360,7 +361,7 @@ class _CheckedRows:
                 f'algorithm="{algorithm}" supports float32, float16 and bfloat16, input is {dtype}; '
                 f'use "unfused" or "auto"'
             )
-        makes_fp8 = self.options.quantize is None or _kernel_makes_fp8(self.communicator)
+        makes_fp8 = self.options.quantize is None or kernel_makes_fp8(self.communicator)
         if algorithm in ("fused", "low_latency") and not makes_fp8:
             raise ValueError(NO_FP8.format(algorithm))
         if place.nodes is not None:

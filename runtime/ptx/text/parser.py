@@ -92,7 +92,8 @@ class Parser:
 
     def _body(self, asm: str, line: int) -> Iterator[Instruction]:
         branches: list[tuple[Instruction, ChainMap[str, int]]] = []
-        label, tables, tops = "", dict[str, list[str]](), list[int]()
+        tables: dict[str, list[str]] = {}
+        label, tops = "", list[int]()
         for self._line, self._text in _statements(asm, line):
             text = self._text
             if text == "{":
@@ -284,7 +285,9 @@ class Parser:
         And the instructions that fill those that are not the caller's, and that hand on results.
         """
         results, _, arguments = called(call)
-        names, registers, symbols = self._names, dict[str, Register](), dict[str, Symbol]()
+        names = self._names
+        registers: dict[str, Register] = {}
+        symbols: dict[str, Symbol] = {}
         moves: tuple[list[str], list[str]] = [], []
         pairs = zip((*function.results, *function.parameters), results + arguments, strict=True)
         for number, (formal, actual) in enumerate(pairs):

@@ -93,7 +93,7 @@ def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
 def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
     """The choice of "auto" without a cache: the algorithm, and the configuration with its source."""
     choice = tuning.decide(capability, problem, None)
-    kind: Any = SimpleNamespace(simulated=place == "sim", direct_access=place == "shm", nodes=None)
+    kind: Any = SimpleNamespace(simulated=place == "sim", direct_access=place == "shm", mapped=True)
     rows, size = problem.rows * problem.whole, problem.world_size
     gathers = problem.product == "all_gather_matmul"
     received = (size - 1) * problem.rows * problem.inner * problem.dtype.itemsize if gathers else 0

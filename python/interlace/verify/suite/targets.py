@@ -19,6 +19,7 @@ import interlace
 from interlace.attention.calls import AttentionOptions, attention, attention_backward
 from interlace.attention.decode import decode
 from interlace.fused.head_exchange import FORMS, HeadExchangeOptions
+from interlace.fused.norms import kernel_makes_fp8
 from interlace.groups.groups import default_group
 from interlace.kernels import signal
 from interlace.kernels.tiling import split_rows
@@ -331,7 +332,7 @@ def _normed(op: str, rank: int, world_size: int, call: int, **how: Any) -> Start
     elif scattered:
         expected = expected[own]
     product = (torch.eye(columns),) if matmul else ()
-    if call == 2:  # numbers that fp8 has
+    if call == 2 and kernel_makes_fp8(default_group()):  # numbers that fp8 has
         how["quantize"] = "fp8_static"
     # from the third call on a part is one tile: there are programs that norm its rows and send nothing
     with configuration.override(block_n=16 if call < 2 else 32):
