@@ -153,7 +153,7 @@ def test_the_host_waits_for_what_it_reads(function: Any) -> None:
     assert interlace.run(function("read_by_the_host"), 2) == told
 
 
-@pytest.mark.parametrize("name", ["pipelined", "waits_for_values"])
+@pytest.mark.parametrize("name", few(["pipelined", "waits_for_values"], "waits_for_values"))
 def test_streams_that_are_in_order(function: Any, name: str) -> None:
     fn = function(name)
     report = races(fn, 2, seeds=3)

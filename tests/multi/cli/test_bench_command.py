@@ -35,6 +35,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@thorough
 def test_a_collective_against_gloo_and_alone(tmp_path: pathlib.Path) -> None:
     code, text, facts = run(
         "all_reduce", tmp_path, sizes="4K,8K", algorithm="all", baseline="gloo,torch"

@@ -8,6 +8,7 @@ import pytest
 import interlace
 from multi.process_group import backend_ranks, framework_ranks
 from multi.process_group.test_backend import on_ranks, same
+from tiers import thorough
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def test_framework(failures: list[dict[str, str]], name: str) -> None:
         assert not failure[name], f"rank {rank}: {failure[name]}"
 
 
+@thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(tmp_path: Path) -> None:
     results = on_ranks(backend_ranks.compiled, 2, tmp_path, "inductor", False)

@@ -13,7 +13,7 @@ from tiers import few
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
 MOVING = [each.name for each in support_table.OPERATIONS if each.payload == ANY]
 REDUCING = [each.name for each in support_table.OPERATIONS if each.payload == REDUCED]
-OTHERS = [name for name in REDUCING if name != "reduce_scatter"]
+OTHERS = [name for name in REDUCING if name not in ("reduce_scatter", "all_reduce_coalesced")]
 
 
 def _on_others(name: str) -> None:

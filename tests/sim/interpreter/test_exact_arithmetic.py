@@ -19,6 +19,7 @@ from cases.exact_numbers import BF16, E4M3, E5M2, F16, F32, LARGEST, NARROW, pai
 from interlace.runtime.compat.attributes import replaced
 from interlace.runtime.interpreter.exact import exact_arithmetic, exact_overrides
 from interlace.verify import races
+from tiers import few
 
 
 @triton.jit
@@ -330,7 +331,10 @@ def test_descriptor_padding_is_nan(exact: None) -> None:
     assert torch.equal(out[0], x[0]) and bool(out[1].isnan().all())
 
 
-@pytest.mark.parametrize(("dtype", "arch"), [(BF16, None), (F16, None), (BF16, 80), (BF16, 90)])
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    few([(BF16, None), (F16, None), (BF16, 80), (BF16, 90)], (BF16, None), (BF16, 90)),
+)
 def test_atomic_sums_are_rounded_one_by_one(dtype: torch.dtype, arch: int | None) -> None:
     """In scalars and tensors, and as a GPU does them: before 9.0 by a loop of swaps, which is no race.
 

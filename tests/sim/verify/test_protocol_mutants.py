@@ -44,7 +44,7 @@ TEXTS = {
 }
 
 
-QUICK = [BY_NAME[name] for name in ("release dropped", "acquire dropped", "credit not waited for")]
+QUICK = [BY_NAME[name] for name in ("acquire dropped", "credit not waited for")]
 
 
 @pytest.mark.parametrize(

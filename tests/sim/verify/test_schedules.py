@@ -29,6 +29,7 @@ from sim.verify import memory_kernels
 from sim.verify import race_kernels as kernels
 from sim.verify.test_races import buffer, launch
 from sim.verify.user_exchange import exchange, exchange_kernel, last_program
+from tiers import few
 
 
 def test_right_kernels_pass_with_and_without_late_stores() -> None:
@@ -281,7 +282,10 @@ def test_time_limits_hold_where_nothing_gives_way() -> None:
     assert interlace.run(interlace.get_rank, 2) == [0, 1]
 
 
-@pytest.mark.parametrize("endless", [kernels.counts_for_ever, kernels.asks_itself_for_ever])
+@pytest.mark.parametrize(
+    "endless",
+    few([kernels.counts_for_ever, kernels.asks_itself_for_ever], kernels.counts_for_ever),
+)
 def test_a_kernel_that_goes_round_for_ever_is_found_once(
     endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
