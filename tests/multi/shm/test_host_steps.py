@@ -33,7 +33,6 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
     few(
         [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
         (3, "all"),
-        (2, "odd"),
     ),
 )
 def test_every_op_in_every_size(world_size: int, which: str) -> None:

@@ -142,7 +142,7 @@ def test_no_rule_is_without_a_kernel_that_breaks_it_and_one_that_does_not() -> N
 
 @pytest.mark.parametrize(
     "case",
-    few(CASES, *(case for case in CASES if case.rule in ("early load", "weakened by ptxas"))),
+    few(CASES, *(case for case in CASES if case.rule == "weakened by ptxas")),
     ids=lambda case: f"{case.rule} in {case.style}",
 )
 def test_the_right_kernel_is_clean_and_the_wrong_one_is_found(

@@ -67,7 +67,12 @@ def test_gradients_that_go_round_are_waited_for(
             "read-write",
             4,
         ),
-        ("                copying.wait(workspace, before, self._arrived + step)", "write-read", 3),
+        pytest.param(
+            "                copying.wait(workspace, before, self._arrived + step)",
+            "write-read",
+            3,
+            marks=thorough,
+        ),
         ("        copying.wait_credits(workspace)\n        for step", "read-write", 3),
     ],
     ids=["room", "arrival", "credits"],

@@ -98,9 +98,11 @@ def test_workers_end_with_their_parent() -> None:
         writing.send(os.getpid())
         signal.pause()
 
-    parent = multiprocessing.get_context("fork").Process(
-        target=lambda: list(parallel.map_seeds(busy, range(3), workers=3))
-    )
+    def parents() -> None:
+        gc.freeze()  # what it inherits is not its own to free, either
+        list(parallel.map_seeds(busy, range(3), workers=3))
+
+    parent = multiprocessing.get_context("fork").Process(target=parents)
     parent.start()
     writing.close()
     workers = [os.pidfd_open(reading.recv()) for _ in range(3)]
