@@ -24,7 +24,6 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
             (engine_ranks.moving, engine_ranks.uneven, engine_ranks.reducing), (1, 2, 3)
         ),
         (engine_ranks.moving, 1),
-        (engine_ranks.moving, 3),
         (engine_ranks.uneven, 3),
         (engine_ranks.reducing, 3),
     ),

@@ -66,6 +66,7 @@ def test_layer_with_gradients(tmp_path: Path) -> None:
     assert on_ranks(symm_mem_ranks.layer, 2, tmp_path) == [[True, True]] * 2
 
 
+@thorough
 def test_inductors_own_pass(tmp_path: Path) -> None:
     """``_micro_pipeline_tp`` replaces collective and matmul by torch's ops, which run here."""
     pair = ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]
