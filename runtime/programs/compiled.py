@@ -12,7 +12,7 @@ import numbers
 import operator
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,10 +92,15 @@ class PtxSource:
                 raise ValueError(
                     f"variable {name!r} has {variable.nbytes} bytes, and is given {found.nbytes}"
                 )
-        at = {name: tensor.data_ptr() for name, tensor in self.variables.items()}
-        at |= self.kernel.pointers
-        for name in new:
-            kept[name].numpy()[:] = np.frombuffer(wanted[name].filled(at.get), np.uint8)
+        _begin(self.kernel, self.variables, new)
+
+
+def _begin(kernel: PtxKernel, variables: Mapping[str, torch.Tensor], new: Iterable[str]) -> None:
+    """Those of ``variables`` that are ``new`` get their initial values."""
+    at = {name: tensor.data_ptr() for name, tensor in variables.items()} | {**kernel.pointers}
+    for name in new:
+        values = kernel.variables[name].filled(at.get)
+        variables[name].numpy()[:] = np.frombuffer(values, np.uint8)
 
 
 class CompiledPrograms:
@@ -139,10 +144,16 @@ class CompiledPrograms:
             values += _taken_apart(given[path], next(maps, None)) if descriptor else [given[path]]
         nbytes = measured.scratch * math.prod(launch.extents)
         scratch = torch.zeros(nbytes, dtype=torch.uint8)
-        if nbytes:
-            hooks.memory.of_tensor(scratch, hooks.current.rank)
+        tables = {  # of a compiler, as for the sine of a large number
+            name: torch.empty(each.nbytes or 0, dtype=torch.uint8)
+            for name, each in kernel.variables.items()
+        }
+        for each in (scratch, *tables.values()):
+            if each.nbytes:
+                hooks.memory.of_tensor(each, hooks.current.rank)
+        _begin(kernel, tables, tables)
         values.append(scratch)
-        return program(kernel, measured.shared, values, hooks), kernel.threads
+        return program(kernel, measured.shared, values, hooks, tables), kernel.threads
 
 
 def _check_shared(source: PtxSource, arch: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.numerics.float_formats import SINGLE, encode, fused_multiply_add
-from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.instruction import CARRY, Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
 
@@ -104,6 +104,8 @@ _OPERANDS = {"not": 1, "neg": 1, "abs": 1, "fma": 3, "mad": 3}
 @builds(*_OF_INTEGERS, "mul", "mad", "fma", "copysign")
 def build_arithmetic(instruction: Instruction) -> Action:
     name = instruction.mnemonic
+    if "cc" in instruction.qualifiers:
+        return build_carrying(instruction)
     packed = instruction.choose(*PACKED)
     function, allowed = _OF_INTEGERS.get(
         name, (None, () if name in ("fma", "copysign") else INTEGERS)
@@ -265,21 +267,58 @@ def _multiply(instruction: Instruction, kind: ScalarType) -> Action:
         raise instruction.error("'.wide' takes 16 or 32 bits")
     result = TYPES[f"{kind.letter}{2 * kind.bits}"] if part == "wide" else kind
     addend = [result] if instruction.mnemonic == "mad" else []
-    if part == "lo":
-        multiply: Callable[..., Array] = operator.mul
-    elif part == "wide":
-        wide = result.stored
-
-        def multiply(x: Array, y: Array) -> Array:
-            return x.astype(wide) * y.astype(wide)
-    else:
-
-        def multiply(x: Array, y: Array) -> Array:
-            high = x.astype(object) * y.astype(object) >> kind.bits
-            return np.asarray(high).astype(kind.stored)
-
+    multiply = _product(part, kind, result)
     multiply_add = (lambda x, y, z: multiply(x, y) + z) if addend else multiply
     return instruction.computes(multiply_add, result, kind, kind, *addend, raw=part == "lo")
+
+
+def _product(part: str, kind: ScalarType, result: ScalarType) -> Callable[[Array, Array], Array]:
+    """``part``: of numbers of ``kind``, of "lo" their bits."""
+    if part == "lo":
+        return operator.mul
+    if part == "wide":
+        return lambda x, y: x.astype(result.stored) * y.astype(result.stored)
+
+    def multiply(x: Array, y: Array) -> Array:
+        high = x.astype(object) * y.astype(object) >> kind.bits
+        return np.asarray(high).astype(kind.stored)
+
+    return multiply
+
+
+@builds("addc", "subc", "madc")
+def build_carrying(instruction: Instruction) -> Action:
+    """With the carry or borrow of its thread, which ``.cc`` leaves for the next one."""
+    name, gives = instruction.mnemonic, instruction.flag("cc")
+    takes, part = name.endswith("c"), instruction.choose("lo", "hi")
+    kind = instruction.take_type(("u32", "s32", "u64", "s64"))
+    multiplies, subtracts = name.startswith("mad"), name.startswith("sub")
+    if multiplies != (part is not None):
+        raise instruction.error(f"'{name}' takes one of .lo, .hi, and others take none")
+    instruction.finish(4 if multiplies else 3)
+    target, *sources = instruction.operands
+    multiply = _product(part or "lo", kind, kind)
+    of_product = instruction.numbers if part == "hi" else instruction.reader
+    factors = [of_product(each, kind) for each in sources[:2] if multiplies]
+    terms = [instruction.reader(each, kind) for each in sources[len(factors) :]]
+    write, zero = instruction.writer(target, kind), kind.raw.type(0)
+    carried, carry = instruction.reader(CARRY, PREDICATE), instruction.writer(CARRY, PREDICATE)
+
+    def compute(threads: Threads) -> None:
+        given = [multiply(*(read(threads) for read in factors)).view(kind.raw)] if factors else []
+        x, y = (*given, *(read(threads) for read in terms))
+        more = carried(threads).astype(kind.raw) if takes else zero
+        if subtracts:
+            found = x - y - more
+            over = (x < y) | (x - y < more)
+        else:
+            found = x + y + more
+            over = (x + y < x) | (found < more)
+        write(threads, found)
+        if gives:
+            carry(threads, over)
+
+    return compute
 
 
 _APPROXIMATED: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {
@@ -446,25 +485,3 @@ def _comparison(name: str, kind: ScalarType) -> Callable[[Any, Any], Array] | No
     if kind.letter == "u":
         name = _OF_UNSIGNED.get(name, name)
     return _ORDERED.get(name)
-
-
-@builds("brx")
-def build_indexed_branch(instruction: Instruction) -> Action:
-    """The machine jumps, threads apart where the index differs."""
-    instruction.flag("uni")
-    if not instruction.flag("idx") or instruction.symbols is None:
-        raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])
-    instruction.finish(2)
-    read = instruction.reader(instruction.operands[0], TYPES["u32"])
-
-    def branch(threads: Threads) -> None:
-        threads.session.branch = read(threads)
-
-    return branch
-
-
-@builds("bra")
-def build_branch(instruction: Instruction) -> Action:
-    instruction.flag("uni")
-    instruction.finish(1)
-    return lambda threads: instruction.target

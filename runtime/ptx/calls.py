@@ -1,4 +1,4 @@
-"""PTX that calls functions that are not in its text: ``call (result), name, (arguments);``.
+"""PTX that branches or calls functions that are not in its text: ``call (result), name, (arguments);``.
 
 Arguments are registers, or parameters in the memory of the threads. What is called is code of this process:
 a device function by its name in :data:`FUNCTIONS`, numbers in, a number or None out, which acts for the
@@ -141,3 +141,25 @@ def _fail(
 
 
 _OF_C: dict[str, Callable[..., int | None]] = {"vprintf": _print, "__assertfail": _fail}
+
+
+@builds("brx")
+def build_indexed_branch(instruction: Instruction) -> Action:
+    """The machine jumps, threads apart where the index differs."""
+    instruction.flag("uni")
+    if not instruction.flag("idx") or instruction.symbols is None:
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])
+    instruction.finish(2)
+    read = instruction.reader(instruction.operands[0], TYPES["u32"])
+
+    def branch(threads: Threads) -> None:
+        threads.session.branch = read(threads)
+
+    return branch
+
+
+@builds("bra")
+def build_branch(instruction: Instruction) -> Action:
+    instruction.flag("uni")
+    instruction.finish(1)
+    return lambda threads: instruction.target

@@ -26,6 +26,7 @@ Builder = Callable[["Instruction"], Action]
 """Makes the action of an instruction, or raises what is wrong with it."""
 Write = Callable[[Threads, Array], None]
 
+CARRY = "<carry>"  # a register of every thread: the carry that instructions with .cc leave
 _INTEGER = re.compile(r"(-?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0([0-7]+)|([1-9]\d*|0))U?")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d*(?:[eE][+-]?\d+)?|[eE][+-]?\d+)")
 _HEXADECIMAL = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")

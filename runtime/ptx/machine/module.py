@@ -49,7 +49,7 @@ TOGETHER = {**WARPS, **MATRICES, **WGMMA}
 BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
-_WITHIN_REGISTERS = {*ARITHMETIC, *BIT_OPERATIONS, "mov", "cvt", "cvta"} - {"bra", "brx"}
+_WITHIN_REGISTERS = {*ARITHMETIC, *BIT_OPERATIONS, "mov", "cvt", "cvta"}
 _CLOCK = re.compile(r"%(clock|globaltimer)")
 _SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
 _BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")

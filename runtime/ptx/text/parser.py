@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from interlace.runtime.ptx.calls import called
-from interlace.runtime.ptx.instruction import Instruction, Register, Symbol, error, split
+from interlace.runtime.ptx.instruction import CARRY, Instruction, Register, Symbol, error, split
 from interlace.runtime.ptx.text.module_text import PtxFunction
 from interlace.runtime.ptx.text.variables import Variable, declared
 from interlace.runtime.ptx.types import PREDICATE, TYPES, ScalarType
@@ -77,12 +77,14 @@ class Parser:
         self._pointers = pointers or {}
         for name, number in self._pointers.items():
             self._outside[name] = Symbol("function", number, 0)
+        self._carry = self._register(CARRY, PREDICATE)
         self._names = self._fresh({register.name: register for register in operands}, {})
         self._callers: list[str] = []
         self._line, self._text = 1, ""
 
     def _fresh(self, registers: dict[str, Register], symbols: dict[str, Symbol]) -> _Names:
-        return _Names(ChainMap(registers), ChainMap(symbols, self._outside), ChainMap(), ChainMap())
+        own = ChainMap({**registers, CARRY: self._carry})
+        return _Names(own, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
         """One by one, when what is declared before is known. Branches have no target before the end."""
