@@ -20,15 +20,13 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.runtime.ptx.special import by_threads
+from interlace.runtime.ptx.text.targets import needed_by
 from interlace.runtime.scheduler.scheduler import Programs, interpreted
 
 Rewrite = Callable[[str, str], str]
 """(name of a kernel, its PTX) -> the PTX to run."""
 ARCHES = (80, 90)  # whose PTX can be run
-_SINCE_90 = re.compile(
-    r"\b(elect|mbarrier|wgmma|multimem|mapa|fence\.proxy|cp\.async\.bulk|griddepcontrol)\b"
-    r"|\.cluster\b|\.gdc\.|\.gluon\."
-)
+_SINCE_90 = re.compile(r"\.gdc\.|\.gluon\.")  # names of what only the compiler has
 _COMPILED = re.compile(r"triton\.(language\.(extra|target_info)|experimental\.gluon)\b")
 _NOT_OURS = re.compile(  # have no such texts
     rf"(?!{_COMPILED.pattern})(triton|torch|numpy|interlace\.(kernels|runtime))(\.|$)"
@@ -80,7 +78,8 @@ def _not_interpreted(text: str) -> str | None:
 
 def arch_for(texts: frozenset[str]) -> int:
     """The GPU to compile for: 80 for sm_80, the first that has all instructions in ``texts``."""
-    return 90 if any(map(_SINCE_90.search, texts)) else 80
+    later = any(needed_by(each) > 80 or _SINCE_90.search(each) for each in texts)
+    return 90 if later else 80
 
 
 @functools.lru_cache(maxsize=1024)

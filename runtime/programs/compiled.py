@@ -31,6 +31,7 @@ from interlace.runtime.core.memory import RED_ZONE, aligned
 from interlace.runtime.ptx.machine.machine import PtxMachine
 from interlace.runtime.ptx.machine.module import PtxKernel, read
 from interlace.runtime.ptx.machine.tensor_maps import tensor_map
+from interlace.runtime.ptx.text.targets import number_of
 from interlace.runtime.ptx.text.variables import Variable
 from interlace.runtime.ptx.types import Array
 from interlace.runtime.scheduler.allocations import Allocations
@@ -114,6 +115,7 @@ class CompiledPrograms:
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
             _check_shared(source, self.arch)
+            _check_target(source.kernel, self.arch)
             made = program(source.kernel, source.shared_bytes, values, hooks, source.variables)
             return made, source.kernel.threads
         function = jitted_function(launch.kernel)
@@ -162,6 +164,13 @@ def _check_shared(source: PtxSource, arch: int) -> None:
         raise ValueError(
             f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, is launched with "
             f"shared_bytes={source.shared_bytes}; a program of sm_{arch} has at most {most}"
+        )
+
+
+def _check_target(kernel: PtxKernel, arch: int) -> None:
+    if number_of(kernel.target) > arch:
+        raise ValueError(
+            f"{kernel.name} is PTX for {kernel.target}, and arch={arch} is a GPU before that"
         )
 
 

@@ -31,6 +31,7 @@ from interlace.runtime.ptx.multimem import MULTIMEM
 from interlace.runtime.ptx.special import WARP
 from interlace.runtime.ptx.text.module_text import PtxFunction, read_text
 from interlace.runtime.ptx.text.parser import Parser
+from interlace.runtime.ptx.text.targets import has, needed, target_of
 from interlace.runtime.ptx.text.variables import Variable, declared
 from interlace.runtime.ptx.types import Array
 from interlace.runtime.ptx.waits import WAITS
@@ -70,7 +71,8 @@ class PtxKernel:
     after the other. ``spinning``: branches back that end a loop which looks at what others write;
     ``polling``: those whose rounds depend on nothing but that, and how many looks are in one.
     ``static_bytes``: of shared memory that the text declares with a size; more may be given at launch,
-    behind it; ``local_bytes``: of memory for each thread. ``threads``: whole warps of them, of which those
+    behind it; ``local_bytes``: of memory for each thread. ``target``: the GPU that it is for, as "sm_90a".
+    ``threads``: whole warps of them, of which those
     of ``block`` are there. ``variables``: global and constant ones; ``pointers``:
     what stands for the addresses of functions. ``warp_wide``: instructions that all
     threads of a warp run at once.
@@ -78,6 +80,7 @@ class PtxKernel:
 
     name: str
     text: str
+    target: str
     block: Block
     threads: int
     parameters: tuple[Variable, ...]
@@ -107,9 +110,11 @@ class PtxKernel:
 def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKernel:
     """A kernel of a module, the only one if it is not named; ``block``: its threads, if the launch says.
 
-    InlineAssemblyError names an instruction that is not known.
+    InlineAssemblyError names an instruction that is not known, or that the text's target does not have.
     """
-    module = read_text(ptx)
+    module, target = read_text(ptx), target_of(ptx)
+    if not target:
+        raise InlineAssemblyError("PTX: the text has no .target, such as '.target sm_80'")
     kernel = module.kernel(name)
     block = _block(kernel, block)
     reached = module.reached(kernel)
@@ -133,6 +138,11 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
         builder = BUILDERS.get(instruction.mnemonic)
         if builder is None:
             raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
+        wanted = needed(f"{instruction.opcode} {', '.join(instruction.operands)}")
+        if wanted and not has(target, wanted):
+            raise instruction.error(
+                f"'{instruction.opcode}' is not there on {target}, but on {wanted}"
+            )
         instruction.action = builder(instruction)
     after = [_following(steps, index) for index in range(len(steps))]
     order = _in_order(after)
@@ -143,6 +153,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
     return PtxKernel(
         kernel.name,
         ptx,
+        target,
         block,
         -(-math.prod(block) // WARP) * WARP,
         kernel.parameters,

@@ -10,7 +10,7 @@ from interlace.verify import launch_ptx
 
 _KERNEL = """
 .version 8.0
-.target sm_80
+.target {target}
 .address_size 64
 .extern .shared .align 16 .b8 memory[];
 .visible .entry kernel(
@@ -35,9 +35,10 @@ _KERNEL = """
 """
 
 
-def kernel(body: str, *, threads: int = 32, words: int = 1) -> str:
+def kernel(body: str, *, threads: int = 32, words: int = 1, arch: int = 80) -> str:
     """%r1 is the thread; %rd1 where its result goes, %rd2 its input, each ``words`` words of 32 bits."""
-    return _KERNEL.format(body=body, threads=threads, width=4 * words)
+    target = {80: "sm_80", 90: "sm_90a"}[arch]
+    return _KERNEL.format(body=body, threads=threads, width=4 * words, target=target)
 
 
 def computed(
@@ -47,15 +48,16 @@ def computed(
     threads: int = 32,
     words: int = 1,
     shared_bytes: int = 4096,
+    arch: int = 80,
     **options: Any,
 ) -> Any:
     """The words (threads, words) that ``body`` makes of ``given``, an array of as many."""
-    texts = kernel(body, threads=threads, words=words)
+    texts = kernel(body, threads=threads, words=words, arch=arch)
     input = torch.from_numpy(np.ascontiguousarray(given, np.uint32).view(np.int32).reshape(-1))
     output = torch.zeros(threads * words, dtype=torch.int32)
 
     def on_rank() -> None:
         launch_ptx(texts, 1, output, input, shared_bytes=shared_bytes)
 
-    interlace.run(on_rank, 1, place="ptx", **options)
+    interlace.run(on_rank, 1, place="ptx", arch=arch, **options)
     return output.numpy().view(np.uint32).reshape(threads, words)

@@ -70,7 +70,7 @@ def interpreted(forms: list[Form]) -> tuple[Any, Any]:
     return found, memory
 
 
-def kernel(forms: list[Form], target: str = "sm_80", version: str = "8.7") -> str:
+def kernel(forms: list[Form], target: str = "sm_90a", version: str = "8.7") -> str:
     """All of them, one after the other, for one thread, but for barriers."""
     blocks = []
     for index, form in enumerate(forms):
@@ -96,7 +96,7 @@ def kernel(forms: list[Form], target: str = "sm_80", version: str = "8.7") -> st
 
 def in_a_kernel(forms: list[Form]) -> tuple[Any, Any]:
     found, memory = torch.zeros(len(forms), dtype=torch.int64), memory_of(forms)
-    interlace.run(lambda: launch_ptx(kernel(forms), 1, found, memory), 1, place="ptx")
+    interlace.run(lambda: launch_ptx(kernel(forms), 1, found, memory), 1, place="ptx", arch=90)
     return found, memory
 
 
@@ -136,7 +136,7 @@ def test_forms_of_all_ranks() -> None:
         handle.barrier()
         return found, memory.clone()
 
-    (found, memory), (_, others) = interlace.run(on_rank, 2, place="ptx")
+    (found, memory), (_, others) = interlace.run(on_rank, 2, place="ptx", arch=90)
     check(forms, found, memory)
     check([form._replace(expected=0) for form in forms], torch.zeros_like(found), others)
 
@@ -148,7 +148,7 @@ def rank() -> int:
 def test_forms_of_lanes() -> None:
     for form in OF_LANES:
         body = f"ld.global.b32 %r2, [%rd2]; {form.text} st.global.b32 [%rd1], %r3;"
-        assert computed(body, GIVEN)[:, 0].tolist() == list(form.expected), form.text
+        assert computed(body, GIVEN, arch=90)[:, 0].tolist() == list(form.expected), form.text
 
 
 @pytest.mark.thorough

@@ -46,7 +46,9 @@ LOADED = [INIT, BARRIER, EXPECT, LOAD, AWAIT, TAKE, OUT]
 
 
 def text(steps: list[str], row: int = 0, column: int = 0) -> str:
-    return kernel("\n".join([SETUP.format(row=row, column=column), *steps]), threads=THREADS)
+    return kernel(
+        "\n".join([SETUP.format(row=row, column=column), *steps]), threads=THREADS, arch=90
+    )
 
 
 def map_of(tensor: Any, swizzle: int = 0, words: int = 32) -> torch.Tensor:
@@ -87,7 +89,7 @@ def test_what_tma_refuses() -> None:
     for swizzle, words, match in [(2, 32, "a row of a box has 128 bytes"), (0, 2, "has 8 bytes")]:
         map = map_of(NUMBERS, swizzle, words)
         with pytest.raises(ValueError, match=match):
-            interlace.run(launched, 1, LOADED, NUMBERS, map, place="ptx")
+            interlace.run(launched, 1, LOADED, NUMBERS, map, place="ptx", arch=90)
 
 
 def test_a_map_that_is_a_parameter() -> None:
@@ -237,4 +239,6 @@ def test_a_late_store_is_seen_late(publish: list[str], right: bool, store_buffer
 )
 def test_bytes_that_never_come(steps: list[str]) -> None:
     with pytest.raises(InterlaceError, match=r"wait for each other, at mbarrier\.try_wait"):
-        interlace.run(lambda: launched(steps, torch.zeros(256), map_of(NUMBERS)), 1, place="ptx")
+        interlace.run(
+            lambda: launched(steps, torch.zeros(256), map_of(NUMBERS)), 1, place="ptx", arch=90
+        )

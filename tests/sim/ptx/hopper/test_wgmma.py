@@ -127,7 +127,9 @@ def products(
         {rest}
         {" ".join(f"st.global.b32 [%rd1+{4 * i}], %r{100 + i};" for i in range(sums))}"""
     given = image.view(np.uint32).reshape(THREADS, WORDS)
-    found = computed(body, given, threads=THREADS, words=WORDS, shared_bytes=4 * THREADS * WORDS)
+    found = computed(
+        body, given, threads=THREADS, words=WORDS, shared_bytes=4 * THREADS * WORDS, arch=90
+    )
     numbers = np.ascontiguousarray(found[:, :sums]).view(NUMPY[total])
     d_matrix = np.zeros((64, columns))
     for i in range(columns // 2):

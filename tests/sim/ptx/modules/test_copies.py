@@ -21,7 +21,7 @@ COPIED = """
     st.global.b32 [%rd1], %r3;"""
 ARRIVE = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r20];"
 COUNTED = "cp.async.mbarrier.arrive.shared.b64 [%r20]; mbarrier.arrive.shared.b64 %rd5, [%r20];"
-WAIT = "again: mbarrier.try_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra again;"
+WAIT = "again: mbarrier.test_wait.parity.shared.b64 %p2, [%r20], 0; @!%p2 bra again;"
 
 
 def text(arrive: str = ARRIVE, wait: str = WAIT) -> str:
