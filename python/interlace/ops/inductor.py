@@ -6,6 +6,7 @@ the first input; as what Inductor makes of an op that it does not know, memory m
 
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ _registered = False
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
-def register_lowerings() -> None:
-    """Tell Inductor, once, when it is there. Fake kernels call this: what is lowered was traced before."""
+def register_lowerings(names: Iterable[str]) -> None:
+    """Tell Inductor of the ops of these names, once, when it is there.
+
+    Fake kernels call this: what is lowered was traced before.
+    """
     global _registered
     if _registered or "torch._inductor.lowering" not in sys.modules:
         return
@@ -24,19 +28,15 @@ def register_lowerings() -> None:
         return  # it is being imported
     _registered = True
     ops: Any = torch.ops.interlace
-    for name in (
-        "all_gather", "reduce_scatter", "all_to_all", "reduce", "permute", "gather", "scatter",
-        "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul",
-        "all_gather_grouped_matmul", "all_to_all_grouped_matmul",
-        "dispatch", "combine", "grouped_matmul_combine", "routed_matmul_combine",
-        "matmul_reduce_scatter_norm", "matmul_all_reduce_norm", "all_reduce_norm", "reduce_scatter_norm",
-    ):  # fmt: skip
-        op = getattr(ops, name).default
-        _register(lowering, op, _out_of_place(lowering, op))
-    for name in ("all_reduce", "broadcast"):
-        in_place = getattr(ops, f"{name}_").default
-        _register(lowering, getattr(ops, name).default, _cloned(lowering, _in_place(in_place)))
-        _register(lowering, in_place, _in_place(in_place))
+    in_place = ("all_reduce", "broadcast")
+    for name in names:
+        if name not in in_place:
+            op = getattr(ops, name).default
+            _register(lowering, op, _out_of_place(lowering, op))
+    for name in in_place:
+        itself = getattr(ops, f"{name}_").default
+        _register(lowering, getattr(ops, name).default, _cloned(lowering, _in_place(itself)))
+        _register(lowering, itself, _in_place(itself))
 
 
 def _register(lowering: Any, op: Any, lower: Any) -> None:
@@ -56,12 +56,20 @@ def _out_of_place(lowering: Any, op: Any) -> Any:
         _wait_late(V.graph.current_node)
         made: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
         kernel = made[0].inputs[0] if isinstance(made, list) else made
+        kernel.inputs = _Inputs(kernel.inputs)
         for each in kernel.inputs:
             # the wait holds on to the first one only, and may not be in this graph
             V.graph.never_reuse_buffers.add(each.get_name())
         return torch.utils._pytree.tree_map(ir.TensorBox.create, made)
 
     return lower
+
+
+class _Inputs(list[Any]):
+    """Of a kernel. The wait for its n-th result asks for its n-th input; results may be more."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return super().__getitem__(min(at, len(self) - 1) if isinstance(at, int) else at)
 
 
 def _in_place(op: Any) -> Any:

@@ -8,6 +8,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
 from multi.functional.functional_ranks import Function, place
@@ -261,6 +262,36 @@ def memory_in_flight() -> None:
         assert type(got[0]) is AsyncTensor
         for each, other in zip(got, right, strict=True):
             torch.testing.assert_close(wait(each), wait(other))
+
+
+def work_behind_a_start() -> str:
+    """Inductor's code of a function that exchanges heads, multiplies, and waits last."""
+    place()
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sent = functional.matmul_all_to_all(torch.tanh(x), x)
+        return (w @ w) @ w, wait(sent)
+
+    torch._dynamo.reset()
+    with compiled_anew():
+        _, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), *torch.rand(2, 64, 64))
+    return str(code)
+
+
+def more_results_than_inputs() -> None:
+    """Inductor looks for an input of each result's number."""
+    rank, _size = place()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        (normed, scale), total = functional.all_reduce_norm(
+            x, norm=interlace.RMSNorm(eps=1e-6), quantize="fp8"
+        )
+        return normed.float() * scale + total
+
+    torch._dynamo.reset()
+    x = torch.arange(64.0).view(2, 32) + rank
+    with compiled_anew():
+        torch.testing.assert_close(torch.compile(run, fullgraph=True)(x), run(x))
 
 
 def _step(x: torch.Tensor) -> torch.Tensor:
