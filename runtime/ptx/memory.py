@@ -263,9 +263,12 @@ def store_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = Fa
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
-        value = handle_of(bits, kind)
+        value, pointers.stored = handle_of(bits, kind), bits
 
         def perform(mask: Any = mask) -> None:
+            if threads.heard:
+                there = fetched(pointers, mask, kind)
+                pointers.unchanged = bool((there.view(kind.raw) == bits).all())
             put(pointers, value, mask)
 
         threads.session.hooks.store(pointers, value, mask, perform)

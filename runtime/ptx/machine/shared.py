@@ -132,7 +132,7 @@ def _touched(
         pointers.shared = True
         if bits is not None:
             there = program.shared.view(kind.raw)[offsets // (kind.bits // 8)]
-            pointers.unchanged = bool((there == bits).all())
+            pointers.unchanged, pointers.stored = bool((there == bits).all()), bits
         pointers.constant = constant
         program.hooks.shared(pointers, stores=stores)
     return offsets

@@ -104,6 +104,29 @@ class Collector(Observer):
             finding = Finding("uninitialised", None, access, *where, index=index)
             self._found(finding, offsets, size)
 
+    def _of_one_instruction(self, site: int, addresses: Any, threads: Any, bits: Any) -> None:
+        """Report that ``threads`` store different ``bits`` to one address, if they do."""
+        if (addresses[1:] > addresses[:-1]).all():  # as usually
+            return
+        order = np.argsort(addresses, kind="stable")
+        at, stored = addresses[order], bits[order]
+        differ = np.flatnonzero((at[1:] == at[:-1]) & (stored[1:] != stored[:-1]))
+        if not len(differ):
+            return
+        size = bits.itemsize
+        segment, _ = self._at(int(at[differ[0]]), size)
+        starts = np.unique(at[differ]).astype(np.int64) - segment.base
+        offsets = (starts[:, None] + np.arange(size)).ravel()
+        first, second = (
+            f"thread {threads[order[place]]} stores {stored[place]:#x}"
+            for place in (differ[0], differ[0] + 1)
+        )
+        offset = int(starts[0])
+        where = segment.label, offset, len(starts), self.seed
+        index = f"{offset // size}: {first}, {second}"
+        finding = Finding("different values", None, self._accesses[site], *where, index=index)
+        self._found(finding, offsets, size)
+
     def _found(
         self, finding: Finding, offsets: Any, size: int, conflict: Conflict | None = None
     ) -> None:

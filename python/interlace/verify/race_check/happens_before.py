@@ -264,6 +264,8 @@ class Detector(AsyncProxy):
         site = self._site(agent, "stores" if stores else "loads", program_lines())
         unchanged = getattr(pointers, "unchanged", False)
         shared = getattr(pointers, "shared", False)
+        if stores and (bits := getattr(pointers, "stored", None)) is not None:
+            self._of_one_instruction(site, addresses, threads, bits.ravel())
         over = () if shared else agent.has_accessed(site, addresses, threads, stores=stores)
 
         def repeats(earlier: Conflict) -> bool:
