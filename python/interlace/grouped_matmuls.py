@@ -19,6 +19,7 @@ from interlace.arguments.words import (
     Splits,
     Yes,
 )
+from interlace.functional.experts import check_group
 from interlace.fused import counted, grouped, grouped_combine
 from interlace.fused.routing import (
     DispatchHandle,
@@ -33,7 +34,6 @@ from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import internal_form
-from interlace.runtime.core.stream import Outcome
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
 
@@ -245,10 +245,12 @@ def all_to_all_grouped_matmul(
     """
     given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
     options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
+    communicator = resolve(group).on(input)
+    number = dispatch_number(communicator)  # without a bound, too: on another rank there may be one
     if num_max_rows_per_rank is not None:
-        with resolve(group).on(input).accepting(options.op):
+        with communicator.accepting(options.op):
             options = counted.bound_of(num_max_rows_per_rank, options)
-    return _grouped_matmul((input, weight, bias), options, group, async_op)
+    return _grouped_matmul((input, weight, bias), options, group, async_op, number)
 
 
 @overload
@@ -349,21 +351,22 @@ def grouped_matmul_combine(
     options = grouped_combine.CombineOptions(splits, algorithm, out_dtype)
     tensors: Any = (input, weight, bias, topk_idx, topk_weights)
     if isinstance(splits, DispatchHandle):
-        group, options = splits.group if group is None else group, options._replace(splits=())
-        with by_handle(resolve(group).on(input), splits):
-            return _with_handle(tensors, splits, options, group, async_op)  # type: ignore[no-any-return]
+        communicator, options = resolve(splits.group).on(input), options._replace(splits=())
+        with communicator.accepting(op):
+            check_group(splits, group)
+        with by_handle(communicator, splits):
+            return _with_handle(tensors, splits, options, async_op)  # type: ignore[no-any-return]
     communicator = resolve(group).on(input)
     if requires_gradients(*tensors):
         if not modes_active():
             with communicator.accepting(op):
                 call = grouped_combine.checked(communicator, *[*tensors, options])
                 received = grouped_combine.checked_splits(communicator, call, splits)
-            first = f"{op} of tensors that require gradients"  # on all ranks, then
-            counts = communicator.run(
-                first,
-                lambda: Outcome(grouped_combine.agree(communicator, call, received, first), None),
-                async_op=False,
-            )
+
+            def agree() -> Any:
+                return grouped_combine.agree(communicator, call, received, recorded.FIRST)
+
+            counts = recorded.agreed(communicator, op, (input, weight, bias), agree)
             return recorded.run(  # type: ignore[no-any-return]
                 op,
                 async_op,
@@ -383,29 +386,32 @@ def _with_handle(
     tensors: tuple[Any, ...],
     handle: DispatchHandle,
     options: grouped_combine.CombineOptions,
-    group: Group,
     async_op: bool,
 ) -> Any:
     input, weight, bias, topk_idx, topk_weights = tensors
     if requires_gradients(*tensors, handle.topk_weights):
         given = (input, weight, handle, topk_idx, topk_weights)
         about = grouped_combine.MATMUL_COMBINE, async_op, given, lambda made: made, options
-        return recorded.run(*about, bias=bias, group=group)
+        return recorded.run(*about, bias=bias)
     topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
     options = options._replace(routing=routing_for(handle, topk_idx))
-    with resolve(group).on(input).accepting(grouped_combine.MATMUL_COMBINE):
+    communicator = resolve(handle.group).on(input)
+    with communicator.accepting(grouped_combine.MATMUL_COMBINE):
         rows = flat(handle, "input", input)
     tensors = (rows, weight, bias, topk_idx, topk_weights, handle.segments, None)
     run = grouped_combine.grouped_matmul_combine
-    return run(resolve(group).on(rows), tensors, (options,), async_op)
+    return run(communicator, tensors, (options,), async_op)
 
 
 def _grouped_matmul(
-    tensors: tuple[Any, ...], options: grouped.GroupedOptions, group: Group, async_op: bool
+    tensors: tuple[Any, ...],
+    options: grouped.GroupedOptions,
+    group: Group,
+    async_op: bool,
+    number: int = 0,
 ) -> Any:
     input, weight, bias = tensors
     op, communicator = options.op, resolve(group).on(input)
-    number = dispatch_number(communicator) if options.max_rows else 0
 
     def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         about = options.input_splits, input.shape[0], options, number
@@ -419,12 +425,11 @@ def _grouped_matmul(
                     given = counted.with_counts(communicator, input, weight, bias, options)
                     rows = input[: sum(given.input_splits)]
                 call = grouped.checked(communicator, rows, weight, bias, given)
-            first = f"{op} of tensors that require gradients"  # on all ranks, then
-            routes, _ = communicator.run(
-                first,
-                lambda: Outcome(grouped.agree(communicator, options, call, first), None),
-                async_op=False,
-            )
+
+            def agree() -> Any:
+                return grouped.agree(communicator, options, call, recorded.FIRST)
+
+            routes, _ = recorded.agreed(communicator, op, tensors, agree)
             if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
                 splits = routes.splits()
 

@@ -17,10 +17,35 @@ from interlace.fused import gather, norms
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.call import needed
+from interlace.runtime.core.call import Terms, needed
+from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import unrounded
+
+FIRST: Terms = (("whether ranks agree before they record", True),)
+"""In what they agree on then, if it has the op's own terms: who does not record goes on to the op."""
+
+
+def agreed(
+    communicator: Communicator, op: str, operands: Sequence[Any], agree: Callable[[], Any]
+) -> Any:
+    """What ``agree`` gives, which all ranks call before they record ``op``: who needs no gradient is told.
+
+    ``operands``: the first arguments of the op, by its schema.
+    """
+    from interlace.ops.library import BY_NAME
+
+    needs = BY_NAME[op].needs(operands) or "another tensor"
+
+    def start() -> Outcome:
+        token = needed.set(needs)
+        try:
+            return Outcome(agree(), None)
+        finally:
+            needed.reset(token)
+
+    return communicator.run(op, start)
 
 
 def matrices(*tensors: Any) -> bool:
@@ -32,23 +57,15 @@ def matrices(*tensors: Any) -> bool:
 
 def shard_lengths(group: Any, input: torch.Tensor, weight: Any, gather_dim: Any) -> list[int]:
     """All ranks' shards' lengths, as ranks agree on them; none of what the op refuses. One host message."""
-    from interlace.ops.library import BY_NAME
-
     communicator = resolve(group)
     if not isinstance(gather_dim, int) or not -input.dim() <= gather_dim < input.dim():
         return []
     weights = [each for each in tree_leaves(weight) if isinstance(each, torch.Tensor)]
-    needs = BY_NAME[gather.OP].needs((input, weights)) or "a bias"
 
-    def agreed() -> Outcome:
-        token = needed.set(needs)
-        try:
-            call = communicator.call_of(gather.OP, (), input.shape[gather_dim])
-            return Outcome(communicator.parts(call), None)
-        finally:
-            needed.reset(token)
+    def lengths() -> list[int]:
+        return communicator.parts(communicator.call_of(gather.OP, (), input.shape[gather_dim]))
 
-    return communicator.run(gather.OP, agreed)  # type: ignore[no-any-return]
+    return agreed(communicator, gather.OP, (input, weights), lengths)  # type: ignore[no-any-return]
 
 
 class UnequalShards(NamedTuple):
@@ -164,25 +181,22 @@ def reduced(
     activation = how.pop("activation", None)
     dims = {} if how["scatter_dim"] is None else {"scatter_dim": how.pop("scatter_dim")}
     how.pop("scatter_dim", None)
-    if norm is not None and not activation:
-        how |= {"norm": norm, "residual": residual, "quantize": quantize}
-        how |= {"gather_normed": gather} if dims else {}
-        return started(op, async_op, factors, **how, **dims)
     communicator = resolve(group)
     with communicator.accepting(op):
         name = checks.activation("activation", activation)
+    if norm is not None and not name:
+        how |= {"norm": norm, "residual": residual, "quantize": quantize}
+        how |= {"gather_normed": gather} if dims else {}
+        return started(op, async_op, factors, **how, **dims)
+    with communicator.accepting(op):
         if norm is not None:
             if quantize is not None:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
             vectors, about = taken_apart(norm, residual, quantize, gather)
             request = norms.NormedReduce(communicator, (*factors, bias), vectors, options, about)
-
-    def agreed() -> Outcome:
-        request.agree()
-        return Outcome(None, None)
-
+            request.more_terms = (*request.more_terms, *FIRST)
     if norm is not None:
-        communicator.run(op, agreed, async_op=False)
+        agreed(communicator, op, factors, request.agree)
 
     def finished(total: torch.Tensor) -> Any:
         total = activate(total, name)

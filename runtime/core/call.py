@@ -2,9 +2,9 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -35,13 +35,28 @@ differently.
 """
 
 
+BESIDE = "beside"
 beside: ContextVar[Terms] = ContextVar("beside", default=())
-"""What ranks compare besides, of the op that is called now: what its forms need not be told."""
+"""What ranks compare besides, of the op that is called now: what its forms need not be told.
+
+And as far as both say it: a compiled graph knows none of it, and ranks may have compiled differently.
+"""
+
+
+@contextmanager
+def comparing(*terms: tuple[str, Any]) -> Iterator[None]:
+    """Within it ranks compare these terms ``beside`` those of whatever op is called."""
+    token = beside.set((*beside.get(), *terms))
+    try:
+        yield
+    finally:
+        beside.reset(token)
 
 
 def told(terms: Terms) -> Terms:
     """``terms`` with what is ``needed``: who alone needs a gradient would wait for others in backward."""
-    what, terms = needed.get(), (*beside.get(), *terms)
+    what, more = needed.get(), beside.get()
+    terms = ((BESIDE, more), *terms) if more else terms
     return ((NEEDED, what), *terms) if what else terms
 
 
@@ -162,6 +177,13 @@ def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:
     raise plain.UnreadableError(f"rank {rank} sent {len(message)} bytes that are no call")
 
 
+def _both(said: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both ranks' terms; of those ``beside``, which are first, the ones that both have."""
+    own, theirs = dict(said.pop(BESIDE, ())), dict(others.pop(BESIDE, ()))
+    both = [name for name in own if name in theirs]
+    return {name: own[name] for name in both} | said, {name: theirs[name] for name in both} | others
+
+
 def compare(messages: Sequence[bytes]) -> list[Any]:
     """Every rank's part; raises if a rank refused, or if ops or terms differ."""
     answers = [_read(message, rank) for rank, message in enumerate(messages)]
@@ -176,7 +198,7 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
                 f"ranks call different ops at the same time: rank 0 calls {op}, "
                 f"rank {rank} calls {other_op}"
             )
-        said, others = dict(terms), dict(other_terms)
+        said, others = _both(dict(terms), dict(other_terms))
         # a term that a rank has not is None there; what is needed may be why others differ
         for name in {NEEDED: None, **said, **others}:
             value, other = said.get(name), others.get(name)

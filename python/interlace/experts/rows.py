@@ -255,6 +255,7 @@ def combine(
     with communicator.accepting(COMBINE):
         if not handled:
             raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
+        functional.check_group(handle, group)
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")
         rows = flat(handle, "y", y)

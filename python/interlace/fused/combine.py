@@ -65,7 +65,7 @@ def _prepared(
     weights = weights_of(communicator, topk_weights, assignment.topk_idx)
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    check_segments(communicator, segments, routing, "y", rows)
+    segments = checked_segments(communicator, segments, routing, "y", rows)
     tokens, most = len(assignment.topk_idx), most_dispatched(communicator)
     if not routing.max_tokens and most and tokens > most:
         raise ValueError(f"topk_idx has {tokens} rows, no dispatch has had more than {most}")
@@ -75,10 +75,11 @@ def _prepared(
     return _counted, (rows, weights, outputs), (assignment, algorithm, routing)
 
 
-def check_segments(
+def checked_segments(
     communicator: Communicator, segments: Tensor, routing: Routing, name: str, rows: Tensor
-) -> None:
-    """Raise unless ``rows``, an argument of this ``name``, can be what a dispatch has made."""
+) -> Tensor:
+    """Those of a handle, if ``rows``, an argument of this ``name``, can be what its dispatch has made."""
+    segments = checks.tensor("handle.segments", segments, communicator)
     expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
     if tuple(segments.shape) != expected:
         raise ValueError(
@@ -90,6 +91,7 @@ def check_segments(
             raise ValueError(
                 f"{name} has {rows.shape[0]} rows, the dispatch has made {last} of them"
             )
+    return segments
 
 
 def _on_device(

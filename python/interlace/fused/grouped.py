@@ -241,16 +241,16 @@ def terms_of(
 
 
 def agree(
-    communicator: Communicator, options: GroupedOptions, call: Checked, name: str | None = None
+    communicator: Communicator, options: GroupedOptions, call: Checked, more: Terms = ()
 ) -> tuple[Routes, int]:
     """The routes, and the columns of the widest weight; raises alike on all ranks.
 
-    ``name``: what ranks call this agreement, if not by op.
+    ``more``: on what else they have to agree.
     """
     op, rank, world_size = options.op, communicator.rank, communicator.world_size
     terms = terms_of(call.input, len(call.input_splits), call.dtype, options)
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
-    answers = communicator.parts(Call(name or op, told(terms), part=mine))
+    answers = communicator.parts(Call(op, told((*terms, *more)), part=mine))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.arguments import checks
-from interlace.fused.combine import check_segments, home_of
+from interlace.fused.combine import checked_segments, home_of
 from interlace.fused.dispatch import begins
 from interlace.fused.grouped import counts as splits_of
 from interlace.fused.grouped import rows_and_experts
@@ -95,7 +95,7 @@ def _prepared(
         splits = checked_splits(communicator, call, given)
         return _by_splits, (outputs,), (call, splits)
     assert segments is not None
-    check_segments(communicator, segments, routing, "input", call.input)
+    segments = checked_segments(communicator, segments, routing, "input", call.input)
     routing = routing._replace(algorithm=call.algorithm)
     algorithm = on_device(communicator, call.algorithm, call.weight, call.dtype)
     if algorithm != "fused":
@@ -149,18 +149,19 @@ def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any
 
 
 def agree(
-    communicator: Communicator, call: CheckedCombine, splits: list[int], name: str | None = None
+    communicator: Communicator, call: CheckedCombine, splits: list[int], more: Terms = ()
 ) -> Tensor:
-    """All ranks' rows by expert; raises alike on all. ``name``: what ranks call it."""
+    """All ranks' rows by expert; raises alike on all. ``more``: on what else they have to agree."""
     world_size, experts = communicator.world_size, call.weight.shape[0]
     terms = (
         *call.terms(),
         ("k of topk_idx", call.assignment.topk_idx.shape[1]),
         ("configuration", configuration.OVERRIDE.get()),
+        *more,
     )
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
     part = tuple(splits), home, call.assignment.topk_idx.numel()
-    answers = communicator.parts(Call(name or OP, told(terms), part=part))
+    answers = communicator.parts(Call(OP, told(terms), part=part))
     received = torch.tensor([each for each, *_ in answers]).view(world_size, experts, world_size)
     counts = received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
     for rank, (_, home, slots) in enumerate(answers):

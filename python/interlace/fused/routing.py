@@ -9,8 +9,8 @@ begin, how many they are, and which of the source's rows the first of them is, i
 expert.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from interlace.arguments import checks
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.dispatch import sender_programs
-from interlace.runtime.core.call import Call, Terms, beside, told
+from interlace.runtime.core.call import Call, Terms, comparing, told
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES
@@ -109,21 +109,15 @@ def dispatch_number(communicator: Communicator) -> int:
     return number
 
 
-@contextmanager
-def by_handle(communicator: Communicator, handle: DispatchHandle) -> Iterator[None]:
+def by_handle(communicator: Communicator, handle: DispatchHandle) -> AbstractContextManager[None]:
     """Within it ranks compare whose handle an op is given: how many dispatches ago it was made.
 
     The number itself would be another message in each call, and a GPU's host would wait for the others'.
     """
-    terms: Terms = ()
-    if handle.number:
-        back = communicator.numbers.get(DISPATCHES, 0) - handle.number
-        terms = (("the dispatch of the handle, counted back,", min(back, MOST_BACK)),)
-    token = beside.set(terms)
-    try:
-        yield
-    finally:
-        beside.reset(token)
+    if not handle.number:
+        return nullcontext()
+    back = communicator.numbers.get(DISPATCHES, 0) - handle.number
+    return comparing(("the dispatch of the handle, counted back,", min(back, MOST_BACK)))
 
 
 def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:

@@ -205,9 +205,6 @@ def refused() -> list[str]:
     even = [4 // world_size] * world_size
     first = rank == 0
 
-    def another() -> Any:
-        return interlace.new_group(range(world_size))
-
     calls: list[Callable[[], Any]] = [
         lambda: interlace.all_to_all_grouped_matmul(x, w, [5, -1] if first else [2, 2]),
         lambda: interlace.all_to_all_grouped_matmul(x, w, [2, 1] if first else [2, 2]),
@@ -233,13 +230,8 @@ def refused() -> list[str]:
         lambda: interlace.all_gather_grouped_matmul(
             x.bfloat16() if first else x, w.bfloat16() if first else w, [4]
         ),
-        # these end the group that they are called on
-        lambda: interlace.all_to_all_grouped_matmul(
-            x, w.clone().requires_grad_(first), even, group=another()
-        ),
-        lambda: interlace.all_gather_grouped_matmul(
-            x.clone().requires_grad_(not first), w, [4], group=another()
-        ),
+        lambda: interlace.all_to_all_grouped_matmul(x, w.clone().requires_grad_(first), even),
+        lambda: interlace.all_gather_grouped_matmul(x.clone().requires_grad_(not first), w, [4]),
     ]
     said = []
     for call in calls:

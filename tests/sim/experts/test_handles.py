@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import interlace
-from interlace import experts
+from interlace import experts, functional
 from interlace.fused.routing import MOST_BACK
 from interlace.groups.groups import default_group
 from stand_ins import fake_host
@@ -92,6 +92,45 @@ def test_one_that_was_refused_counts_on_all() -> None:
         return combined(pair)[:, 0].tolist()  # type: ignore[no-any-return]
 
     assert interlace.run(on_rank, 2) == [[2.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("bound", [0, None])
+def test_a_bound_of_rows_that_only_one_rank_has_wrong_counts_too(bound: int | None) -> None:
+    def on_rank() -> list[float]:
+        pair = dispatched(CHOSEN, 2)
+        given: Any = torch.ones(2, 4), torch.eye(4)[None], torch.tensor([1, 1])
+        most: Any = bound if interlace.get_rank() else 2
+        with pytest.raises(ValueError, match="num_max_rows_per_rank"):
+            interlace.all_to_all_grouped_matmul(*given, num_max_rows_per_rank=most)
+        return combined(pair)[:, 0].tolist()  # type: ignore[no-any-return]
+
+    assert interlace.run(on_rank, 2) == [[2.0, 1.0]] * 2
+
+
+def test_who_has_a_functional_handle_says_nothing_and_is_not_told() -> None:
+    """As a compiled graph's; ranks may have compiled differently."""
+
+    def on_rank() -> list[float]:
+        there = functional if interlace.get_rank() else experts
+        received, handle = there.dispatch(torch.ones(2, 4), CHOSEN, None, 2)
+        y = interlace.grouped_matmul_combine(received.x, torch.eye(4)[None], handle)
+        return (y + experts.combine(received.x, handle))[:, 0].tolist()  # type: ignore[no-any-return]
+
+    assert interlace.run(on_rank, 2) == [[4.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("op", [experts.combine, interlace.grouped_matmul_combine])
+def test_another_group_than_the_handles_is_refused(op: Any) -> None:
+    def on_rank() -> str:
+        alone = [interlace.new_group([rank]) for rank in range(2)][interlace.get_rank()]
+        received, handle = dispatched(CHOSEN, 2)
+        weight = () if op is experts.combine else (torch.eye(4)[None],)
+        with pytest.raises(ValueError) as caught:
+            op(received.x, *weight, handle, group=alone if interlace.get_rank() else None)
+        return str(caught.value)
+
+    for said in interlace.run(on_rank, 2):
+        assert "group has ranks [1], the handle's has [0, 1]" in said and "rank 1" in said
 
 
 def test_old_handles_are_no_new_message_each_time() -> None:

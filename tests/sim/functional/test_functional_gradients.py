@@ -137,6 +137,24 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
         "x or topk_weights",
         lambda x: interlace.experts.dispatch(x, ONE_EACH, None, num_experts=3),
     ),
+    "all_to_all_grouped_matmul": (
+        "weight",
+        lambda w: interlace.all_to_all_grouped_matmul(ROWS, w[None], [1, 1, 1]),
+    ),
+    "all_gather_grouped_matmul": (
+        "another tensor",
+        lambda b: interlace.all_gather_grouped_matmul(ROWS, SQUARE[None], [3], bias=b[:1]),
+    ),
+    "grouped_matmul_combine": (
+        "input, weight or bias",
+        lambda x: interlace.grouped_matmul_combine(x, SQUARE[None], [1, 1, 1], ONE_EACH),
+    ),
+    "matmul_all_reduce, and a norm of what is activated": (
+        "another tensor",
+        lambda r: interlace.matmul_all_reduce(
+            ROWS, SQUARE, residual=r, activation="relu", norm=interlace.RMSNorm()
+        ),
+    ),
 }
 
 
@@ -156,6 +174,7 @@ def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> 
             call(torch.ones(3, 3, requires_grad=each))
         return str(caught.value)
 
+    op = op.split(",")[0]
     text = (
         f"{op}: what requires a gradient differs between ranks: {{}} on rank 0, {{}} on rank {{}}"
     )

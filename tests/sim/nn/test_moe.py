@@ -283,6 +283,44 @@ def test_misuse(text: str, given: tuple[Any, ...]) -> None:
     assert text in str(failure(lambda: nn.MoE(*sizes, **more), 2))
 
 
+OTHERWISE: dict[str, Any] = {
+    "activation": "relu", "gated": True, "shared_size": 4, "scoring": "sigmoid", "normalize": False,
+    "scale": 2.0, "groups": 2, "expert_bias": True, "capacity_factor": 2.0, "drop": "position",
+    "sequence_parallel": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_ranks_whose_layers_differ_are_told(name: str, bound: int | None) -> None:
+    """A sum would be of two kinds of layers, or a backward would wait."""
+
+    def on_rank() -> tuple[str, int]:
+        options = {name: OTHERWISE[name]} if interlace.get_rank() == 1 else {}
+        with pytest.raises(ValueError) as caught:
+            made(num_max_dispatch_tokens_per_rank=bound, **options)(tokens(0)[:2])
+        right = made(num_max_dispatch_tokens_per_rank=bound)(tokens(0)[:2])
+        return str(caught.value), len(right)
+
+    for said, rows in interlace.run(on_rank, 2):
+        assert f"{name} of MoE differs between ranks" in said and rows == 2
+
+
+def test_a_router_that_learns_on_some_ranks_only_is_refused() -> None:
+    """By the forward with a bound, where experts' own gradients do not tell: backward would wait."""
+
+    def on_rank() -> str:
+        layer = made(num_max_dispatch_tokens_per_rank=2)
+        layer.router.requires_grad_(interlace.get_rank() == 0)
+        with pytest.raises(ValueError) as caught:
+            layer(tokens(0)[:2].requires_grad_())
+        return str(caught.value)
+
+    text = "what of MoE requires a gradient differs between ranks: router on rank 0, None on rank 1"
+    for said in interlace.run(on_rank, 2):
+        assert text in said
+
+
 def test_features_must_fit() -> None:
     assert "input must have 8 features" in str(failure(lambda: made()(torch.ones(2, 4)), 2))
 

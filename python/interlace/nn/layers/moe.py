@@ -20,9 +20,16 @@ from interlace.nn.layers.linear import check_features
 from interlace.nn.layers.router import Router
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible, positive
+from interlace.runtime.core.call import Terms, comparing
 from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor
+WHOLE = "router", "shared_up", "shared_down"
+"""Parameters of which every rank has all."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class LoadBalance(NamedTuple):
@@ -146,10 +153,9 @@ class MoE(ShardedModule):
             _check_groups(num_experts, topk, groups, chosen_groups)
             if num_max_dispatch_tokens_per_rank is not None:
                 positive(num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank)
-            numbers = (int, float)
-            if not isinstance(scale, numbers):
+            if not _is_number(scale):
                 raise TypeError(f"scale must be a number, got {scale!r}")
-            fits = isinstance(capacity_factor, numbers) and capacity_factor > 0
+            fits = _is_number(capacity_factor) and capacity_factor > 0  # type: ignore[operator]
             if capacity_factor is not None and not fits:
                 raise ValueError(
                     f"capacity_factor must be positive or None, got {capacity_factor!r}"
@@ -165,6 +171,16 @@ class MoE(ShardedModule):
                 capacity_factor,
                 checks.one_of("drop", drop, ("probs", "position")),
             )
+        about = {
+            "activation": self.activation,
+            "gated": gated,
+            "expert_bias": expert_bias,
+            "sequence_parallel": sequence_parallel,
+            "intermediate_size": intermediate_size,
+            "shared_size": shared_size,
+            **self.router_options._asdict(),
+        }
+        self._terms = tuple((f"{name} of MoE", value) for name, value in about.items())
         self.hidden_size, self.num_experts, self.topk = hidden_size, num_experts, topk
         self.gated, self.algorithm = gated, algorithm
         self.most_tokens = num_max_dispatch_tokens_per_rank
@@ -230,13 +246,19 @@ class MoE(ShardedModule):
             self._chosen += _counted(routed.chosen, self.num_experts)
         return routed.kept, routed.weights
 
+    def _compared(self) -> Terms:
+        """In what a rank must not differ from others, whose numbers or gradients were wrong then."""
+        summed = WHOLE if self.sequence_parallel and torch.is_grad_enabled() else ()
+        parameters = [(name, self._parameters.get(name)) for name in summed]
+        learnt = [name for name, each in parameters if each is not None and each.requires_grad]
+        return (*self._terms, ("what of MoE requires a gradient", " and ".join(learnt) or None))
+
     def forward(self, input: Tensor) -> Tensor:
         with self.group.accepting("MoE"):
             if not isinstance(input, Tensor):
                 raise TypeError(f"input must be a tensor, got {type(input).__name__}")
         check_features(self, input, self.hidden_size, "hidden_size")
-        names = ("router", "shared_up", "shared_down")
-        whole: Any = [self._parameters.get(name) for name in names]
+        whole: Any = [self._parameters.get(name) for name in WHOLE]
         if self.sequence_parallel:
             whole = copy_to_group(*whole, group=self.group)
         router, shared_up, shared_down = whole
@@ -244,7 +266,12 @@ class MoE(ShardedModule):
         chosen, weights = self._routing(x, router)
         up, down = (self._parameters[name] for name in ("up", "down"))
         assert up is not None and down is not None
-        output = self._by_experts(x, chosen, weights, up.transpose(1, 2), down.transpose(1, 2))
+        given = x, chosen, weights, up.transpose(1, 2), down.transpose(1, 2)
+        if torch.compiler.is_compiling():
+            output = self._by_experts(*given)
+        else:
+            with comparing(*self._compared()):
+                output = self._by_experts(*given)
         if shared_up is not None:
             output = output + F.linear(self._between(F.linear(x, shared_up)), shared_down)
         return output.view(input.shape)  # type: ignore[no-any-return]
