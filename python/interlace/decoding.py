@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from interlace.arguments import checks
 from interlace.arguments.words import Group, No, ScaledAlgorithm, Yes
 from interlace.attention.decode import decode
 from interlace.groups.groups import resolve
@@ -94,8 +95,7 @@ def distributed_decode(
             raise TypeError(
                 f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
             )
-        if not isinstance(return_lse, bool):
-            raise TypeError(f"return_lse must be a bool, got {return_lse!r}")
+        checks.flag("return_lse", return_lse)
     tensors = q, *kv_cache, lengths, block_table
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         from interlace import functional  # whose backward says that there is none

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from interlace import recorded
+from interlace.arguments import checks
 from interlace.arguments.norms import LayerNorm as LayerNorm
 from interlace.arguments.norms import RMSNorm as RMSNorm
 from interlace.arguments.norms import RowNorm, taken_apart
@@ -186,6 +187,9 @@ def reduce_scatter_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
+    if scatter_dim is None:  # what the other op says by it
+        with resolve(group).on(input).accepting(norms.SCATTER_NORM):
+            checks.integer("scatter_dim", scatter_dim)
     options = norms.ReduceNormOptions(reduce_op, scatter_dim, algorithm=algorithm)
     normed = (residual, norm, quantize, gather_normed)
     return _rows((input, bias), normed, options, group, async_op)  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
     """For fp8, "fused" or "unfused": chips from 8.9 on have it, no kernel moves scales between nodes."""
-    if empty or place.nodes is not None:
+    if empty or not place.all_mapped:
         return "unfused"
     if place.simulated:
         return "fused"

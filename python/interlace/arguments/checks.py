@@ -216,9 +216,10 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    return int(operator.index(value))
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        with contextlib.suppress(TypeError):  # a tensor of several elements has one, too
+            return int(operator.index(value))
+    raise TypeError(f"{name} must be an int, got {value!r}")
 
 
 def group_rank(
@@ -291,6 +292,12 @@ def bias_of(
         raise ValueError(f"{name} must have shape {shape} to match weight, got {tuple(bias.shape)}")
     same_dtype(name, bias.dtype, "input", input.dtype)
     return bias.contiguous()
+
+
+def flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def output_dtype(value: Any, input: torch.Tensor) -> torch.dtype:

@@ -77,8 +77,7 @@ def check_options(options: NormOptions) -> None:
         raise ValueError(
             f"quantize must be None or one of {', '.join(QUANTIZE)}, got {options.quantize!r}"
         )
-    if not isinstance(options.gather_normed, bool):
-        raise TypeError(f"gather_normed must be a bool, got {options.gather_normed!r}")
+    checks.flag("gather_normed", options.gather_normed)
 
 
 def checked(

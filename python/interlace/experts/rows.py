@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from interlace.arguments import checks
 from interlace.arguments.words import DispatchOptions, FusedAlgorithm, Group, No, Yes
 from interlace.experts.quantized import quantize
 from interlace.functional import experts as functional
+from interlace.functional.calls import check
 from interlace.fused.combine import COMBINE
 from interlace.fused.combine import combine as combine_form
 from interlace.fused.dispatch import DISPATCH
@@ -136,17 +138,14 @@ def dispatched(
     communicator = resolve(group).on(x, topk_idx)
     number = dispatch_number(communicator)
     with communicator.accepting(DISPATCH):
-        if not isinstance(use_fp8, bool):
-            raise TypeError(f"use_fp8 must be a bool, got {use_fp8!r}")
+        checks.flag("use_fp8", use_fp8)
         if use_fp8:
             if isinstance(x, (tuple, list)):
                 raise ValueError(
                     "use_fp8 quantizes x, which is a pair of values and scales already"
                 )
             x = quantize(x)
-        if isinstance(x, (tuple, list)) and len(x) != 2:
-            raise ValueError(f"x must be a tensor or a pair (values, scales), got {len(x)} of them")
-        data, scales = x if isinstance(x, (tuple, list)) else (x, None)
+        data, scales = functional.values_and_scales(x)
         routing = routing_of(*given)._replace(algorithm=algorithm)
     tensors = (data, scales, topk_idx, topk_weights)
 
@@ -156,6 +155,8 @@ def dispatched(
 
     arguments = (*tensors, *routing)
     if requires_gradients(*tensors):
+        about = {"x": data, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        check(DISPATCH, communicator, "", **about)
         return _recorded(DISPATCH, communicator, arguments, finish, async_op)
     made = dispatch_form(communicator, (*tensors, None), (routing,), async_op)
     if async_op:
@@ -256,6 +257,7 @@ def combine(
         if not handled:
             raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
         functional.check_group(handle, group)
+        checks.flag("weighted", weighted)
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")
         rows = flat(handle, "y", y)

@@ -12,7 +12,7 @@ from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 
-NONE = ("out", "bias", "residual", "weight of norm", "bias of norm")
+NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
 """Arguments that may be None."""
 
 allow_in_graph: Any = torch._dynamo.allow_in_graph
@@ -123,6 +123,18 @@ def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoRet
         with bound(group, tag).accepting(op):
             raise error
     raise error
+
+
+def flag(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        refuse(op, group, tag, TypeError(f"{name} must be a bool, got {value!r}"))
+
+
+def number(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> None:
+    """Raise TypeError for a bool, which a schema takes for a number."""
+    if isinstance(value, bool):
+        refuse(op, group, tag, TypeError(f"{name} must be a number or None, got {value!r}"))
 
 
 def check(

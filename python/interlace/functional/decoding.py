@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.arguments.words import FunctionalGroup, ScaledAlgorithm
-from interlace.functional.calls import check, refuse, run_to_list
+from interlace.functional.calls import check, number, refuse, run_to_list
 
 Tensor = torch.Tensor
 
@@ -45,6 +45,7 @@ def distributed_decode(
         refuse(op, group, tag, TypeError(text))
     key, value = kv_cache
     check(op, group, tag, None, q=q, **{"kv_cache[0]": key, "kv_cache[1]": value})
+    number(op, group, tag, "scale", scale)
     tensors = (q, key, value, lengths, block_table)
     output, lse = run_to_list(op, group, tag, tensors, *tensors, scale, algorithm)
     return output, lse

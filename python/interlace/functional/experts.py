@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
-from interlace.functional.calls import check, ints, keeps, refuse, run_to_list
+from interlace.functional.calls import check, flag, ints, keeps, refuse, run_to_list
 from interlace.fused.routing import (
     DispatchHandle,
     Received,
@@ -56,16 +56,26 @@ def dispatch(
     >>> interlace.run(on_rank, 2)
     [([[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0]]), ([[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0]])]
     """
-    data, scales = x if isinstance(x, (tuple, list)) else (x, None)
-    check("dispatch", group, tag, {"num_experts": num_experts}, x=data, topk_idx=topk_idx)
     most = num_max_dispatch_tokens_per_rank
+    flag("dispatch", group, tag, "low_latency", low_latency)
     try:
+        data, scales = values_and_scales(x)
         routing = routing_of(num_experts, capacity, most, low_latency, algorithm)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         refuse("dispatch", group, tag, error)
+    check("dispatch", group, tag, x=data, topk_idx=topk_idx, topk_weights=topk_weights)
     tensors = (data, scales, topk_idx, topk_weights)
     made = run_to_list("dispatch", group, tag, tensors, *tensors, *routing)
     return named(made, tensors, routing, group)
+
+
+def values_and_scales(x: Any) -> tuple[Any, Any]:
+    """Of what a dispatch takes: a tensor, or a pair."""
+    if not isinstance(x, (tuple, list)):
+        return x, None
+    if len(x) != 2:
+        raise ValueError(f"x must be a tensor or a pair (values, scales), got {len(x)} of them")
+    return x[0], x[1]
 
 
 def named(
@@ -132,6 +142,7 @@ def combine(
         refuse("combine", None, tag, TypeError(text))
     group = handle.group
     check("combine", group, tag, y=y)
+    flag("combine", group, tag, "weighted", weighted)
     rows = _matrix("combine", tag, handle, "y", y)
     weights = handle.topk_weights if weighted else None
     tensors = (rows, handle.segments, handle.topk_idx, weights)
@@ -177,17 +188,18 @@ def grouped_matmul_combine(
     if isinstance(splits, DispatchHandle):
         handle, group = splits, splits.group
         topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
-        check(op, group, tag, input=input, weight=weight, bias=bias)
+        check(op, group, tag, input=input, weight=weight, bias=bias, topk_weights=topk_weights)
         routing = routing_for(handle, topk_idx)._replace(algorithm=algorithm)
         rows = _matrix(op, tag, handle, "input", input)
         kept = topk_weights is not None and keeps(False, [topk_weights])
         tensors = (rows, weight, bias, handle.segments, topk_idx, topk_weights)
         given = (kept, *routing, out_dtype)
         return run_to_list(ROUTED, group, tag, tensors, *tensors, *given)[0]  # type: ignore[no-any-return]
-    check(op, group, tag, input=input, weight=weight, bias=bias, topk_idx=topk_idx)
+    operands: tuple[Any, ...] = (input, weight, bias, topk_idx, topk_weights)
+    names = ("input", "weight", "bias", "topk_idx", "topk_weights")
+    check(op, group, tag, **dict(zip(names, operands, strict=True)))
     received = ints(op, group, tag, "splits", splits)
     sent = ints(op, group, tag, "home_splits", home_splits)
     kept = topk_weights is not None and keeps(False, [topk_weights])
-    operands = (input, weight, bias, topk_idx, topk_weights)
     about = (sent, received, kept, algorithm, out_dtype)
     return run_to_list(op, group, tag, operands, *operands, *about)[0]  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FunctionalGrouped, FusedAlgorithm, No, Yes
-from interlace.functional.calls import check, ints, keeps, run_to_list
+from interlace.functional.calls import check, flag, ints, keeps, run_to_list
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -156,6 +156,7 @@ def _grouped(
 ) -> Any:
     input, weight, bias = tensors
     check(op, group, tag, input=input, weight=weight, bias=bias)
+    flag(op, group, tag, "return_received", return_received)
     sent = ints(op, group, tag, "input_splits", splits[0])
     received = ints(op, group, tag, "output_splits", splits[1])
     kept = keeps(return_received, [weight])

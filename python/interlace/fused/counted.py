@@ -46,6 +46,7 @@ def bound_of(value: Any, options: GroupedOptions) -> GroupedOptions:
     bound = checks.integer("num_max_rows_per_rank", value)
     if bound < 1:
         raise ValueError(f"num_max_rows_per_rank must be positive, got {bound}")
+    checks.flag("return_received", options.return_received)
     if options.output_splits is not None or options.return_received:
         raise ValueError(
             "output_splits and return_received do not go with num_max_rows_per_rank; received rows are "

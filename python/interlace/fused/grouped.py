@@ -171,6 +171,7 @@ def checked_tensors(
     input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
     bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
     name = checks.activation("activation", options.activation)
+    checks.flag("return_received", options.return_received)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     return Checked(input, weight, bias, [], None, name, algorithm, dtype)
@@ -234,7 +235,7 @@ def terms_of(
         ("the number of experts", experts),
         ("algorithm", options.algorithm),
         ("out_dtype", dtype),
-        ("return_received", bool(options.return_received)),
+        ("return_received", options.return_received),
         ("num_max_rows_per_rank", options.max_rows or None),
         ("configuration", configuration.OVERRIDE.get()),
     )

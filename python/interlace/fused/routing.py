@@ -194,6 +194,8 @@ def routing_of(
             raise ValueError(f"{name} must be a positive int or None, got {value!r}")
     if not isinstance(num_experts, torch.SymInt):
         num_experts = checks.integer("num_experts", num_experts)
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be positive, got {num_experts}")
     if packed and max_tokens is None:
         raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
     bound = (capacity or max_tokens) if packed else capacity
@@ -298,7 +300,7 @@ def assignment_of(
 ) -> Assignment:
     """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
     experts, world_size = routing.num_experts, communicator.world_size
-    if experts < 1 or experts % world_size:
+    if experts % world_size:
         raise ValueError(
             f"num_experts must be a multiple of the world size {world_size}, got {experts}"
         )

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from interlace.arguments import checks
 from interlace.fused import combine as back
 from interlace.fused import dispatch as there
 from interlace.fused.combine import COMBINE as COMBINE
@@ -197,7 +198,7 @@ def products(*args: Any) -> list[Tensor]:
             "input and topk_idx must have 2 dimensions and weight 3, got shapes "
             f"{tuple(input.shape)}, {tuple(idx.shape)} and {tuple(weight.shape)}"
         )
-    dtype = input.dtype if out_dtype is None else out_dtype
+    dtype = checks.output_dtype(out_dtype, input)
     shape = idx.shape[0], weight.shape[2]
     made = [input.new_empty(shape, dtype=dtype)]
     if return_rows:

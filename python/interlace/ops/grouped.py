@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import checks
 from interlace.fused import grouped
 from interlace.fused.grouped import GATHER, GroupedOptions
 from interlace.ops.eager.pending import Started
@@ -40,7 +41,7 @@ def products(input: Tensor, weight: Tensor, options: GroupedOptions) -> list[Ten
             f"{tuple(weight.shape)}"
         )
     rows = sum(options.output_splits)
-    dtype = input.dtype if options.out_dtype is None else options.out_dtype
+    dtype = checks.output_dtype(options.out_dtype, input)
     made = [input.new_empty([rows, weight.shape[2]], dtype=dtype)]
     if options.return_received:
         made.append(input.new_empty([rows, input.shape[1]]))

@@ -25,7 +25,7 @@ def _normed(op: str, inputs: Tensors, *rest: Any) -> simulated.Outputs:
     simulated.alike(op, "input", inputs, but=-1 if matmul else None)
     checks.equal_on_all(op, "whether there is a residual", [each is None for each in residuals])
     columns = inputs[0].shape[-1] if weights is None else weights[0].shape[1]
-    dtype = inputs[0].dtype if call.out_dtype is None else call.out_dtype
+    dtype = checks.output_dtype(call.out_dtype, inputs[0])
     partials = []
     for rank, input in enumerate(inputs):
         partial = input

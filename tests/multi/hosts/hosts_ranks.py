@@ -145,6 +145,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     import torch
     from torch._C._distributed_c10d import TCPStore
 
+    from interlace.groups import groups
     from interlace.runtime.core.communicator import Communicator
     from interlace.runtime.places.hosts import host_map
     from interlace.runtime.start.connect import connect_place
@@ -165,8 +166,8 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
             time.sleep(0.01)
         store = TCPStore(address, int(chosen.read_text()), world_size, is_master=False)
 
-    def join(name: str, ranks: Sequence[int], host: str | None = None) -> Communicator:
-        place = connect_place(
+    def connected(name: str, ranks: Sequence[int], host: str | None = None) -> Any:
+        return connect_place(
             store,
             ranks.index(rank),
             len(ranks),
@@ -174,11 +175,13 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
             name=name,
             host=host or (None if separated else f"host {HOSTS[rank]}"),
         )
-        return Communicator(place, ranks)
+
+    def join(name: str, ranks: Sequence[int], host: str | None = None) -> Communicator:
+        return Communicator(connected(name, ranks, host), ranks)
 
     report["host"] = host_map.this_host()
     everyone = list(range(world_size))
-    world = join("world", everyone)
+    world = groups.install(connected("world", everyone))  # by which a backward finds its group
     report["place"] = [world.place.name, str(getattr(world.place, "map", ""))]
     for name, ranks in scenarios.GROUPS.items():
         group = world.split(ranks)

@@ -104,6 +104,7 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "attending",
         "routing",
         "norming",
+        "scaling",
     ],
 )
 def test_five_ranks(reports: Any, scenario: str) -> None:

@@ -11,6 +11,7 @@ from interlace import functional, nn
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
+QUANTIZED = torch.float8_e4m3fn
 
 
 def attending(group: Communicator) -> list[str]:
@@ -51,6 +52,41 @@ def routing(group: Communicator) -> list[str]:
         tokens * (experts + 1).sum(1, True),
     ):
         wrong.append("grouped_matmul_combine")
+    sent, slots = torch.bincount(experts.flatten(), minlength=world), rank * 2
+    rows = interlace.experts.permute(tokens, experts, world, num_out_tokens=slots)[0]
+    for bound in (None, 2 * world):
+        given: Any = {"group": group}
+        if bound is not None:
+            given["num_max_rows_per_rank"] = bound
+        learnt = weight.clone().requires_grad_()
+        made, _ = interlace.all_to_all_grouped_matmul(rows, learnt, sent, **given)
+        of_rank = received.x * (rank + 1)
+        if not torch.equal(made[: len(of_rank)], of_rank) or made[len(of_rank) :].any():
+            wrong.append(f"all_to_all_grouped_matmul {bound}")
+        made.sum().backward()
+        if not torch.equal(learnt.grad, received.x.sum(0)[None, :, None].expand(1, 2, 2)):
+            wrong.append(f"its gradient {bound}")
+    return wrong
+
+
+def scaling(group: Communicator) -> list[str]:
+    """fp8 with scales, gathered and scattered around a matmul."""
+    torch.manual_seed(0)
+    world, rank, wrong = group.world_size, group.rank, list[str]()
+    shards, weights = (torch.randn(world, 16 * world, 16).to(QUANTIZED) for _ in range(2))
+    scales, one = torch.rand(world, 16 * world, 1) + 0.5, torch.tensor(0.5)
+    real, right = shards.float() * scales, weights[:, :16].float().transpose(1, 2) / 2
+    own = slice(16 * rank, 16 * (rank + 1))
+    for algorithm in ("auto", "unfused"):
+        how: Any = {"group": group, "algorithm": algorithm, "out_dtype": torch.float32}
+        about: Any = weights[rank, :16].t(), scales[rank, :16], one
+        gathered = functional.all_gather_scaled_matmul(shards[rank, :16], *about, **how)
+        if not torch.allclose(gathered, real[:, :16].flatten(0, 1) @ right[rank], rtol=1e-4):
+            wrong.append(f"gathered {algorithm}")
+        about = weights[rank, :16].t(), scales[rank], one
+        scattered = functional.scaled_matmul_reduce_scatter(shards[rank], *about, **how)
+        if not torch.allclose(scattered, (real @ right).sum(0)[own], rtol=1e-4, atol=1e-4):
+            wrong.append(f"scattered {algorithm}")
     return wrong
 
 
@@ -100,6 +136,14 @@ def norming(group: Communicator) -> list[str]:
         values, scales = pair[0]
         if not torch.allclose(values.float() * scales, normed, rtol=2**-4, atol=2**-6):
             wrong.append(f"fp8 {algorithm}")
+        x, of = (each.clone().requires_grad_() for each in (products[rank], residual[own]))
+        pair = interlace.reduce_scatter_norm(x, residual=of, gather_normed=True, **how)
+        pair[0].square().sum().backward()
+        whole = total.clone().requires_grad_()
+        (world * F.rms_norm(whole, (5,), gain, 1e-6).square().sum()).backward()
+        for name, found, expected in (("x", x, whole.grad), ("residual", of, whole.grad[own])):
+            if not torch.allclose(found.grad, expected, atol=1e-5):
+                wrong.append(f"gradient of {name} {algorithm}")
         rows = shards[rank, :2]  # what the backward of a matmul is
         made = interlace.all_gather_matmul(rows, weights[0], group=group, algorithm=algorithm)
         if not torch.allclose(made, shards[:, :2].flatten(0, 1) @ weights[0], atol=1e-5):

@@ -1,4 +1,4 @@
-"""Arguments that a schema does not take: each is refused by its name, of every op."""
+"""Arguments that a schema does not take, or that are asked for before it: refused by their names."""
 
 import re
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import interlace
+from interlace import experts, functional, nn
 from interlace.ops import undispatched
 from interlace.ops.library import OPS, WITH_OUT
 from interlace.ops.undispatched import Op
@@ -36,3 +37,79 @@ def test_every_argument_is_named(op: Op) -> None:
                     undispatched.call_out(op.name, *given, 1, "0", out=torch.ones(1))
 
     interlace.run(on_rank, 1)
+
+
+WRONG: Any = torch.ones(2)  # of which nobody asks whether it is true
+ROWS, CHOSEN, EXPERT = torch.ones(2, 4), torch.tensor([[0, 1], [1, 0]]), torch.ones(1, 4, 4)
+Given = dict[str, Any]
+
+
+def sent(there: Any, how: Given) -> Any:
+    return there.dispatch(**{"x": ROWS, "topk_idx": CHOSEN, "topk_weights": None, **how})
+
+
+def combined(there: Any, how: Given) -> Any:
+    received, handle = sent(there, {"num_experts": 2})
+    return there.combine(received.x, handle, **how)
+
+
+def grouped(there: Any, how: Given) -> Any:
+    return there.all_to_all_grouped_matmul(ROWS, EXPERT, [1, 1], [1, 1], **how)
+
+
+def normed(there: Any, how: Given) -> Any:
+    how = {"norm": interlace.RMSNorm(), **how}
+    return there.matmul_all_reduce(ROWS.clone().requires_grad_(), EXPERT[0], **how)
+
+
+def scattered(there: Any, how: Given) -> Any:
+    return there.reduce_scatter_norm(ROWS, norm=interlace.RMSNorm(), **how)
+
+
+def attended(_: Any, how: Given) -> Any:
+    heads = torch.ones(1, 2, 2, 4, requires_grad=True)
+    return nn.functional.context_parallel_attention(heads, heads, heads, **how)
+
+
+OTHERS: list[tuple[Any, Any, Given, str]] = [
+    (combined, experts, {"weighted": WRONG}, "weighted must be a bool"),
+    (combined, functional, {"weighted": WRONG}, "weighted must be a bool"),
+    (grouped, interlace, {"return_received": WRONG}, "return_received must be a bool"),
+    (grouped, functional, {"return_received": WRONG}, "return_received must be a bool"),
+    (grouped, functional, {"out_dtype": "half"}, "out_dtype must be a torch.dtype"),
+    (normed, interlace, {"activation": WRONG}, "activation must be"),
+    (normed, functional, {"out_dtype": "half"}, "out_dtype must be a torch.dtype"),
+    (scattered, interlace, {"scatter_dim": None}, "scatter_dim must be an int"),
+    (scattered, interlace, {"scatter_dim": WRONG}, "scatter_dim must be an int"),
+    (sent, functional, {"num_experts": 2, "x": [ROWS]}, "x must be a tensor or a pair"),
+    (sent, functional, {"num_experts": 2, "topk_weights": 1}, "topk_weights must be a tensor"),
+    (sent, experts, {"num_experts": 0}, "num_experts must be positive"),
+    (attended, None, {"scale": True}, "scale must be a number"),
+]
+
+
+@pytest.mark.parametrize(("call", "there", "how", "text"), OTHERS)
+def test_what_is_asked_before_the_schema_is_refused_on_all(
+    call: Any, there: Any, how: Given, text: str
+) -> None:
+    """By one rank only; the group goes on."""
+
+    def on_rank() -> tuple[str, float]:
+        right: Given = {"num_experts": 2} if call is sent else {}
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(there, how if interlace.get_rank() else right)
+        total = torch.ones(1)
+        interlace.all_reduce(total)
+        return str(caught.value), total.item()
+
+    for said, total in interlace.run(on_rank, 2):
+        assert text in said and "rank 1" in said and total == 2
+
+
+def test_an_eager_combine_takes_what_functional_forms_have_dispatched() -> None:
+    def on_rank() -> list[float]:
+        received, handle = sent(functional, {"num_experts": 2})
+        product = interlace.grouped_matmul_combine(received.x, EXPERT, handle)
+        return (experts.combine(received.x, handle) + product)[:, 0].tolist()  # type: ignore[no-any-return]
+
+    assert interlace.run(on_rank, 2) == [[10.0, 10.0]] * 2

@@ -10,7 +10,7 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
 from interlace.attention.calls import FORWARD, HEADS, AttentionOptions, checked_options
-from interlace.functional.calls import check, ints, refuse, run_to_list
+from interlace.functional.calls import check, flag, ints, number, refuse, run_to_list
 from interlace.groups.groups import resolve
 from interlace.ops.async_tensor import wait
 from interlace.runtime.algorithms.attention.shards import BALANCES, TokenShards
@@ -128,8 +128,8 @@ def context_parallel_attention(
     """
     check(FORWARD, group, tag, q=q, k=k, v=v)
     limits = None if window is None else ints(FORWARD, group, tag, "window", window)
-    if not isinstance(return_lse, bool):
-        refuse(FORWARD, group, tag, TypeError(f"return_lse must be a bool, got {return_lse!r}"))
+    flag(FORWARD, group, tag, "return_lse", return_lse)
+    number(FORWARD, group, tag, "scale", scale)
     tensors = (q, k, v, cu_seqlens)
     given = (method, _causal(causal, group, tag), scale, limits, layout, balance, algorithm, None)
     output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)

@@ -147,8 +147,7 @@ class MoE(ShardedModule):
                 ("expert_bias", expert_bias),
                 ("sequence_parallel", sequence_parallel),
             ):
-                if not isinstance(flag, bool):
-                    raise TypeError(f"{name} must be a bool, got {flag!r}")
+                checks.flag(name, flag)
             chosen_groups = groups if topk_groups is None else topk_groups
             _check_groups(num_experts, topk, groups, chosen_groups)
             if num_max_dispatch_tokens_per_rank is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import checks
 from interlace.fused import gather, reduce
 from interlace.ops.eager import shapes
 from interlace.ops.eager.pending import Started
@@ -24,7 +25,7 @@ def gather_products(
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     dim = shapes.dimension("gather_dim", options.gather_dim, input.dim())
-    dtype = input.dtype if options.out_dtype is None else options.out_dtype
+    dtype = checks.output_dtype(options.out_dtype, input)
     products = []
     for each in weights:
         if each.dim() != 2:
@@ -61,7 +62,7 @@ def reduce_product(
             f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    dtype = input.dtype if options.out_dtype is None else options.out_dtype
+    dtype = checks.output_dtype(options.out_dtype, input)
     if options.scatter_dim is None:  # all rows, as where the last dimension is gathered
         return shapes.gathered_rows(input, input.dim() - 1, size, weight.shape[1], dtype)
     dim = shapes.dimension("scatter_dim", options.scatter_dim, input.dim())

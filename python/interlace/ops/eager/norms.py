@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from interlace.arguments import checks
 from interlace.arguments.norms import BY_ROW, NormOptions
 from interlace.fused import norms
 from interlace.fused.norms import ReduceNormOptions
@@ -60,7 +61,7 @@ def _rows(like: Tensor, lengths: Sequence[Any], dim: int, columns: Any, dtype: A
 def outputs(input: Tensor, columns: Any, call: NormCall, size: Any) -> list[Output]:
     """What an op gives for ``input`` and a product of so many columns."""
     lengths = list(input.shape[:-1])
-    dtype = input.dtype if call.out_dtype is None else call.out_dtype
+    dtype = checks.output_dtype(call.out_dtype, input)
     dim, own = 0, lengths
     if call.scatter_dim is not None:
         dim = shapes.dimension("scatter_dim", call.scatter_dim, input.dim())

@@ -234,7 +234,7 @@ def all_gather_scaled_matmul(communicator: Communicator, *given: Any) -> Started
 def _gather(communicator: Communicator, part: torch.Tensor, whole: torch.Tensor) -> None:
     if whole.numel():
         parts = whole.view(-1).chunk(communicator.world_size)
-        collective_algorithms.all_gather_copy(communicator, part.reshape(-1), list(parts))
+        collective_algorithms.gather_made(communicator, part.reshape(-1), list(parts))
 
 
 OP = "scaled_matmul_reduce_scatter"
