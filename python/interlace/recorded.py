@@ -17,7 +17,7 @@ from interlace.fused import gather, norms
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.call import Terms, needed
+from interlace.runtime.core.call import Terms, needing
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.activations import activate
@@ -39,11 +39,8 @@ def agreed(
     needs = BY_NAME[op].needs(operands) or "another tensor"
 
     def start() -> Outcome:
-        token = needed.set(needs)
-        try:
+        with needing(needs):
             return Outcome(agree(), None)
-        finally:
-            needed.reset(token)
 
     return communicator.run(op, start)
 

@@ -35,6 +35,16 @@ differently.
 """
 
 
+@contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Within it this is ``needed``."""
+    token = needed.set(what)
+    try:
+        yield
+    finally:
+        needed.reset(token)
+
+
 BESIDE = "beside"
 beside: ContextVar[Terms] = ContextVar("beside", default=())
 """What ranks compare besides, of the op that is called now: what its forms need not be told.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import interlace
-from interlace import functional
+from interlace import functional, nn
 from interlace.nn.functional import context_parallel_attention
 from multi.functional import functional_ranks as ranks
 from multi.functional.functional_ranks_cases import CASES
@@ -148,6 +148,14 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "grouped_matmul_combine": (
         "input, weight or bias",
         lambda x: interlace.grouped_matmul_combine(x, SQUARE[None], [1, 1, 1], ONE_EACH),
+    ),
+    "all_gather_matmul, of a layer": (
+        "a weight",
+        lambda w: nn.column_parallel_linear(ROWS, [w], group=None)[0],
+    ),
+    "matmul_reduce_scatter, of a layer": (
+        "weight",
+        lambda w: nn.row_parallel_linear(ROWS, w, group=None),
     ),
     "matmul_all_reduce, and a norm of what is activated": (
         "another tensor",

@@ -16,7 +16,8 @@ it hides behind, and waited for after it. The order is that of streams and event
 ``CUDA_DEVICE_MAX_CONNECTIONS`` may have any value.
 
 Backward computes what ``requires_grad`` of the arguments asks for, and skips the collectives of what it
-does not: it must be the same on all ranks. Shards must be equal. Gradients have no gradients themselves.
+does not: it must be the same on all ranks. Under sequence parallelism they compare it in forward. Shards
+must be equal. Gradients have no gradients themselves.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from interlace.nn.functions.linear_gradients import (
 )
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
 from interlace.ops.simulated_backward import prepare
+from interlace.runtime.core.call import needing
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -100,7 +102,8 @@ def column_parallel_linear(
         _check_layer(layer, source, dict(zip(names, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
     run = ColumnParallelLinearFunction.apply
-    return list(run(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
+    with needing(_learnt(layer, {"input": [input], "a weight": matrices})):
+        return list(run(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
 
 
 def row_parallel_linear(
@@ -152,7 +155,19 @@ def row_parallel_linear(
         )
         _check_layer(layer, source, {"weight": weight})
         prepare(communicator, source, weight, bias)
-    return RowParallelLinearFunction.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    with needing(_learnt(layer, {"input": [input], "weight": [weight], "bias": [bias]})):
+        return RowParallelLinearFunction.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
+    """For whose gradients a backward communicates, in words: what ranks compare in a forward that does."""
+    if not (layer.sharded and torch.is_grad_enabled()):
+        return ""
+    return " and ".join(
+        name
+        for name, given in tensors.items()
+        if any(each is not None and each.requires_grad for each in given)
+    )
 
 
 def _checked_input(
