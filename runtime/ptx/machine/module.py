@@ -126,14 +126,14 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
     pointed_to = sorted(module.pointed_to(reached))
     pointers = {name: 16 * number for number, name in enumerate(pointed_to, 1)}
     parser = Parser([], symbols, kinds, module.functions, pointers)
-    places, parsed = _places(ptx), parser.instructions(f"{kernel.body}\nret;", kernel.line)
+    places = _places(ptx)
+    steps = list(parser.instructions(f"{kernel.body}\nret;", kernel.line))
+    _take_guesses(steps)
 
     def where() -> tuple[str, tuple[SourcePlace, ...]]:
         """Of the instruction that is built, for those who look why it cannot be."""
         return instruction.text, places.get(instruction.line, ())
 
-    steps = list(parsed)
-    _take_guesses(steps)
     for instruction in steps:
         builder = BUILDERS.get(instruction.mnemonic)
         if builder is None:

@@ -85,6 +85,7 @@ class AsyncProxy(Collector):
             elif stores:
                 segment.note_store(cells, queue.thread, time, site)
             else:
+                self._unwritten(segment, cells, site, size)
                 segment.note(segment.loads, cells, queue.lanes, time, site)
 
     def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:

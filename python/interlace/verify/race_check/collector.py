@@ -47,6 +47,8 @@ class Collector(Observer):
     def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
         if task is not None and nbytes:
             self._memory.add(base, nbytes, f"shared memory of rank {task.rank} {task.who}")
+            if (segment := self._memory.at(base)) is not None:
+                segment.poison = ctypes.string_at(base, 1)
 
     def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
         """Register the storage of ``tensor``; ``fresh``: it was allocated just now."""

@@ -126,7 +126,7 @@ class Finding:
     def key(self) -> tuple[Any, ...]:
         """Equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
         if self.first is None:
-            memory = re.sub(r" (of|on) rank \d+", "", self.memory)
+            memory = re.sub(r" (of|on) rank \d+| program .*", "", self.memory)
             return (self.kind, self.second.what, self.second.lines, memory)
         functions = tuple(line.rpartition(" ")[2] for line in self.second.lines)
         return (self.race or self.kind, self.first.what, self.first.lines, functions)

@@ -172,6 +172,8 @@ class ShadowSegment:
         Or have held it, where an atomic has ``seen`` it in its one element.
         """
         never = self.written["time"][index] == 0
+        if not never.any():  # as usually
+            return np.zeros(0, np.int64)
         for marks in self.atomics.values():
             never &= (marks["extra"][index] & WRITES) == 0
         cells = self._numbers(index, np.flatnonzero(never))

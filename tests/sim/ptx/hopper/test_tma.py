@@ -166,6 +166,7 @@ FILLED = [GIVE, BARRIER, FENCE, *LOADED]
         ([GIVE, FENCE, BARRIER, STORE, BARRIER, GIVE], {"read-write"}),
         ([GIVE, FENCE, BARRIER, STORE, "cp.async.bulk.wait_group.read 0;", BARRIER, GIVE], set()),
         ([GIVE, FENCE, BARRIER, STORE, STORE, COMPLETE], {"write-write"}),
+        ([FENCE, BARRIER, STORE, COMPLETE], {"uninitialised"}),
     ],
 )
 def test_races_within_a_program(steps: list[str], kinds: set[str]) -> None:
