@@ -1,8 +1,15 @@
 """The process in which a block of a page runs: see pages.py. Imports little, it is forked often."""
 
+import ctypes
+import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import sys
+from collections.abc import Sequence
+from unittest import mock
+
+_PR_SET_PDEATHSIG = 1
 
 
 def run_python(
@@ -19,9 +26,11 @@ def run_python(
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, ".triton")
     from interlace.runtime.start import pool
 
-    # Forked from here, ranks have this __main__ and need no import; that a script works where they are
-    # spawned is shown by the blocks that commands run.
-    pool.START_METHOD = "fork"
+    # Ranks are forked from what this process is now, with torch imported and one thread: what the
+    # block will have run by then, threads of ranks and of stores, may hold locks in a fork of it.
+    pool.START_METHOD = "forkserver"
+    with mock.patch("multiprocessing.util.spawnv_passfds", _forked):
+        multiprocessing.forkserver.ensure_running()
     try:
         if arguments[0] == "-m":
             sys.path.insert(0, folder)
@@ -35,3 +44,16 @@ def run_python(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _forked(_program: str, arguments: Sequence[str], _descriptors: Sequence[int]) -> int:
+    """A process that runs ``python -c`` as multiprocessing wants it, without a new interpreter; it
+    ends with this one."""
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(1)
+    return child
