@@ -26,13 +26,12 @@ from interlace.runtime.scheduler.strategies import Strategy
 from interlace.runtime.scheduler.task import Task
 
 STALLED_POLLS = 20_000
-VAIN_POLLS = (
-    2500  # for each task: that see what the last has seen, by those who do not much besides
-)
+VAIN_POLLS = 2500  # for each task: they see what the last has seen, by who does not much besides
 SMALL_READ = 64  # elements; what a program may look at between two polls of a loop
 TIRED = 1000  # points
 SPINNING = 500  # plain loads without a change of memory: from then on they are taken for polls
 LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
+MORE_READS = 200  # before it is taken for a poll again, of what was taken for one and woken in vain
 
 
 class Read(NamedTuple):
@@ -290,7 +289,10 @@ class ProgramHooks:
         circle = [] if apart else _circle(task.seen)
         if circle and task.program is not None:
             value = int(result.data.ravel()[0]) if result.data.size == 1 else None
-            self._block_on_memory(task, dict.fromkeys(reversed(circle)), value)
+            if not self._block_on_memory(task, dict.fromkeys(reversed(circle)), value):
+                task.loads = min(
+                    task.loads, SPINNING - MORE_READS
+                )  # perhaps its loop ends by itself
             task.seen.clear()
             result = perform()
             if tries is not None and _any(result.data == tries.data):
@@ -308,20 +310,24 @@ class ProgramHooks:
     def _look(self, task: Task, read: Read) -> None:
         """Count polls that see nothing new, whatever their program changes between two of them."""
         if task.known.get(read.addresses) == read.values:
-            self.vain += 1
-            task.busy = 0
+            self.vain += task.changes != task.looked  # who changes nothing is suspended instead
+            task.busy, task.looked = 0, task.changes
             return
         self.vain = 0
         if len(task.known) > LONGEST_CIRCLE:
             task.known.clear()
         task.known[read.addresses] = read.values
 
-    def spin(self, reads: Sequence[Read]) -> None:
-        """A program whose threads are told apart goes round, and these are all its reads: it waits."""
-        if self.inside and self.block_polls:
-            self._block_on_memory(self.current, reads, None)
+    def spin(self, reads: Sequence[Read]) -> bool:
+        """A program whose threads are told apart goes round, and these are all its reads: it waits.
 
-    def _block_on_memory(self, task: Task, reads: Iterable[Read], seen: int | None) -> None:
+        Whether one of them has changed since.
+        """
+        if self.inside and self.block_polls:
+            return self._block_on_memory(self.current, reads, None)
+        return True
+
+    def _block_on_memory(self, task: Task, reads: Iterable[Read], seen: int | None) -> bool:
         # What was seen, not what is there now: another process may have written in between.
         cells: dict[tuple[int, bytes], None] = {}
         for read in reads:
@@ -346,6 +352,7 @@ class ProgramHooks:
             seen = int.from_bytes(pieces[0][1], "little", signed=True)
         self.block(changed, lambda: polling(task, seen, words, self.memory))
         task.polls = False
+        return changed()
 
 
 def _any(these: Any) -> bool:

@@ -130,6 +130,9 @@ class Scheduler(ProgramHooks):
         self.rank_states: list[torch_state.RankState] = [torch_state.Generators()]
         self._woken = 0
         self._stuck_after = 0
+        self._turn = (
+            0  # of LAST_TRIES, while programs poll in vain and change what nobody waits for
+        )
         self._spawned: Counter[tuple[int, str]] = Counter()
         self._digest = hashlib.blake2b(digest_size=8)
 
@@ -320,8 +323,12 @@ class Scheduler(ProgramHooks):
         task.busy += 1
         if task.busy > LONGEST_CIRCLE or task.greenlet.dead:
             self.vain = 0
-        elif self.vain >= VAIN_POLLS * len(self._tasks):
+        turn = self.vain * LAST_TRIES // (VAIN_POLLS * len(self._tasks))
+        if turn >= LAST_TRIES:
             self._polls_in_vain()
+        elif turn > self._turn:  # they may not wait at all, but read the same for long
+            self._let_polls_try()
+        self._turn = turn
         if task.greenlet.dead:
             self.points += 1  # so that a replay does not interrupt it just before its end
             self._tasks.remove(task)
@@ -380,16 +387,17 @@ class Scheduler(ProgramHooks):
 
     def _wake_polls(self) -> bool:
         """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""
-        polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
         if not self._woken:
             self._stuck_after = len(self.segments)
             self.observer.on_stuck()
         self._woken += 1
-        if not polling_tasks or self._woken > LAST_TRIES:
-            return False
+        return self._woken <= LAST_TRIES and self._let_polls_try()
+
+    def _let_polls_try(self) -> bool:
+        polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
         for task in polling_tasks:
             task.ready = None
-        return True
+        return bool(polling_tasks)
 
     def _check_deadline(self) -> None:
         assert self._deadline is not None

@@ -32,7 +32,8 @@ class Task:
     plain loads since then; ``idled`` at how many points it could have been interrupted meanwhile.
     ``changes`` counts its changes of memory; if ``watched``, ``seen`` has all that it reads, for those who
     say when it waits (``ptx/machine/spins.py``).
-    ``known``: what it has polled last, by addresses; ``busy``: steps since it last polled in vain.
+    ``known``: what it has polled last, by addresses; ``busy``: steps since it last polled in vain, and
+    ``looked``: its changes then.
     ``torch_state``: see ``torch_state.py``.
     """
 
@@ -53,6 +54,7 @@ class Task:
     watched: bool = False
     known: dict[bytes, bytes] = field(default_factory=dict)
     busy: int = 0
+    looked: int = 0
     on_finish: Callable[[], None] | None = None
     torch_state: Any = None
 

@@ -17,6 +17,9 @@ PATIENCE = 32  # rounds of loops that do not look as if they waited
 IDLE_STEPS = (
     1_000_000  # instructions in loops that touch no global memory are taken for an endless one
 )
+MORE_ROUNDS = (
+    200  # before it is taken for a wait again, of a loop that was and goes on all the same
+)
 LONGEST_CIRCLE = 66  # rounds: a poll of a slot per rank, and what goes with it
 
 
@@ -26,6 +29,7 @@ class Spins:
     def __init__(self, program: Any, threads: Threads) -> None:
         self._program, self._threads, self._task = program, threads, program.hooks.current
         self._changes = (0, 0)
+        self._more = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -64,6 +68,10 @@ class Spins:
         if changes != self._changes:
             self._changes = changes
             self._begin()
+        if self._more:
+            self._more -= 1
+            task.seen.clear()
+            return False
         self._quiet += 1
         if not task.watched and (looks or self._quiet >= PATIENCE):
             task.watched, self._registers = True, list(self._threads.registers)
@@ -88,7 +96,8 @@ class Spins:
         if self._old < (self._new if looks or same else PATIENCE):
             return False
         if self._around:
-            self._program.hooks.spin(list(self._around))
+            changed = self._program.hooks.spin(list(self._around))
+            self._more = 0 if changed or same else MORE_ROUNDS
             self._begin()
             self._quiet = PATIENCE if same else 0
             return False

@@ -69,6 +69,30 @@ def test_what_ends_is_no_deadlock(body: str) -> None:
 
 
 RELAXED = "ld.relaxed.sys.global.u32 %r3, [%rd1]"
+LONG = "AGAIN: {}; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, 4000; @%p2 bra AGAIN;"
+PROGRAMS = "mov.u32 %r6, %ctaid.x; setp.eq.s32 %p1, %r6, 0;"
+LOOKS = "; atom.global.add.u32 %r7, [%rd4+4], 1"
+
+
+@pytest.mark.parametrize(
+    "read", ["ld.relaxed.gpu.global.b32 %r4, [%rd2]", "ld.global.b32 %r4, [%rd2]"]
+)
+@pytest.mark.parametrize("looks", ["", LOOKS])
+def test_a_counted_loop_ends_though_others_poll(read: str, looks: str) -> None:
+    """It reads the same words again and again, and then tells the program that waits."""
+    polls = poll("ld.acquire.gpu.global.u32 %r3, [%rd4]" + looks)
+    reads = LONG.format(read) + "st.release.gpu.global.u32 [%rd4], 1;"
+    body = (
+        WORD
+        + PROGRAMS
+        + f"@!%p1 bra OTHER; {polls.replace('AGAIN', 'POLL')} bra MET; OTHER: {reads} MET:"
+    )
+
+    def on_rank() -> None:
+        words, others = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        launch_ptx(kernel(body), 2, words, others)
+
+    interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -44,3 +44,34 @@ def test_a_wait_that_ends_is_none(
     monkeypatch.setattr(scheduler, "VAIN_POLLS", 200)
     for seed in range(4):
         interlace.run(waited, 1, at_most, sets, seed=seed)
+
+
+@triton.jit
+def long_reader(flag, looks, words, READS: tl.constexpr, SETS: tl.constexpr, COUNTS: tl.constexpr):
+    """Program 1 reads the same words for long, and sets the flag then; program 0 waits for it."""
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
+            if COUNTS:
+                tl.atomic_add(looks, 1)
+    else:
+        total = tl.zeros((16,), tl.int32)
+        for _ in range(READS):
+            total += tl.load(words + tl.arange(0, 16))
+        tl.store(words + tl.arange(0, 16), total)
+        if SETS:
+            tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_who_reads_the_same_for_long_waits_for_nothing(counts: bool) -> None:
+    """Others that poll meanwhile, counting or not, make no deadlock of it."""
+
+    def read(sets: bool) -> int:
+        words = torch.ones(18, dtype=torch.int32)
+        words[:2] = 0
+        long_reader[(2,)](words, words[1:], words[2:], 1500, sets, counts)
+        return int(words[2])
+
+    assert interlace.run(read, 1, True, seed=1) == [1500]
+    with pytest.raises(interlace.DeadlockError, match=r"byte 0.*test_vain_polls.py:\d+ in long"):
+        interlace.run(read, 1, False, seed=1)
