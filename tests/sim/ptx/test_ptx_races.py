@@ -51,16 +51,20 @@ def without(steps: list[str], one: str, instead: str = "") -> list[str]:
     return [instead if step is one else step for step in steps]
 
 
-def exchanged(publish: list[str], wait: list[str], **options: Any) -> Any:
-    """The report of rank 0 publishing in rank 1's memory, and rank 1 reading there."""
+def exchanged(publish: list[str], wait: list[str], before: str = "", **options: Any) -> Any:
+    """The report of rank 0 publishing in rank 1's memory, and rank 1 reading there.
+
+    ``before``: what rank 0 does in a launch before.
+    """
 
     def on_rank() -> None:
         place = default_group().place
         buffer = place.allocate(512)
         theirs, found = buffer.addresses[1], torch.zeros(64, dtype=torch.int32)
         mine = publish if interlace.get_rank() == 0 else wait
-        text = kernel("\n".join(mine), threads=64)
-        verify.launch_ptx(text, 1, theirs, found, shared_bytes=256)
+        earlier = [before] if before and interlace.get_rank() == 0 else []
+        for body in (*earlier, "\n".join(mine)):
+            verify.launch_ptx(kernel(body, threads=64), 1, theirs, found, shared_bytes=256)
         if interlace.get_rank() == 1 and found.tolist() != [3 * i + 1 for i in range(64)]:
             raise AssertionError("wrong words")
 
@@ -137,6 +141,17 @@ def test_what_does_not(publish: list[str], wait: list[str], kind: str, hint: str
 def test_late_stores_show_a_missing_barrier(publish: list[str], right: bool) -> None:
     report = exchanged(publish, WAIT, seeds=6, store_buffers=True)
     assert bool(report.errors) != right, str(report)
+
+
+@pytest.mark.parametrize("fence", ["", "fence.acq_rel.gpu;"])
+@pytest.mark.parametrize(("behind", "right"), [("", True), (PUBLISH[1], False)])
+def test_a_narrow_fence_takes_nothing_from_what_a_launch_has_handed_on(
+    fence: str, behind: str, right: bool
+) -> None:
+    """Of stores of the launch before; those behind the fence are not published."""
+    publish = [FLAG, fence + behind + "@%p1 st.relaxed.sys.global.u32 [%rd4+256], 1;"]
+    report = exchanged(publish, WAIT, before=PUBLISH[1])
+    assert bool(report.findings) != right, str(report)
 
 
 SHARED = """

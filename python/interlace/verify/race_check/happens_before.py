@@ -463,7 +463,7 @@ class Detector(AsyncProxy):
                 agent.acquire(thread, clock)
             if sem != "acquire":
                 own = agent.released_by(thread, all_threads=not self.rules.barriers)
-                agent.fences.setdefault(thread, {})[level] = own
+                agent.fences.setdefault(thread, {SYS: agent.before})[level] = own
         if sem == "acquire":
             return
         agent.has_released(threads, all_threads=not self.rules.barriers)
