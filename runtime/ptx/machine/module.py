@@ -251,13 +251,13 @@ def _places(ptx: str) -> dict[int, tuple[SourcePlace, ...]]:
     found: dict[int, tuple[SourcePlace, ...]] = {}
     places: tuple[SourcePlace, ...] = ()
     for at_line, line in enumerate(ptx.splitlines(), 1):
-        if match := re.match(r"\s*\.loc\s+(\d+)\s+([1-9]\d*)", line):
+        if match := re.search(r"(?<![\w.])\.loc\s+(\d+)\s+([1-9]\d*)", line):
             calls = re.findall(r"@\[ ([^:\]]+):([1-9]\d*)", line)
             callers = [(by_name.get(name, name), int(at)) for name, at in calls]
             of_nvcc = re.findall(r"inlined_at (\d+) ([1-9]\d*)", line)
             callers += [(files.get(number, ""), int(at)) for number, at in of_nvcc]
             places = ((files.get(match[1], ""), int(match[2])), *callers)
-        elif places:
+        if places:
             found[at_line] = places
     return found
 

@@ -13,7 +13,12 @@ from interlace.runtime.ptx.instruction import InlineAssemblyError, split
 from interlace.runtime.ptx.text.variables import Variable, declared
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
-_OF_LINES = re.compile(r"^[ \t]*\.(loc|file|version|target|address_size)\b[^\n]*", re.MULTILINE)
+_DIRECTIVE = re.compile(  # code may stand behind it on its line
+    r"(?<![\w%$.])\.(?:"
+    r"loc[ \t]+\d+[ \t]+\d+[ \t]+\d+(?:[ \t]*,[ \t]*(?:function_name[^,;\n]+|inlined_at[ \t\d]+))*"
+    r'|file[ \t]+\d+[ \t]+"[^"\n]*"?(?:[ \t]*,[ \t]*\d+)*'
+    r"|version[ \t]+[\d.]+|target[ \t]+\w+(?:[ \t]*,[ \t]*\w+)*|address_size[ \t]+\d+)"
+)
 _FUNCTION = re.compile(
     r"\.(entry|func)\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^)]*)\))?\s*([\w$%]+)\s*(?:\(([^)]*)\))?(.*)",
     re.DOTALL,
@@ -95,7 +100,7 @@ def read_text(ptx: str) -> ModuleText:
     functions: dict[str, PtxFunction] = {}
     variables: dict[str, Variable] = {}
     text = _COMMENT.sub(lambda found: "\n" * found[0].count("\n") or " ", ptx)
-    for line, head, body in _statements(_OF_LINES.sub("", text)):
+    for line, head, body in _statements(_DIRECTIVE.sub("", text)):
         if match := _FUNCTION.search(head):
             results, given = (_formals(each or "", line) for each in (match[2], match[4]))
             made = PtxFunction(match[3], results, given, match[5], body, line)

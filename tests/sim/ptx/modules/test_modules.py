@@ -324,6 +324,17 @@ def test_variables_are_a_ranks_own_from_launch_to_launch() -> None:
     assert interlace.run(step, 1, place="ptx") == [[71]]
 
 
+def test_code_stands_behind_directives_on_their_line() -> None:
+    """It is run, and lines of findings are those of the directive."""
+    loc = '.file 1 "sums.cu" .loc 1 7 0, function_name $L__info, inlined_at 1 9 3 '
+    text = kernel("add.s32 %r3, %r2, 1; .loc 1 5 0\n").replace(
+        "ld.global.u32", loc + "ld.global.u32"
+    )
+    assert found(text) == of_each(lambda each: each + 1)
+    with pytest.raises(interlace.MemoryAccessError, match=r"sums\.cu:7"):
+        found(text.replace("[%rd2];", "[%rd2+4096];"))
+
+
 def test_variables_of_another_text_are_given() -> None:
     text = ".extern .const .align 4 .b8 table[];\n" + kernel("ld.const.u32 %r3, [table+8];")
     assert found(text, variables={"table": torch.arange(4, dtype=torch.int32)}) == [2] * 32
