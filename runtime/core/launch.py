@@ -15,6 +15,8 @@ from interlace.runtime.core.kernel_arguments import compiled_with, constants
 
 
 def checked_grid(grid: Iterable[Any]) -> tuple[int, ...]:
+    if not isinstance(grid, Iterable):
+        raise TypeError(f"grid must be a tuple of 1 to 3 whole numbers, got {grid!r}")
     extents = tuple(grid)
     whole = all(isinstance(each, (int, np.integer)) and each >= 0 for each in extents)
     if not whole or not 1 <= len(extents) <= 3:

@@ -1,7 +1,7 @@
 """``interlace.verify.launch_ptx``: PTX of any origin on a rank of the place ``ptx``."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -66,17 +66,20 @@ def launch_ptx(
         raise ValueError(f'launch_ptx is for place="ptx"; this rank is in place={place.name!r}')
     if not isinstance(ptx, str):
         raise TypeError(f"ptx must be a str, got {ptx!r:.60}")
-    extents = (grid,) if isinstance(grid, int) else grid
+    extents = grid if isinstance(grid, Iterable) else (grid,)
     block = None if threads is None else _block(threads)
     if not isinstance(shared_bytes, int) or shared_bytes < 0:
         raise ValueError(f"shared_bytes must be a whole number from 0 on, got {shared_bytes!r}")
+    if not isinstance(variables or {}, Mapping):
+        raise TypeError(f"variables must be tensors by name, got {variables!r:.60}")
     source = PtxSource(ptx, kernel=kernel, block=block, shared_bytes=shared_bytes)
     place.launch_ptx(source, extents, values, variables or {})
 
 
 def _block(threads: int | tuple[int, ...]) -> tuple[int, int, int]:
-    given = (threads,) if isinstance(threads, int) else tuple(threads)
-    if not 1 <= len(given) <= 3 or min(given) < 1 or math.prod(given) > MOST_THREADS:
+    given = tuple(threads) if isinstance(threads, Iterable) else (threads,)
+    whole = all(isinstance(each, int) and each >= 1 for each in given)
+    if not whole or not 1 <= len(given) <= 3 or math.prod(given) > MOST_THREADS:
         raise ValueError(
             f"threads must be 1 to 3 whole numbers from 1 on, {MOST_THREADS} in all, got {threads}"
         )

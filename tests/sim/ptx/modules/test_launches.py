@@ -71,3 +71,23 @@ def test_a_text_that_cannot_be_read_says_so_in_a_check(body: str, what: str) -> 
     report = races(lambda: launch_ptx(HEAD + kernel(body), 1), 1, seeds=1, arch=80)
     ((_, refusal),) = report.refusals
     assert what in refusal
+
+
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        (
+            {"threads": 32.0},
+            "threads must be 1 to 3 whole numbers from 1 on, 1024 in all, got 32.0",
+        ),
+        ({"threads": "32"}, "threads must be 1 to 3 whole numbers from 1 on, 1024 in all, got 32"),
+        ({"grid": 2.0}, r"grid must be 1 to 3 whole numbers from 0 on, got \(2.0,\)"),
+        ({"variables": [1]}, r"variables must be tensors by name, got \[1\]"),
+    ],
+)
+def test_a_launch_says_what_it_takes(named: dict[str, Any], problem: str) -> None:
+    options = {"grid": 1, **named}
+    with pytest.raises((TypeError, ValueError), match=problem):
+        interlace.run(
+            lambda: launch_ptx(HEAD + kernel(COPY), options.pop("grid"), **options), 1, place="ptx"
+        )
