@@ -19,6 +19,7 @@ from interlace.runtime.ptx.types import TYPES
 BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
 """What the action of a barrier returns; the threads meet in ``threads.py`` and ``machine.py``."""
 BARRIERS = 16  # of a program
+CLUSTER = -1  # the number of one more
 
 WAITS, builds = builders()
 
@@ -110,14 +111,20 @@ def _counted(instruction: Instruction) -> Callable[[Threads], None]:
 
 
 def _of_a_cluster(instruction: Instruction) -> Action:
-    """A cluster is one program: the wait is a barrier of it."""
+    """A cluster is one program: the wait is a barrier of it, which hands on what came before ``arrive``."""
     waits = instruction.flag("wait")
-    instruction.choose("arrive", "acquire", "release", "relaxed")
+    if waits:
+        instruction.flag("acquire")
+    else:
+        instruction.flag("arrive")
+    tells = not waits and instruction.choose("release", "relaxed") != "relaxed"
     instruction.flag("aligned")
     instruction.finish(0)
 
     def meet(threads: Threads) -> int | None:
-        threads.session.barriers = [(-1, 0, threads.everyone())]
+        if tells and threads.told_apart:
+            threads.session.hooks.arrival(-1 - CLUSTER, threads.active(threads.numbers))
+        threads.session.barriers = [(CLUSTER, 0, threads.everyone())]
         threads.session.counted = None
         return BLOCK_BARRIER if waits else None
 

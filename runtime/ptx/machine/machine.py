@@ -29,7 +29,7 @@ from interlace.runtime.ptx.machine.shared import PtxProgram
 from interlace.runtime.ptx.machine.spins import PATIENCE, Spins
 from interlace.runtime.ptx.machine.warps import complete, tiles
 from interlace.runtime.ptx.special import WARP, Threads
-from interlace.runtime.ptx.waits import ARRIVAL, BLOCK_BARRIER, MBARRIER_WAIT, WARP_BARRIER
+from interlace.runtime.ptx.waits import ARRIVAL, BLOCK_BARRIER, CLUSTER, MBARRIER_WAIT, WARP_BARRIER
 
 APART = 1 / 8  # of the intervals between barriers, those in which warps go apart
 _ENDS = ("ret", "exit")
@@ -350,8 +350,9 @@ class PtxMachine:
             return True
         self.threads.mask = np.logical_or.reduce([each.mask for each in there])
         hooks, numbers = self.program.hooks, self.threads.numbers[self.threads.mask]
-        if self._arrived.pop(number, 0):
-            hooks.arrival(-1 - number, numbers)
+        if self._arrived.pop(number, 0) or number == CLUSTER:
+            if number != CLUSTER:  # where who waits has told before what it tells
+                hooks.arrival(-1 - number, numbers)
             hooks.tell("on_phase", -1 - number)
             hooks.tell("on_awaited", -1 - number, numbers)
         else:

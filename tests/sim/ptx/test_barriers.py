@@ -23,16 +23,18 @@ MASK = "selp.b32 %r11, 0xffff, 0xffff0000, %p3; bar.warp.sync %r11;"
 EITHER = "@%p1 bar.sync {}; @!%p1 bar.sync {};"
 
 
-def found(barrier: str, distance: int, before: str = "", threads: int = 64) -> set[str]:
+def found(
+    barrier: str, distance: int, before: str = "", threads: int = 64, arch: int = 80
+) -> set[str]:
     """The kinds of findings, and the errors."""
     body = EXCHANGE.format(barrier=barrier, distance=distance, before=before)
-    text = kernel(body, threads=threads)
+    text = kernel(body, threads=threads).replace("sm_80", f"sm_{arch}")
 
     def on_rank() -> None:
         words = torch.zeros(threads, dtype=torch.int32)
         launch_ptx(text, 1, words, words, shared_bytes=4 * threads)
 
-    report = verify.races(on_rank, 1, arch=80, seeds=4)
+    report = verify.races(on_rank, 1, arch=arch, seeds=4)
     told = {*map(str, report.errors), *map(str, report.refusals)}
     return {each.kind for each in report.findings} | told
 
@@ -107,3 +109,18 @@ def test_nobody_waits_for_those_who_have_left(leave: str) -> None:
     assert found("bar.sync 0;", LANE, before=leave) == set()
     stores = f"st.shared.b32 [%r7], %r1; {leave}"
     assert found("bar.sync 0;", WARP, before=stores) == {"write-read"}
+
+
+@pytest.mark.parametrize(
+    ("before", "barrier", "kinds"),
+    [
+        ("", "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", set()),
+        ("", "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", set()),
+        ("", "barrier.cluster.arrive.relaxed; barrier.cluster.wait;", {"write-read"}),
+        ("barrier.cluster.arrive;", "barrier.cluster.wait;", {"write-read"}),
+    ],
+)
+def test_a_barrier_of_a_cluster_orders_what_was_before_its_arrival(
+    before: str, barrier: str, kinds: set[str]
+) -> None:
+    assert found(barrier, WARP, before=before, arch=90) == kinds
