@@ -61,7 +61,7 @@ _OPERATIONS = {
 _VECTORS = ("v2", "v4", "v8")
 _OF_FLOATS = {"add": operator.add, "min": smaller, "max": larger}
 _ACCESS_TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
-_CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|L1::\w+|L2::(evict_\w+|cache_hint|\d+B)")
+_CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|L1::\w+|L2::(evict_\w+|cache_hint|\d+B)")
 _pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.values()}
 
 
@@ -159,6 +159,7 @@ def build_access(instruction: Instruction) -> Action:
     if sem in ORDERS:
         instruction.flag("mmio")
     take_global(instruction)
+    incoherent = loads and instruction.flag("nc")
     take_cache_hints(instruction)
     vector, kind = take_accessed(instruction)
     instruction.finish(2)
@@ -170,7 +171,8 @@ def build_access(instruction: Instruction) -> Action:
         return [at(threads)]
 
     if loads:
-        return loading(instruction, parts, kind, addresses, load_of(kind, sem, scope))
+        get = load_of(kind, sem, scope, incoherent=incoherent)
+        return loading(instruction, parts, kind, addresses, get)
     return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
 
 
@@ -228,7 +230,15 @@ def storing(
     return store
 
 
-def load_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = False) -> Load:
+def load_of(
+    kind: ScalarType,
+    sem: str | None,
+    scope: str,
+    *,
+    shared: bool = False,
+    incoherent: bool = False,
+) -> Load:
+    """``incoherent``: of what nobody writes while the kernel runs, or else it may be old."""
     if sem in ORDERS:
         access = _atomic(kind, "load", str(sem), scope, shared=shared)
 
@@ -245,6 +255,8 @@ def load_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = Fal
     def load(threads: Threads, addresses: Array) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, True
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
+        if incoherent:
+            pointers.incoherent = True
 
         def perform(mask: Any = mask) -> Any:
             return unchecked(fetched(pointers, mask, kind), kind.memory)

@@ -15,7 +15,7 @@ from interlace.runtime.ptx.special import Threads
 
 PATIENCE = 32  # rounds of loops that do not look as if they waited
 IDLE_STEPS = (
-    1_000_000  # instructions in loops that touch no global memory are taken for an endless one
+    5_000_000  # instructions in loops that touch no global memory are taken for an endless one
 )
 MORE_ROUNDS = (
     200  # before it is taken for a wait again, of a loop that was and goes on all the same

@@ -143,6 +143,39 @@ def test_late_stores_show_a_missing_barrier(publish: list[str], right: bool) -> 
     assert bool(report.errors) != right, str(report)
 
 
+READ_NC = READ.replace("ld.global", "ld.global.nc")
+
+
+@pytest.mark.parametrize(
+    ("wait", "kinds"), [(READ, set()), (READ_NC, {"stale load"}), (READ_NC + READ, {"stale load"})]
+)
+def test_an_incoherent_load_sees_nothing_of_its_time(wait: str, kinds: set[str]) -> None:
+    """Whatever orders it behind the store."""
+    assert test_memory_faults.kinds(exchanged(PUBLISH, without(WAIT, READ, wait))) == kinds
+
+
+@pytest.mark.parametrize(
+    ("does", "kinds"),
+    [
+        ("", set()),
+        ("st.global.b32 [%rd1], %r1;", {"stale load"}),
+        ("red.global.add.u32 [%rd1], 1;", {"stale load"}),
+        ("ld.relaxed.gpu.global.b32 %r5, [%rd1];", set()),
+    ],
+)
+def test_an_incoherent_load_is_of_what_was_there_before_the_launch(
+    does: str, kinds: set[str]
+) -> None:
+    """Of torch's, and of launches before; not of what its own program does first."""
+
+    def on_rank() -> None:
+        first, second = torch.ones(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        verify.launch_ptx(kernel(does + READ_NC, threads=64), 1, first, second)
+        verify.launch_ptx(kernel(READ_NC, threads=64), 1, second, first)
+
+    assert test_memory_faults.kinds(verify.races(on_rank, 1, arch=80, seeds=1)) == kinds
+
+
 @pytest.mark.parametrize("fence", ["", "fence.acq_rel.gpu;"])
 @pytest.mark.parametrize(("behind", "right"), [("", True), (PUBLISH[1], False)])
 def test_a_narrow_fence_takes_nothing_from_what_a_launch_has_handed_on(

@@ -26,6 +26,7 @@ KINDS = {
     "use after free": "an access of memory that nothing refers to any more",
     "read-only": "a store to an input that is declared const, or whose elements share memory",
     "misaligned": "an address that is no multiple of what the access needs",
+    "stale load": "a load by ld.global.nc of what is written while its kernel runs: it may be old",
     "different values": "threads store different numbers to one address by one instruction",
 }
 

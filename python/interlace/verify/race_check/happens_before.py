@@ -284,6 +284,13 @@ class Detector(AsyncProxy):
                 segment.note_store(cells, agent.first + by, agent.times[by], site)
             elif not stores:
                 self._unwritten(segment, cells, site, size)
+                if getattr(pointers, "incoherent", False):
+                    before = self._lengthened(agent.before)
+                    launched = KnownTimes(before, agent, self._owners, np.int64(-1))
+                    atomics = segment.unordered(segment.atomics, cells, launched)
+                    written = (each for each in atomics if each.extra & WRITES)
+                    late = (*segment.unordered_store(cells, launched), *written)
+                    self._report("stale load", late, site, segment, size)
                 times = agent.times[by]
                 segment.note_threads(
                     segment.loads, cells, agent.first + by, times, known, (site, 0)
