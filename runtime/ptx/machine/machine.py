@@ -268,6 +268,10 @@ class PtxMachine:
         """Each thread goes where its index says; those that do not branch go on."""
         chosen = np.broadcast_to(self.program.branch, taken.shape)
         for index in np.unique(chosen[taken]).tolist():
+            if index >= len(step.targets):
+                raise InterlaceError(
+                    f"PTX: index {index} of {len(step.targets)} targets; line {step.line}: {step.text}"
+                )
             mask = taken & (chosen == index)
             count = int(np.count_nonzero(mask))
             at = step.targets[index]

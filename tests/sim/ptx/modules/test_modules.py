@@ -399,6 +399,15 @@ def test_a_launch_names_one_of_several_kernels() -> None:
         found(text, kernel="second")
 
 
+def test_a_branch_beyond_its_targets_is_an_error_with_its_line() -> None:
+    body = (
+        "table: .branchtargets A, B; {} brx.idx %r4, table; A: mov.b32 %r3, 1; B: mov.b32 %r3, 2;"
+    )
+    assert found(kernel(body.format("and.b32 %r4, %r1, 1;"))) == [2] * 32
+    with pytest.raises(interlace.InterlaceError, match=r"index 2 of 2 targets; line \d+: brx.idx"):
+        found(kernel(body.format("mov.b32 %r4, %r1;")))
+
+
 def test_threads_are_those_of_the_launch() -> None:
     free = kernel(
         "mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.y; mad.lo.s32 %r3, %r4, 100, %r3;", directives=""
