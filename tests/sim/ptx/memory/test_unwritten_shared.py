@@ -1,4 +1,4 @@
-"""Reads of shared memory that nobody has written are findings; what any kind of write has put there, not."""
+"""Reads of shared memory that nobody has written are findings; what any kind of write put there, not."""
 
 import re
 from typing import Any
