@@ -438,7 +438,9 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(target: BundleTarget, made: Callable[[int], Case]) -> None:
     assert not any(report.problems() for report in write([target]))
-    for rank in interlace.run(on_rank, WORLD, str(target.out), made, place="ptx"):
+    for rank in interlace.run(
+        on_rank, WORLD, str(target.out), made, place="ptx", arch=target.arches[0]
+    ):
         for output, expected in rank:
             torch.testing.assert_close(output, expected, rtol=1e-6, atol=0)
 
