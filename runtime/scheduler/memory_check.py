@@ -193,6 +193,11 @@ class MemoryCheck:
             bad = BadAccess(kind, does, near.name, near.nbytes, offset, count, index)
         self._tell(task, bad, goes_on=False)
 
+    def note(self, task: Task, bad: BadAccess) -> None:
+        """What is no error by itself."""
+        if self._on_bad is not None:
+            self._on_bad(task, bad)
+
     def _tell(self, task: Task, bad: BadAccess, *, goes_on: bool = True) -> None:
         self._count += 1
         if self._on_bad is not None:

@@ -160,6 +160,18 @@ class ProgramHooks:
         if self.inside:
             self._check.misplaced(self.current, address, align, count, does, what)
 
+    def left_open(
+        self, kind: str, does: str, what: str, *, at: int | None = None, count: int = 1
+    ) -> None:
+        """A program does something whose result is open; who collects findings is told, and it goes on.
+
+        ``at``: a byte of its shared memory.
+        """
+        if self.inside:
+            task = self.current
+            memory = "" if at is None else f"shared memory of rank {task.rank} {task.who}"
+            self._check.note(task, BadAccess(kind, does, memory, 0, at or 0, count, what))
+
     def barrier(self, threads: Any = None) -> None:
         if not self.inside:
             return

@@ -18,7 +18,12 @@ class AsyncWork:
 
     ``perform`` does it for those threads whose mask the ``Threads`` have, and the ``copies`` of its results
     that were made before. ``group``: of every thread, the number of its commit group; -1 before.
+    ``targets``: of a copy, where each thread's ``size`` bytes go, all from ``low`` to ``high``. None if
+    nobody listens. ``text``: what has started it.
     """
+
+    targets: Array | None = None
+    size, low, high, text = 0, np.uint64(0), np.uint64(0), ""
 
     def __init__(self, pending: Array, perform: Callable[[Threads], None]) -> None:
         self.pending, self.perform = pending.copy(), perform

@@ -143,6 +143,8 @@ def shared_bits(
 ) -> Array:
     """``lanes``: the threads of ``addresses``' first dimension, if not those that run."""
     offsets = _touched(threads, addresses, kind, stores=False, lanes=lanes)
+    if "cp.async" in threads.session.groups:
+        _tell_of_unfinished(threads, addresses, kind.bits // 8, lanes)
     return threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)]
 
 
@@ -346,6 +348,32 @@ def _start(instruction: Instruction) -> Action:
                         bits = _load(threads, sources[threads.mask][:, None] + words)
                     put_shared(threads, into, bits, _WORD)
 
-        groups_of(threads, "cp.async").start(threads, perform)
+        work = groups_of(threads, "cp.async").start(threads, perform)
+        if threads.session.hooks.observed:
+            work.targets, work.size, work.text = targets, size, instruction.text
+            work.low, work.high = targets[everyone].min(), targets[everyone].max()
 
     return start
+
+
+def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
+    """Observers hear of a load where a copy of its own thread goes that it has not waited for."""
+    program: Any = threads.session
+    first, last = addresses.min(), addresses.max()
+    for work in program.groups["cp.async"].started():
+        if work.targets is None or last < work.low or work.high + np.uint64(work.size) <= first:
+            continue
+        numbers = threads.active(threads.numbers) if lanes is None else lanes
+        by = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
+        start = work.targets[by]
+        late = (addresses < start + np.uint64(work.size)) & (addresses + np.uint64(size) > start)
+        late &= work.pending[by]
+        if late.any():
+            thread = int(np.broadcast_to(by, late.shape)[late][0])
+            program.hooks.left_open(
+                "unfinished copy",
+                "loads",
+                f"thread {thread} has not waited for its '{work.text}'",
+                at=int(addresses[late][0]) - program.base,
+                count=int(np.count_nonzero(late)),
+            )

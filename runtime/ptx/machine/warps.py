@@ -122,12 +122,25 @@ def build_shuffle(instruction: Instruction) -> Action:
         inside = source >= last if mode == "up" else source <= last
         source = np.where(inside, source, _LANE)
         moved = np.take_along_axis(value, source, axis=1)
-        moved = np.where(np.take_along_axis(_there(threads), source, axis=1), moved, _NOBODYS)
+        there = np.take_along_axis(_there(threads), source, axis=1)
+        if not there.all():
+            moved = np.where(there, moved, _NOBODYS)
+            _tell_of_absent(threads, source, ~there & _there(threads))
         write(threads, moved.astype(np.uint32).ravel())
         if tell is not None:
             tell(threads, inside.ravel())
 
     return _grouped(instruction, shuffle)
+
+
+def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
+    """Observers hear of lanes that read one which takes no part."""
+    if absent.any() and threads.session.hooks.observed:
+        thread = int(np.flatnonzero(absent)[0])
+        lane = int(source.ravel()[thread])
+        what = f"thread {thread} reads lane {lane}, which takes no part"
+        count = int(np.count_nonzero(absent))
+        threads.session.hooks.left_open("absent lane", "shfl", what, count=count)
 
 
 _VOTES = ("ballot", "all", "any", "uni")

@@ -27,6 +27,8 @@ KINDS = {
     "read-only": "a store to an input that is declared const, or whose elements share memory",
     "misaligned": "an address that is no multiple of what the access needs",
     "stale load": "a load by ld.global.nc of what is written while its kernel runs: it may be old",
+    "unfinished copy": "a load where a cp.async of its own thread goes, which it has not waited for",
+    "absent lane": "a shfl from a lane that takes no part in it: what it gives is open",
     "different values": "threads store different numbers to one address by one instruction",
 }
 
@@ -148,7 +150,8 @@ class Finding:
             lines.append(f"  first   {self.first}")
         lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
         elements = _counted(self.count, "element")
-        lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
+        if self.memory:
+            lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
         lines += [f"  also    {text}" for text in self.also]
         turned = f"{self.turned}, in schedules that have the other one first" if self.turned else ""
         facts = (

@@ -38,7 +38,8 @@ class RaceTeller(Storyteller):
         return found
 
     def on_bad_access(self, task: Task, bad: BadAccess) -> None:
-        text = f"{bad.does} at {bad.memory}, byte {bad.offset}: {bad.kind}"
+        place = f" at {bad.memory}, byte {bad.offset}" if bad.memory else ""
+        text = f"{bad.does}{place}: {bad.kind}"
         self._note(task, text, program_lines())
 
     def on_signals_seen(self, task: Task, slots: Any) -> None:
