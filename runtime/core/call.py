@@ -187,13 +187,6 @@ def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:
     raise plain.UnreadableError(f"rank {rank} sent {len(message)} bytes that are no call")
 
 
-def _both(said: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both ranks' terms; of those ``beside``, which are first, the ones that both have."""
-    own, theirs = dict(said.pop(BESIDE, ())), dict(others.pop(BESIDE, ()))
-    both = [name for name in own if name in theirs]
-    return {name: own[name] for name in both} | said, {name: theirs[name] for name in both} | others
-
-
 def compare(messages: Sequence[bytes]) -> list[Any]:
     """Every rank's part; raises if a rank refused, or if ops or terms differ."""
     answers = [_read(message, rank) for rank, message in enumerate(messages)]
@@ -202,19 +195,25 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
             kind = TypeError if refused else ValueError
             raise kind(f"{op}: rank {rank} cannot take part: {text}")
     op, terms, _ = answers[0]
+    first: dict[str, tuple[int, Any]] = {}  # of each term beside, who says it first
     for rank, (other_op, other_terms, _) in enumerate(answers):
         if other_op != op:
             raise DifferentOpsError(
                 f"ranks call different ops at the same time: rank 0 calls {op}, "
                 f"rank {rank} calls {other_op}"
             )
-        said, others = _both(dict(terms), dict(other_terms))
+        said, others = dict(terms), dict(other_terms)
+        said.pop(BESIDE, None)
+        more = others.pop(BESIDE, ())
         # a term that a rank has not is None there; what is needed may be why others differ
-        for name in {NEEDED: None, **said, **others}:
-            value, other = said.get(name), others.get(name)
+        both = {NEEDED: (0, said.get(NEEDED), others.get(NEEDED))}
+        for name, value in more:
+            both[name] = (*first.setdefault(name, (rank, value)), value)
+        both |= {name: (0, said.get(name), others.get(name)) for name in {**said, **others}}
+        for name, (to, value, other) in both.items():
             if value != other and not (name == NEEDED and UNTOLD in (value, other)):
                 kind = TypeError if name.startswith("dtype") else ValueError
                 raise kind(
-                    f"{op}: {name} differs between ranks: {value} on rank 0, {other} on rank {rank}"
+                    f"{op}: {name} differs between ranks: {value} on rank {to}, {other} on rank {rank}"
                 )
     return [answer[2] for answer in answers]

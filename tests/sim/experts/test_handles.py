@@ -119,6 +119,21 @@ def test_who_has_a_functional_handle_says_nothing_and_is_not_told() -> None:
     assert interlace.run(on_rank, 2) == [[4.0, 2.0]] * 2
 
 
+def test_who_says_nothing_hides_no_difference_of_others() -> None:
+    def on_rank() -> str:
+        rank, chosen = interlace.get_rank(), torch.tensor([[0], [1]])
+        pairs = [experts.dispatch(torch.ones(2, 4), chosen, None, 3) for _ in range(2)]
+        there = experts if rank else functional
+        last = there.dispatch(torch.ones(2, 4), chosen, None, 3)
+        received, handle = [last, *pairs][rank]
+        with pytest.raises(ValueError) as caught:
+            experts.combine(received.x, handle)
+        return str(caught.value)
+
+    for said in interlace.run(on_rank, 3):
+        assert "counted back, differs between ranks: 2 on rank 1, 1 on rank 2" in said
+
+
 @pytest.mark.parametrize("op", [experts.combine, interlace.grouped_matmul_combine])
 def test_another_group_than_the_handles_is_refused(op: Any) -> None:
     def on_rank() -> str:
