@@ -65,6 +65,9 @@ def put(peers, peer, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.conste
         )
     else:
         if PUT == "stores":
+            # Other threads of this program have stored what this one copies. NVSHMEM's block put has
+            # this barrier in it.
+            tl.debug_barrier()
             to_ptr = byte_pointer(peers, peers.world_size + peer, span.to_byte)
             from_ptr = byte_pointer(peers, peers.rank, span.from_byte)
             copy_elements(to_ptr, from_ptr, span.nbytes, BLOCK)

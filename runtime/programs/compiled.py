@@ -84,9 +84,11 @@ class PtxSource:
                     )
                 whole = aligned(variable.nbytes + 2 * RED_ZONE)
                 kept[name] = torch.from_numpy(whole[RED_ZONE : RED_ZONE + variable.nbytes])
-                memory.put(
+                made = memory.put(
                     kept[name].data_ptr(), variable.nbytes, f"variable {name} of rank {rank}"
                 )
+                if variable.space == "const":
+                    made.read_only = "it is of .const memory"
                 new.append(name)
             self.variables[name] = found = given[name] if name in given else kept[name]
             if found.nbytes < (variable.nbytes or 0):

@@ -27,7 +27,8 @@ from interlace.runtime.core.memory import RED_ZONE
 class MemoryRange:
     """Memory from ``base`` to before ``end``; ``freed`` says that nothing refers to it any more.
 
-    ``owners``: of a tensor's memory, the storages that keep it.
+    ``owners``: of a tensor's memory, the storages that keep it. ``read_only``: why nothing may be stored
+    there, whatever pointer leads to it, if so.
     """
 
     base: int
@@ -35,6 +36,7 @@ class MemoryRange:
     name: str
     freed: bool = False
     owners: list[weakref.ref[torch.UntypedStorage]] | None = None
+    read_only: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -105,10 +107,12 @@ class Allocations:
         return found if found is not None and address < found.end else None
 
     def has_all(self, addresses: Iterable[int], size: int) -> bool:
-        """Whether elements of ``size`` bytes are there at all of them, aligned."""
+        """Whether elements of ``size`` bytes are there at all of them, aligned, and not read-only."""
         for address in addresses:
             found = self.at(address)
-            if address % size or found is None or address + size > found.end or found.is_gone():
+            if address % size or found is None or address + size > found.end:
+                return False
+            if found.is_gone() or found.read_only:
                 return False
         return True
 

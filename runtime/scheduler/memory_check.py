@@ -82,7 +82,7 @@ class MemoryCheck:
         allocation = self._memory.at(low) if origin is None else origin.allocation
         if allocation is None or not allocation.has(low, high + size) or low % size:
             return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
-        if (writes and origin and origin.read_only) or not (
+        if (writes and _read_only(origin, allocation)) or not (
             (origin and origin.argument) or not allocation.is_gone()
         ):
             return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
@@ -109,7 +109,7 @@ class MemoryCheck:
         there = self._there(data, wanted, origin, needed, task.rank)
         wrong = (
             ("out of bounds", ~there),
-            ("read-only", np.full(data.shape, bool(writes and origin and origin.read_only))),
+            ("read-only", self._kept(data, origin) if writes else np.zeros(data.shape, bool)),
             ("misaligned", data % np.uint64(size) != 0),
         )
         bad = np.zeros(data.shape, bool)
@@ -142,6 +142,13 @@ class MemoryCheck:
             known = self._memory.known(data, size)
         return known
 
+    def _kept(self, data: Any, origin: Origin | None) -> Any:
+        """Whether each element is in memory that nobody may store to."""
+        if origin is not None:
+            return np.full(data.shape, bool(_read_only(origin, origin.allocation)))
+        found = [self._memory.at(address) for address in data.ravel().tolist()]
+        return np.array([bool(each and each.read_only) for each in found]).reshape(data.shape)
+
     def _described(self, kind: str, does: str, pointers: Any, found: Any, size: int) -> BadAccess:
         position = int(np.flatnonzero(found)[0])
         # several threads may do the same: elements are those of memory
@@ -168,7 +175,7 @@ class MemoryCheck:
         if origin is not None:
             start, name = origin.start, f" of {origin.argument}" if origin.argument else ""
         if kind == "read-only":
-            where += f": {origin.read_only}"
+            where += f": {_read_only(origin, allocation)}"
         first = address
         if kind == "out of bounds" and allocation.base <= address < allocation.end:
             first = allocation.end  # the element begins inside
@@ -208,3 +215,8 @@ class MemoryCheck:
             error = MemoryAccessError(f"rank {task.rank}, {task.who}, {place}: {bad}", bad.kind)
             error.frames = tuple(frame for line in lines for frame in line.frames)
             raise error
+
+
+def _read_only(origin: Origin | None, allocation: MemoryRange) -> str:
+    """Why nothing may be stored by this pointer, if so."""
+    return (origin.read_only if origin else "") or allocation.read_only

@@ -355,6 +355,14 @@ def test_variables_are_checked(space: str) -> None:
         found(text)
 
 
+def test_nobody_stores_to_const_memory() -> None:
+    body = "cvta.const.u64 %rd4, words; mov.u32 %r4, 5; st.u32 [%rd4+4], %r4; ld.u32 %r3, [%rd4+4];"
+    text = " .u32 words[4] = {1, 2, 3, 4};\n" + kernel(body)
+    with pytest.raises(MemoryAccessError, match=r"words of rank 0.*it is of \.const memory"):
+        found(".const" + text)
+    assert found(".global" + text.replace("cvta.const", "cvta.global")) == [5] * 32
+
+
 def test_races_on_variables_are_found() -> None:
     """Two programs write the same word; an atomic is none."""
 
