@@ -129,7 +129,7 @@ class ProgramHooks:
             atomic = replace(atomic, mask=mask)
             perform = partial(perform, mask)
         if self.buffers is not None:
-            self.buffers.before_load(task, atomic.pointers)
+            self.buffers.before_load(task, atomic.pointers, newest=atomic.kind != "load")
             if atomic.releases:
                 threads = threads_of(atomic.pointers)
                 self.buffers.release(
@@ -188,9 +188,9 @@ class ProgramHooks:
         self.observer.on_fence(self.current, sem, scope, threads)
 
     def arrival(self, barrier: int, threads: Any) -> None:
-        """Threads come to a barrier that others may wait at."""
+        """Threads come to a barrier that others may wait at, with what they have stored."""
         if self.buffers is not None:
-            self.buffers.barrier(self.current, threads)
+            self.buffers.release(self.current, "cta", threads=threads)
         self.observer.on_arrival(self.current, barrier, threads)
 
     def proxy_fence(self, threads: Any) -> None:
@@ -207,6 +207,8 @@ class ProgramHooks:
 
     def shared_atomic(self, atomic: Atomic, result: Any) -> None:
         """A program has changed its shared memory."""
+        if self.buffers is not None and atomic.releases:
+            self.buffers.release(self.current, atomic.scope, threads=threads_of(atomic.pointers))
         self.observer.on_atomic(self.current, atomic, result)
 
     def tell(self, event: str, *arguments: Any, **named: Any) -> None:

@@ -179,6 +179,7 @@ class Scheduler(ProgramHooks):
         parent = self.current
         self.observer.on_launch(parent, launch)
         tasks: list[Task] = []
+        kept = [function]  # with the memory of the launch, for stores that come after their program
 
         def one_ended() -> None:
             nonlocal left
@@ -186,6 +187,8 @@ class Scheduler(ProgramHooks):
             if not left and self.buffers is not None:
                 self.buffers.end(tasks)
                 self.progress()
+            if not left:
+                kept.clear()
 
         for index in range(count):
             rest, x = divmod(index, grid[0])

@@ -8,10 +8,11 @@ release. Here a store first goes into a buffer and is *drained* into memory late
 at random, in any order      a few pieces at a time, as often as the seed says; perhaps never
 release, scope sys           all that the program has stored before its last barrier, and what the one
                              thread that releases has stored itself (scalars)
-release, scope gpu           the same becomes visible to its own rank only; scope cta: to nobody else
+release, scope gpu           the same becomes visible to its own rank only; scope cta: to its program
 fence                        as a release, for later relaxed signals
 end of the kernel            everything
-before an own access         what overlaps it: a program sees its own stores, in order
+before an own access         what overlaps it: a program sees its own stores, in order. Where threads are
+                             told apart a thread sees those of others from a barrier or a release on
 ===========================  =========================================================================
 
 So a missing release, a missing barrier, or a scope that is too narrow gives wrong results in some
@@ -44,8 +45,8 @@ AT_ONCE = 0.5  # the chance of a relaxed store
 @dataclass(eq=False)
 class _PendingStore:
     """Part of one store. ``scalar``: by the one thread that also releases; ``ordered``: a barrier has
-    come after it; ``rank_only``: visible to the own rank. ``threads``: that of each element, if known;
-    ``met``: those that have met after it."""
+    come after it; ``shown``: visible to the own program; ``rank_only``: to the own rank. ``threads``:
+    that of each element, if known; ``met``: those that have met after it."""
 
     task: Task
     addresses: Any
@@ -53,6 +54,7 @@ class _PendingStore:
     scalar: bool
     threads: Any = None
     ordered: bool = False
+    shown: bool = False
     rank_only: bool = False
     met: Any = None
     low: int = field(init=False)
@@ -70,6 +72,12 @@ class _PendingStore:
         met = self.met is not None and bool(np.isin(threads, self.met).any())
         return met or bool(np.isin(self.threads, threads).all())
 
+    def hidden(self, readers: Any) -> bool:
+        """Whether these threads of its program may not see it yet."""
+        if readers is None or self.threads is None or self.ordered or self.shown:
+            return False
+        return not (np.isin(readers, self.threads).any() or self.own(readers))
+
     def perform(self) -> None:
         size = self.values.dtype.itemsize
         raw = self.values.tobytes()
@@ -80,12 +88,12 @@ class _PendingStore:
         for index, address in enumerate(self.addresses.tolist()):
             ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
 
-    def overlaps(self, addresses: Any, size: int) -> bool:
-        """Whether elements of ``size`` bytes share any with these, and not only lie around."""
+    def overlaps(self, addresses: Any, size: int) -> Any:
+        """Which elements of ``size`` bytes share any with these, and do not only lie around."""
         own = np.sort(self.addresses)
         before = np.searchsorted(own, addresses + np.uint64(size)) - 1
         ends = own[before] + np.uint64(self.values.dtype.itemsize)
-        return bool(((before >= 0) & (ends > addresses)).any())
+        return (before >= 0) & (ends > addresses)
 
 
 class StoreBuffers:
@@ -128,12 +136,16 @@ class StoreBuffers:
             else:
                 self._pending.append(pending)
 
-    def before_load(self, task: Task, pointers: Any) -> None:
-        """A program sees its own stores, and those its rank has been given."""
+    def before_load(self, task: Task, pointers: Any, *, newest: bool = False) -> None:
+        """A thread sees its own stores, what its program has been shown, and what its rank has been given.
+
+        ``newest``: it sees all of its program.
+        """
         if self._pending:
             addresses = np.asarray(pointers.data).ravel()
             bits = pointers.get_element_ty().primitive_bitwidth
-            self._drain_overlapping(task, addresses, max(1, bits // 8))
+            readers = None if newest else threads_of(pointers)
+            self._drain_overlapping(task, addresses, max(1, bits // 8), readers)
 
     def barrier(self, task: Task, threads: Any = None) -> None:
         """Order what all threads, or ``threads``, stored before whatever any of them does next."""
@@ -143,7 +155,8 @@ class StoreBuffers:
             if pending.task is task and threads is None:
                 pending.ordered = True
             elif pending.task is task and pending.own(threads):
-                pending.met = threads
+                before = () if pending.met is None else pending.met
+                pending.met = np.union1d(before, threads)
 
     def release(
         self, task: Task, scope: str, *, each_thread: bool = False, threads: Any = None
@@ -162,9 +175,9 @@ class StoreBuffers:
         ]
         if scope == "sys":
             self._drain(chosen)
-        elif scope == "gpu":
-            for pending in chosen:
-                pending.rank_only = True
+        for pending in () if scope == "sys" else chosen:
+            pending.shown |= pending.task is task
+            pending.rank_only |= scope == "gpu"
 
     def _split(self, task: Task, threads: Any) -> None:
         """Part what ``threads`` have stored from what others have."""
@@ -201,7 +214,9 @@ class StoreBuffers:
     def drain_all(self) -> None:
         self._drain(self._pending)
 
-    def _drain_overlapping(self, task: Task, addresses: Any, size: int) -> None:
+    def _drain_overlapping(
+        self, task: Task, addresses: Any, size: int, readers: Any = None
+    ) -> None:
         if not self._pending or not addresses.size:
             return
         low, high = int(addresses.min()), int(addresses.max()) + size
@@ -211,7 +226,8 @@ class StoreBuffers:
             if (p.task is task or (p.rank_only and p.task.rank == task.rank))
             and p.low < high
             and low < p.high
-            and p.overlaps(addresses, size)
+            and (found := p.overlaps(addresses, size)).any()
+            and not (p.task is task and p.hidden(None if readers is None else readers[found]))
         )
 
     def _drain(self, chosen: Iterable[_PendingStore]) -> None:

@@ -152,7 +152,7 @@ def _arrival(instruction: Instruction, *, arrives: bool, expects: bool) -> Actio
                 mbarrier.bytes += count
             if arrives:
                 if sem == "release":
-                    program.hooks.tell("on_arrival", mbarrier.address, [thread])
+                    program.hooks.arrival(mbarrier.address, [thread])
                 mbarrier.arrived(program, 1 if expects else count)
 
     return arrive
@@ -199,7 +199,7 @@ def _arrived(
 ) -> None:
     finish()
     numbers = threads.numbers[those]
-    threads.session.hooks.tell("on_arrival", mbarrier.address, numbers)
+    threads.session.hooks.arrival(mbarrier.address, numbers)
     mbarrier.arrived(threads.session, len(numbers))
 
 

@@ -96,7 +96,7 @@ class PtxProgram(PtxSession):
         bits = result.data.view(f"u{result.data.itemsize}")
         there = self.shared.view(bits.dtype)[offsets // np.uint64(result.data.itemsize)]
         self.changes += not np.array_equal(there, bits)
-        if self.hooks.observed:
+        if self.hooks.observed or atomic.releases:
             self.hooks.shared_atomic(atomic, result)
         return result
 

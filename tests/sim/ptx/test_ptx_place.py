@@ -85,6 +85,15 @@ def found(rewrite: Callable[[str, str], str], **options: object) -> set[str]:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("op", ["signal", "all_gather_matmul", "matmul_reduce_scatter"])
+def test_what_is_shipped_is_right_where_stores_come_late(op: str) -> None:
+    name = next(iter(TARGETS[op].variants))
+    how = {"n": 2, "arch": 90, "store_buffers": True, "workers": 1}
+    report = verify.schedules(TARGETS[op].variants[name], 2, **how)
+    assert report.clean, str(report)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", TARGETS)
 def test_what_is_shipped_has_no_races(op: str) -> None:
     name = next(iter(TARGETS[op].variants))
