@@ -19,7 +19,6 @@ from interlace.arguments.words import (
     Splits,
     Yes,
 )
-from interlace.functional.experts import check_group
 from interlace.fused import counted, grouped, grouped_combine
 from interlace.fused.routing import (
     DispatchHandle,
@@ -29,7 +28,7 @@ from interlace.fused.routing import (
     flat,
     routing_for,
 )
-from interlace.groups.groups import resolve
+from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
 from interlace.runtime.compat.torch_modes import modes_active
@@ -353,7 +352,7 @@ def grouped_matmul_combine(
     if isinstance(splits, DispatchHandle):
         communicator, options = resolve(splits.group).on(input), options._replace(splits=())
         with communicator.accepting(op):
-            check_group(splits, group)
+            check_group(group, splits.group)
         with by_handle(communicator, splits):
             return _with_handle(tensors, splits, options, async_op)  # type: ignore[no-any-return]
     communicator = resolve(group).on(input)

@@ -26,7 +26,7 @@ from interlace.fused.routing import (
     flat,
     routing_of,
 )
-from interlace.groups.groups import resolve
+from interlace.groups.groups import check_group, resolve
 from interlace.groups.specs import describe
 from interlace.matmuls import requires_gradients
 from interlace.ops.eager import pending
@@ -256,7 +256,7 @@ def combine(
     with communicator.accepting(COMBINE):
         if not handled:
             raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
-        functional.check_group(handle, group)
+        check_group(group, handle.group)
         checks.flag("weighted", weighted)
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor, got {type(y).__name__}")

@@ -18,7 +18,6 @@ from interlace.fused.routing import (
     routing_for,
     routing_of,
 )
-from interlace.groups.groups import resolve
 from interlace.ops.experts import ROUTED
 
 Tensor = torch.Tensor
@@ -91,15 +90,6 @@ def named(
         of_rows = None if of_rows is None else _by_expert(of_rows, experts)
     received = Received(rows, of_rows, rest[0] if topk_weights is not None else None, segments)
     return received, DispatchHandle(segments, topk_idx, topk_weights, routing, group)
-
-
-def check_group(handle: DispatchHandle, group: Any) -> None:
-    """Raise unless ``group`` has the ranks of the dispatch, if it is given."""
-    ranks = resolve(handle.group).ranks
-    if group is not None and resolve(group).ranks != ranks:
-        raise ValueError(
-            f"group has ranks {list(resolve(group).ranks)}, the handle's has {list(ranks)}"
-        )
 
 
 def _by_expert(rows: Tensor, experts: int) -> Tensor:

@@ -244,6 +244,15 @@ def resolve(group: Any) -> Communicator:
     )
 
 
+def check_group(group: Any, of_handle: Any) -> None:
+    """Raise unless ``group``, if it is given, has the ranks of the group of a handle."""
+    ranks = resolve(of_handle).ranks
+    if group is not None and resolve(group).ranks != ranks:
+        raise ValueError(
+            f"group has ranks {list(resolve(group).ranks)}, the handle's has {list(ranks)}"
+        )
+
+
 def _from_name(name: str) -> Communicator:
     whole = default_group()
     found = rank_lists.named(whole, name)
