@@ -4,6 +4,7 @@ import gc
 import multiprocessing.connection
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -90,19 +91,19 @@ def test_a_worker_that_nobody_uses_ends() -> None:
     worker.close()
 
 
-def test_workers_end_with_their_parent() -> None:
-    """Which is killed, while they run what takes forever."""
-    reading, writing = multiprocessing.Pipe(duplex=False)
-
+def _busy_parents(writing: Any) -> None:
     def busy(seed: int) -> None:
         writing.send(os.getpid())
         signal.pause()
 
-    def parents() -> None:
-        gc.freeze()  # what it inherits is not its own to free, either
-        list(parallel.map_seeds(busy, range(3), workers=3))
+    list(parallel.map_seeds(busy, range(3), workers=3))
 
-    parent = multiprocessing.get_context("fork").Process(target=parents)
+
+def test_workers_end_with_their_parent() -> None:
+    """Which is killed, while they run what takes forever. It is no fork of a process with threads."""
+    reading, writing = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("forkserver")
+    parent = context.Process(target=_busy_parents, args=(writing,))
     parent.start()
     writing.close()
     workers = [os.pidfd_open(reading.recv()) for _ in range(3)]
