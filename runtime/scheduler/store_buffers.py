@@ -170,7 +170,11 @@ class StoreBuffers:
         chosen = [
             p
             for p in self._pending
-            if (p.task is task and (p.ordered or (p.scalar and not each_thread) or p.own(threads)))
+            if (
+                p.task is task
+                # shown: who releases may have seen it, and hands it on
+                and (p.ordered or p.shown or (p.scalar and not each_thread) or p.own(threads))
+            )
             or (p.rank_only and p.task.rank == task.rank)
         ]
         if scope == "sys":
