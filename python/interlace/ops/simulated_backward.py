@@ -44,11 +44,20 @@ class _EngineRequests:
     def __init__(self) -> None:
         self.asked: SimpleQueue[Callable[[], Any] | _Answer] = SimpleQueue()
         self.answers: SimpleQueue[_Answer] = SimpleQueue()
+        self.ended: BaseException | None = None  # what ended the rank from outside, if it did
+
+    def end(self, error: BaseException) -> None:
+        """Whatever the engine asks, has asked or will, ends with ``error``."""
+        self.ended = error
+        answer: _Answer = Future()
+        answer.set_exception(error)
+        self.answers.put(answer)
 
 
 _thread = threading.local()  # its ``channel``, in the thread of an engine
 _graph: contextvars.ContextVar[int] = contextvars.ContextVar("graph", default=-1)
 _installing = threading.Lock()
+_GRACE = 1.0  # seconds for an engine whose rank has been ended; it may be in a hook that never ends
 _torch: Any = torch.autograd
 _C: Any = torch._C
 _hooks: Any = torch.autograd.graph.saved_tensors_hooks
@@ -131,10 +140,18 @@ def _run(*args: Any, **kwargs: Any) -> Any:
     # with the rank's context, by which hooks too know whose they are
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(engine,), name="backward", daemon=True)
-    thread.start()
-    while not isinstance(asked := channel.asked.get(), Future):
-        channel.answers.put(_outcome(asked))
-    thread.join()
+    try:
+        thread.start()
+        while not isinstance(asked := channel.asked.get(), Future):
+            channel.answers.put(_outcome(asked))
+        thread.join()
+    except (
+        BaseException
+    ) as error:  # Ctrl-C, or a limit of time: nobody else would answer the engine
+        channel.end(error)
+        if thread.is_alive():
+            thread.join(_GRACE)
+        raise
     return asked.result()
 
 
@@ -186,5 +203,7 @@ def _asked_alike(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
 
 
 def _asked(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
+    if channel.ended is not None:
+        raise channel.ended
     channel.asked.put(call)
     return channel.answers.get().result()

@@ -12,6 +12,7 @@ from cases.bench_runs import rows, run
 from interlace.benchmark.subjects.requests import OPS
 from interlace.cli import main
 from interlace.groups.groups import default_group
+from tiers import thorough
 
 SHAPES: dict[str, dict[str, Any]] = {
     "all_reduce_norm": {"m": "6", "n": "16", "dtype": "bfloat16"},
@@ -43,6 +44,7 @@ def test_ops_in_layers_in_the_simulator(op: str, tmp_path: pathlib.Path) -> None
     assert [name for name in found if "alone" not in name] == [*known, "torch"]
 
 
+@thorough
 def test_attention_against_torchs_own(tmp_path: pathlib.Path) -> None:
     """Its ring; where it has none, keys are gathered; gradients of gathered keys are reduced."""
     for op in ("context_parallel_attention", "context_parallel_attention_backward"):

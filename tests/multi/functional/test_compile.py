@@ -76,6 +76,7 @@ def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
             assert left == {"read by others": 1}.get(name, 0), name
 
 
+@thorough
 def test_an_eps_that_is_an_input_is_known(tmp_path: Path) -> None:
     """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
     for ops, worst in on_ranks(compile_vllm.floats_that_are_inputs, 2, tmp_path):

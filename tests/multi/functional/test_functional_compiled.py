@@ -176,7 +176,7 @@ def test_groups_of_every_form() -> None:
         assert found == {name: [members] * 2 for name, members in right.items()}
 
 
-@pytest.mark.parametrize("backend", ["gloo", "interlace"])
+@pytest.mark.parametrize("backend", few(["gloo", "interlace"], "interlace"))
 def test_groups_of_torch(tmp_path: Path, backend: str) -> None:
     for rank, found in enumerate(on_ranks(groups.of_torch, 4, str(tmp_path / "store"), backend)):
         pairs, columns = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]

@@ -1,5 +1,6 @@
 """Gradients that communicate on simulated ranks: ends, orders and what is left behind."""
 
+import ctypes
 import threading
 import weakref
 from typing import Any
@@ -182,4 +183,24 @@ def test_a_rank_that_never_comes_is_a_deadlock() -> None:
 
     error = failure(case, 2)
     assert isinstance(error, (DeadlockError, ValueError)), error
+    assert not left_behind()
+
+
+def test_an_engine_ends_with_its_rank() -> None:
+    """Whatever ends a rank from outside while it serves its engine, as Ctrl-C does."""
+
+    rank = threading.get_ident()
+
+    def interrupt(grad: torch.Tensor) -> None:  # in the engine's thread; the rank waits for it
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(rank), ctypes.py_object(KeyboardInterrupt)
+        )
+
+    def case() -> None:
+        y = Summed.apply(torch.ones(2, requires_grad=True))
+        y.register_hook(interrupt)  # and the engine comes to a node of Python next
+        y.sum().backward()
+
+    with pytest.raises(KeyboardInterrupt):
+        interlace.run(case, 2)
     assert not left_behind()

@@ -227,7 +227,8 @@ def test_who_spins_lets_others_go_on(seed: int) -> None:
         assert schedules(fn, 2, seeds=[seed], workers=1).clean
 
 
-def test_a_spin_that_nothing_can_end_is_a_deadlock() -> None:
+@pytest.mark.parametrize("seed", few(range(3), 0))
+def test_a_spin_that_nothing_can_end_is_a_deadlock(seed: int) -> None:
     """By plain loads, too: the report says which word never changes, and in which line it is loaded."""
 
     def on_rank() -> None:
@@ -236,12 +237,11 @@ def test_a_spin_that_nothing_can_end_is_a_deadlock() -> None:
             buffer = group.place.allocate(64)
             kernels.wait_plainly[(1,)](buffer.peers, 0)
 
-    for seed in range(3):
-        report = schedules(on_rank, 2, seeds=[seed], workers=1, shrink=False)
-        assert report.failure is not None and report.failure.kind == "DeadlockError"
-        text = report.failure.text
-        assert "waits for symmetric buffer 0 of rank 0, byte 0, seen 0" in text
-        assert "race_kernels.py:" in text and "in wait_plainly" in text
+    report = schedules(on_rank, 2, seeds=[seed], workers=1, shrink=False)
+    assert report.failure is not None and report.failure.kind == "DeadlockError"
+    text = report.failure.text
+    assert "waits for symmetric buffer 0 of rank 0, byte 0, seen 0" in text
+    assert "race_kernels.py:" in text and "in wait_plainly" in text
 
 
 def test_what_cannot_be_run_is_not_checked_and_does_not_fail() -> None:
