@@ -381,12 +381,16 @@ class Scheduler(ProgramHooks):
 
     def _polls_in_vain(self) -> None:
         """Programs poll and poll, and change only what nobody waits for: that is a deadlock, too."""
+        self._call_them_waits()
+        raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
+
+    def _call_them_waits(self) -> None:
+        """Whoever goes on waits, for what it has polled last."""
         for task in self._tasks:
             if task.program is not None and task.waiting is None and task.greenlet:
                 addresses = np.frombuffer(b"".join(task.known), np.uint64)
                 words = dict.fromkeys(addresses.tolist())
                 task.waiting = functools.partial(polling, task, None, [*words], self.memory)
-        raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
 
     def _wake_polls(self) -> bool:
         """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""
@@ -434,9 +438,7 @@ class Scheduler(ProgramHooks):
     def give_up_on_polls(self) -> None:
         """Programs have polled in turn for long and nothing has changed: call it a deadlock."""
         self.stalled = 0
-        for task in self._tasks:
-            if task.program is not None and task.waiting is None:
-                task.waiting = functools.partial(polling, task, None, [], self.memory)
+        self._call_them_waits()
         self._nothing_ready()
 
     def changed(self) -> None:

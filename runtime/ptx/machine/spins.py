@@ -2,9 +2,9 @@
 
 A *round* is over when every group of threads that can go on has gone back in a loop. Rounds in which the
 program changes no memory are watched: from the first on if those are loops that look at what others write
-(``module.py`` says which), else from a later one. As soon as they read nothing new, the program waits for
-the words that they read, until others change one. Rounds that read nothing, and leave every register
-as it was, never end.
+(``module.py`` says which), which may change their own, shared memory, else from a later one. As soon as
+they read nothing new, the program waits for the words that they read, until others change one. Rounds that
+read nothing, and leave every register as it was, never end.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class Spins:
 
     def __init__(self, program: Any, threads: Threads) -> None:
         self._program, self._threads, self._task = program, threads, program.hooks.current
-        self._changes = (0, 0)
+        self._changes = self._own_changes = 0
         self._more = 0
         self._begin()
 
@@ -64,10 +64,10 @@ class Spins:
     def _are_idle(self, *, looks: bool) -> bool:
         """Whether rounds read nothing and change nothing; if they only change nothing, wait."""
         task = self._task
-        changes = task.changes, self._program.changes
-        if changes != self._changes:
-            self._changes = changes
+        moved = self._own_changes != self._program.changes
+        if task.changes != self._changes or (moved and not looks):
             self._begin()
+        self._changes, self._own_changes = task.changes, self._program.changes
         if self._more:
             self._more -= 1
             task.seen.clear()
@@ -82,7 +82,7 @@ class Spins:
         reads, registers = list(dict.fromkeys(task.seen)), list(self._threads.registers)
         task.seen.clear()
         known = self._known.issuperset(reads) and bool(self._new)
-        same = all(
+        same = not moved and all(
             (a is b) or (a == b).all() for a, b in zip(registers, self._registers, strict=True)
         )
         self._registers = registers

@@ -8,6 +8,7 @@ from interlace.runtime.ptx.machine import spins
 from interlace.runtime.ptx.machine.module import read
 from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import kernel
+from tiers import thorough
 
 WORD = "ld.param.b64 %rd4, [kernel_param_0];"
 SHARED = "mov.b32 %r5, memory; st.shared.b32 [%r5], 0; bar.sync 0;"
@@ -34,6 +35,7 @@ def launched(body: str, threads: int = 256) -> None:
 
 EACH = "ld.global.b32 %r3, [%rd1]"
 ONE = "ld.volatile.global.b32 %r3, [%rd4]"
+MOVES = "bar.sync 0; st.shared.b32 [%r5], 1; bar.sync 0; st.shared.b32 [%r5], 0"
 COUNTED = "add.s32 %r9, %r9, 1; " + EACH
 
 
@@ -48,6 +50,7 @@ COUNTED = "add.s32 %r9, %r9, 1; " + EACH
         (WORD + poll(f"{ONE}; ld.global.b32 %r4, [%rd4+8]"), "byte 0 and byte 8"),
         (WORD + "mov.b32 %r3, 0; " + poll("atom.global.exch.b32 %r3, [%rd4], 0"), "byte 0, seen 0"),
         (roles(poll(COUNTED), ""), "byte 0, seen 0"),
+        pytest.param(WORD + SHARED + poll(f"{ONE}; {MOVES}"), "byte 0\n", marks=thorough),
     ],
 )
 def test_a_spin_waits_for_the_words_that_it_reads(body: str, words: str) -> None:
@@ -75,7 +78,12 @@ LOOKS = "; atom.global.add.u32 %r7, [%rd4+4], 1"
 
 
 @pytest.mark.parametrize(
-    "read", ["ld.relaxed.gpu.global.b32 %r4, [%rd2]", "ld.global.b32 %r4, [%rd2]"]
+    "read",
+    [
+        "ld.relaxed.gpu.global.b32 %r4, [%rd2]",
+        "ld.global.b32 %r4, [%rd2]",
+        f"ld.relaxed.gpu.global.b32 %r4, [%rd2]; {MOVES}",
+    ],
 )
 @pytest.mark.parametrize("looks", ["", LOOKS])
 def test_a_counted_loop_ends_though_others_poll(read: str, looks: str) -> None:
@@ -84,13 +92,14 @@ def test_a_counted_loop_ends_though_others_poll(read: str, looks: str) -> None:
     reads = LONG.format(read) + "st.release.gpu.global.u32 [%rd4], 1;"
     body = (
         WORD
+        + SHARED
         + PROGRAMS
         + f"@!%p1 bra OTHER; {polls.replace('AGAIN', 'POLL')} bra MET; OTHER: {reads} MET:"
     )
 
     def on_rank() -> None:
         words, others = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-        launch_ptx(kernel(body), 2, words, others)
+        launch_ptx(kernel(body), 2, words, others, shared_bytes=16)
 
     interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
 
