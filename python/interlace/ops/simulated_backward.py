@@ -135,7 +135,10 @@ def _run(*args: Any, **kwargs: Any) -> Any:
     def engine() -> None:
         _thread.channel = channel
         with torch.set_grad_enabled(recording), modes():
-            channel.asked.put(_outcome(lambda: _run_here(*args, **kwargs)))
+            outcome = _outcome(lambda: _run_here(*args, **kwargs))
+        if outcome.exception() is not None:
+            _empty_queue()
+        channel.asked.put(outcome)
 
     # with the rank's context, by which hooks too know whose they are
     context = contextvars.copy_context()
@@ -153,6 +156,16 @@ def _run(*args: Any, **kwargs: Any) -> Any:
             thread.join(_GRACE)
         raise
     return asked.result()
+
+
+def _empty_queue() -> None:
+    """Drop what an error has left in the queue of this thread's engine, while its gradients can be.
+
+    With the thread they would go when Python itself may be gone, which aborts the process. A backward of
+    a node that is this thread's first comes behind all of them.
+    """
+    with torch.enable_grad():
+        (torch.ones((), requires_grad=True) * 1).backward()  # type: ignore[no-untyped-call]
 
 
 def _in_rank(name: str) -> Callable[..., Any]:

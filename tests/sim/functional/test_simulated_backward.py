@@ -204,3 +204,33 @@ def test_an_engine_ends_with_its_rank() -> None:
     with pytest.raises(KeyboardInterrupt):
         interlace.run(case, 2)
     assert not left_behind()
+
+
+def test_an_error_leaves_no_gradients_behind() -> None:
+    """In the queue of an engine whose thread ends: they would be dropped after Python, and abort it."""
+    notes: dict[int, list[weakref.ref[Any]]] = {0: [], 1: []}
+
+    class Many(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            return torch.stack(inputs).sum(0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            grads = [grad.clone() for _ in range(9)]
+            for each in grads[:8]:  # the last is in the frame of the error
+                each.note = Note()  # type: ignore[attr-defined]
+                notes[interlace.get_rank()].append(weakref.ref(each.note))  # type: ignore[attr-defined]
+            return tuple(grads)
+
+    class Note:
+        pass
+
+    def case() -> int:
+        x = torch.ones(2, requires_grad=True)
+        y = Many.apply(*[x * i for i in range(8)], Summed.apply(x, (0, 1)))
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+        return sum(each() is not None for each in notes[interlace.get_rank()])
+
+    assert interlace.run(case, 2) == [0, 0] and {*map(len, notes.values())} == {8}
