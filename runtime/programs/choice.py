@@ -43,7 +43,9 @@ def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
         if rewrite is not None:
             raise ValueError("rewrite changes PTX, which needs arch")
         return by_need
-    if arch not in ARCHES:
+    if rewrite is not None and not callable(rewrite):
+        raise TypeError(f"rewrite must be a function of a name and PTX, got {rewrite!r:.60}")
+    if arch not in ARCHES or not isinstance(arch, int):
         raise ValueError(f"arch is {arch!r}; PTX is run of {', '.join(map(str, ARCHES))}")
     return _compiled(arch, rewrite)
 

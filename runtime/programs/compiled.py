@@ -118,8 +118,12 @@ class CompiledPrograms:
             source, values = launch.kernel, list(launch.arguments.values())
             _check_shared(source, self.arch)
             _check_target(source.kernel, self.arch)
-            made = program(source.kernel, source.shared_bytes, values, hooks, source.variables)
-            return made, source.kernel.threads
+            kernel = source.kernel
+            if self._rewrite:
+                text = self._rewritten(kernel.name, kernel.text)
+                kernel = _read(text, kernel.name, kernel.block)
+            made = program(kernel, source.shared_bytes, values, hooks, source.variables)
+            return made, kernel.threads
         function = jitted_function(launch.kernel)
         parameters = inspect.signature(function).parameters
         arguments = {name: launch.arguments[name] for name in parameters}  # in the kernel's order
@@ -140,7 +144,7 @@ class CompiledPrograms:
             absent=(),
         )
         measured = compiled(function, request)
-        kernel = _read(self._rewrite(launch.name, measured.ptx) if self._rewrite else measured.ptx)
+        kernel = _read(self._rewritten(launch.name, measured.ptx))
         given = leaves(arguments)
         maps, values = iter(measured.descriptors), []
         for path in (path for path, kind in types.items() if kind != "constexpr"):
@@ -158,6 +162,14 @@ class CompiledPrograms:
         _begin(kernel, tables, tables)
         values.append(scratch)
         return program(kernel, measured.shared, values, hooks, tables), kernel.threads
+
+    def _rewritten(self, name: str, ptx: str) -> str:
+        if self._rewrite is None:
+            return ptx
+        changed: Any = self._rewrite(name, ptx)
+        if not isinstance(changed, str):
+            raise TypeError(f"rewrite must give PTX, a str; of {name} it gave {changed!r:.60}")
+        return changed
 
 
 def _check_shared(source: PtxSource, arch: int) -> None:

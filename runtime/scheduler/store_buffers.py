@@ -72,11 +72,14 @@ class _PendingStore:
         met = self.met is not None and bool(np.isin(threads, self.met).any())
         return met or bool(np.isin(self.threads, threads).all())
 
-    def hidden(self, readers: Any) -> bool:
-        """Whether these threads of its program may not see it yet."""
+    def hidden(self, addresses: Any, size: int, readers: Any) -> bool:
+        """Whether these threads of its program, each of its own element, may not see it yet."""
         if readers is None or self.threads is None or self.ordered or self.shown:
             return False
-        return not (np.isin(readers, self.threads).any() or self.own(readers))
+        order = np.argsort(self.addresses)
+        at = np.searchsorted(self.addresses[order], addresses + np.uint64(size)) - 1
+        met = () if self.met is None else self.met
+        return not ((self.threads[order][at] == readers) | np.isin(readers, met)).any()
 
     def perform(self) -> None:
         size = self.values.dtype.itemsize
@@ -195,7 +198,13 @@ class StoreBuffers:
                 continue
             for part in (own, ~own):
                 arrays = pending.addresses[part], pending.values[part]
-                parted.append(_PendingStore(task, *arrays, False, pending.threads[part]))
+                split = _PendingStore(task, *arrays, False, pending.threads[part])
+                split.shown, split.rank_only, split.met = (
+                    pending.shown,
+                    pending.rank_only,
+                    pending.met,
+                )
+                parted.append(split)
         self._pending = parted
 
     def end(self, tasks: Sequence[Task]) -> None:
@@ -231,7 +240,10 @@ class StoreBuffers:
             and p.low < high
             and low < p.high
             and (found := p.overlaps(addresses, size)).any()
-            and not (p.task is task and p.hidden(None if readers is None else readers[found]))
+            and not (
+                p.task is task
+                and p.hidden(addresses[found], size, None if readers is None else readers[found])
+            )
         )
 
     def _drain(self, chosen: Iterable[_PendingStore]) -> None:

@@ -72,6 +72,13 @@ def launch_ptx(
         raise ValueError(f"shared_bytes must be a whole number from 0 on, got {shared_bytes!r}")
     if not isinstance(variables or {}, Mapping):
         raise TypeError(f"variables must be tensors by name, got {variables!r:.60}")
+    for name, tensor in (variables or {}).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"variable {name!r} must be a tensor, got {tensor!r:.60}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"variable {name!r} must be contiguous, got strides {tuple(tensor.stride())}"
+            )
     source = PtxSource(ptx, kernel=kernel, block=block, shared_bytes=shared_bytes)
     place.launch_ptx(source, extents, values, variables or {})
 

@@ -13,6 +13,7 @@ import torch
 import interlace
 from interlace import verify
 from interlace.verify.suite.targets import TARGETS
+from sim.ptx.ptx_texts import kernel
 
 # those of a switch are compiled from 9.0 on
 COMPILED = [
@@ -124,6 +125,25 @@ def test_arguments_are_checked() -> None:
         verify.races(gathered, 2, arch=70)
     with pytest.raises(ValueError, match="rewrite changes PTX, which needs arch"):
         verify.races(gathered, 2, rewrite=lambda name, ptx: ptx)
+
+
+def test_texts_given_with_their_launch_are_rewritten_too() -> None:
+    """And what is no function, or gives no PTX, is told."""
+    text = kernel("bar.sync 0; st.global.b32 [%rd1], 1;")
+
+    sums = []
+
+    def on_rank() -> None:
+        out = torch.zeros(32, dtype=torch.int32)
+        verify.launch_ptx(text, 1, out)
+        sums.append(int(out.sum()))
+
+    verify.races(on_rank, 1, seeds=1, arch=80, rewrite=lambda _, ptx: ptx.replace("], 1;", "], 2;"))
+    assert sums == [64]
+    report = verify.races(on_rank, 1, seeds=1, arch=80, rewrite=lambda name, ptx: None)  # type: ignore[arg-type, return-value]
+    assert "rewrite must give PTX, a str; of kernel it gave None" in str(report)
+    with pytest.raises(TypeError, match="rewrite must be a function of a name and PTX, got 'x'"):
+        verify.races(on_rank, 1, arch=80, rewrite="x")  # type: ignore[arg-type]
 
 
 SCRIPT = """

@@ -302,6 +302,13 @@ def test_a_kernel_that_goes_round_for_ever_is_found_once(
     assert failing.failure is not None and re.search(line, failing.failure.text)
     ((_, error),) = found.errors
     assert re.search(line, error) and found.seeds == (0,)
+
+    def after_a_race() -> None:
+        endless[(2,)](torch.zeros(1, dtype=torch.int32), 1)
+        on_rank()
+
+    found = races(after_a_race, 1, seeds=3)
+    assert [each.kind for each in found.findings] == ["write-write"] and found.errors
     monkeypatch.undo()
     assert races(on_rank, 1, 100, seeds=1).clean
 

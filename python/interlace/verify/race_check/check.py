@@ -122,13 +122,7 @@ def races(  # type: ignore[misc]
             told = with_lines(raised)
             error = SourceText(f"{type(raised).__name__}: {told}", told.frames)
         of_its_kind = errors if refused(raised) is None else refusals
-        if isinstance(
-            raised, EndlessTaskError
-        ):  # so it is in other schedules, each to its time limit
-            errors.append((seed, error))
-            on_seed(seed)
-            chosen = chosen[:number]
-            break
+        endless = isinstance(raised, EndlessTaskError)
         differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
         if differs:
             of_its_kind.append((seed, error))
@@ -139,6 +133,11 @@ def races(  # type: ignore[misc]
             reaches.setdefault(key, Reach()).join(reach)
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
+        if endless:  # so it is in other schedules, and when it is run again, each to its time limit
+            found |= {each.key: each for each in new}
+            chosen = chosen[:number]
+            on_seed(seed)
+            break
         if new or differs:
             relaxed, teller = (
                 [Detector(seed, rules, [each.key for each in new]) for _, _, rules in CAUSES],
