@@ -124,7 +124,7 @@ def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
         *(
             next(m for m in MUTANTS if m[0] is peer)
             for peer in PEERS
-            if peer not in (NVSHMEM, EXPERTS)
+            if peer not in (NVSHMEM, EXPERTS, TUPLE, TRITON_DISTRIBUTED)
         ),
     ),
     ids=[f"{m[0].file} {m[2]}" for m in MUTANTS],

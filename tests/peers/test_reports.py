@@ -17,6 +17,7 @@ from tiers import thorough
 NO_BARRIER = "    if AFTER_STORES:\n        tl.debug_barrier()\n", ""
 
 
+@thorough
 def test_two_faulty_calls_are_two_findings_that_name_their_signals(tmp_path: pathlib.Path) -> None:
     """Three meetings have no barrier in front, and what the last one orders is only loads."""
     with shims.installed("torch"):

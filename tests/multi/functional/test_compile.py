@@ -214,9 +214,7 @@ def test_collectives_of_other_kinds_are_told() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    few(
-        [{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}], {"policy": "never"}
-    ),
+    few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}]),
 )
 def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
     """Of a tensor that changes afterwards, and of one that the caller may change."""

@@ -25,7 +25,7 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
         ),
         (engine_ranks.moving, 1),
         (engine_ranks.uneven, 3),
-        (engine_ranks.reducing, 3),
+        (engine_ranks.reducing, 2),
     ),
 )
 def test_every_op_in_every_size(fn: Any, world_size: int) -> None:

@@ -19,6 +19,7 @@ from interlace.runtime.places.one_host import waiting
 from interlace.runtime.places.shm.machine_code import ir as steps_ir
 from interlace.runtime.places.shm.machine_code import loader, steps
 from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
+from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
 
@@ -444,6 +445,7 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
         Steps()
 
 
+@thorough
 def test_llvm_is_loaded_by_who_needs_it() -> None:
     """Not by an import: a process that never calls a CPU collective does not pay for it."""
     steps = "interlace.runtime.places.shm.machine_code.steps"

@@ -12,6 +12,7 @@ from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.tuning import cache
 from multi.tuning import tune_ranks
+from tiers import thorough
 
 WORLD = tune_ranks.PROBLEM.world_size
 
@@ -58,6 +59,7 @@ def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> Non
     assert values[0] != values[1] != values[2]
 
 
+@thorough
 def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
     file, out = tmp_path / "tune.json", io.StringIO()
     ops = ("all_gather_matmul", "matmul_all_reduce")

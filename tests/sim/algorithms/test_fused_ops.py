@@ -238,7 +238,7 @@ def test_all_gather_matmul(case: Case) -> None:
     check_gather(case)
 
 
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=40)
 @given(cases(gather=False))
 def test_matmul_reduce_scatter(case: Case) -> None:
     check_reduce(case, scatter=True)

@@ -201,7 +201,6 @@ def in_flight(of: tuple[int, ...], put: str = "stores", calls: int = 4) -> Calla
     ("of", "put"),
     few(
         [(THREE_TWO, "stores"), (TWO_THREE, "late"), ((0, 1, 1, 0, 1), "late")],
-        ((0, 1, 1, 0, 1), "late"),
     ),
     ids=str,
 )
