@@ -34,6 +34,7 @@ class Spins:
 
     def _begin(self) -> None:
         self._quiet = self._new = self._old = 0
+        self._moved = False  # whether rounds have changed the program's own memory
         self._known: set[Any] = set()
         self._around: dict[Any, None] = {}
         self._registers: list[Any] = []
@@ -67,6 +68,7 @@ class Spins:
         moved = self._own_changes != self._program.changes
         if task.changes != self._changes or (moved and not looks):
             self._begin()
+        self._moved |= moved
         self._changes, self._own_changes = task.changes, self._program.changes
         if self._more:
             self._more -= 1
@@ -100,6 +102,9 @@ class Spins:
             self._more = 0 if changed or same else MORE_ROUNDS
             self._begin()
             self._quiet = PATIENCE if same else 0
+            return False
+        if self._moved:  # they were not rounds that change nothing
+            self._begin()
             return False
         return same
 
