@@ -27,7 +27,7 @@ count on. An atomic that reads and writes is never late.
 import ctypes
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -197,14 +197,11 @@ class StoreBuffers:
                 parted.append(pending)
                 continue
             for part in (own, ~own):
-                arrays = pending.addresses[part], pending.values[part]
-                split = _PendingStore(task, *arrays, False, pending.threads[part])
-                split.shown, split.rank_only, split.met = (
-                    pending.shown,
-                    pending.rank_only,
-                    pending.met,
+                addresses, values = pending.addresses[part], pending.values[part]
+                own_threads = pending.threads[part]
+                parted.append(
+                    replace(pending, addresses=addresses, values=values, threads=own_threads)
                 )
-                parted.append(split)
         self._pending = parted
 
     def end(self, tasks: Sequence[Task]) -> None:

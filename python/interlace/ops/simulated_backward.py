@@ -148,9 +148,8 @@ def _run(*args: Any, **kwargs: Any) -> Any:
         while not isinstance(asked := channel.asked.get(), Future):
             channel.answers.put(_outcome(asked))
         thread.join()
-    except (
-        BaseException
-    ) as error:  # Ctrl-C, or a limit of time: nobody else would answer the engine
+    except BaseException as error:
+        # Ctrl-C, or a limit of time: nobody else would answer the engine
         channel.end(error)
         if thread.is_alive():
             thread.join(_GRACE)
