@@ -69,6 +69,7 @@ class ProgramHooks:
         self.memory = Allocations()
         self._check = MemoryCheck(self.memory, on_bad_access)
         self.points = self.stalled = self.vain = 0
+        self.woken = 1  # programs at a time, of those that polled in vain
         self.long_step = False
         self._current: Task | None = None
 

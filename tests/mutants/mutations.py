@@ -20,6 +20,12 @@ from unittest import mock
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
 FILES = sorted(file.relative_to(KERNELS) for file in KERNELS.rglob("*.py"))
+EXTERNS = pathlib.Path("nodes/nvshmem.py")
+ORIGINAL = """
+import sys
+from interlace.kernels.nodes import nvshmem
+sys.modules[__name__] = nvshmem
+"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,11 @@ class Mutant:
             mutated = self.file == f"kernels/{file}"
             text = self.source() if mutated else (KERNELS / file).read_text()
             copy = folder / self.package / file
+            text = text.replace("interlace.kernels", self.package)
+            if file == EXTERNS and not mutated:
+                text = ORIGINAL  # what names a copy of externs is compiled, as nothing else knows them
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(text.replace("interlace.kernels", self.package))
+            copy.write_text(text)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ PATIENCE = 32  # rounds of loops that do not look as if they waited
 IDLE_STEPS = (
     5_000_000  # instructions in loops that touch no global memory are taken for an endless one
 )
-MORE_ROUNDS = (
-    200  # before it is taken for a wait again, of a loop that was and goes on all the same
-)
+MORE_ROUNDS = 100  # of all programs woken in vain together, before their loops are taken for waits again
 LONGEST_CIRCLE = 66  # rounds: a poll of a slot per rank, and what goes with it
 
 
@@ -99,7 +97,8 @@ class Spins:
             return False
         if self._around:
             changed = self._program.hooks.spin(list(self._around))
-            self._more = 0 if changed or same else MORE_ROUNDS
+            tries = max(1, MORE_ROUNDS // self._program.hooks.woken)
+            self._more = 0 if changed or same else tries
             self._begin()
             self._quiet = PATIENCE if same else 0
             return False

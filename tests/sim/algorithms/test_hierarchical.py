@@ -470,5 +470,4 @@ def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
     mutant = _mutant("a credit kept back", "nodes/moves", (all_of_them, kept_back))
     with mutated(mutant, tmp_path), filled():
         report = schedules(in_flight("all_gather"), 4, n=2, workers=1, shrink=False)
-    assert "credit" in str(report) or "deadlock" in str(report).lower(), str(report)
-    assert not report.clean
+    assert "deadlock: nothing can run" in str(report), str(report)

@@ -1,9 +1,12 @@
 """Loops in PTX that wait for what others write, by any kind of load, and loops that never end."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import interlace
+from interlace import DeadlockError
 from interlace.runtime.ptx.machine import spins
 from interlace.runtime.ptx.machine.module import read
 from interlace.verify import launch_ptx
@@ -50,7 +53,7 @@ COUNTED = "add.s32 %r9, %r9, 1; " + EACH
         (WORD + poll(f"{ONE}; ld.global.b32 %r4, [%rd4+8]"), "byte 0 and byte 8"),
         (WORD + "mov.b32 %r3, 0; " + poll("atom.global.exch.b32 %r3, [%rd4], 0"), "byte 0, seen 0"),
         (roles(poll(COUNTED), ""), "byte 0, seen 0"),
-        pytest.param(WORD + SHARED + poll(f"{ONE}; {MOVES}"), "byte 0\n", marks=thorough),
+        pytest.param(WORD + SHARED + poll(f"{ONE}; {MOVES}"), "byte 0, seen 0", marks=thorough),
     ],
 )
 def test_a_spin_waits_for_the_words_that_it_reads(body: str, words: str) -> None:
@@ -102,6 +105,21 @@ def test_a_counted_loop_ends_though_others_poll(read: str, looks: str) -> None:
         launch_ptx(kernel(body), 2, words, others, shared_bytes=16)
 
     interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
+
+
+@pytest.mark.parametrize(("programs", "deadlock"), [(1, False), (4, True)])
+def test_programs_that_count_their_polls_share_the_last_rounds(
+    programs: int, deadlock: bool
+) -> None:
+    """A deadlock is told in seconds, by however many programs; one that only counts gets to its end."""
+
+    def on_rank() -> None:
+        words, others = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        launch_ptx(kernel(LONG.format(RELAXED)), programs, words, others)
+
+    told = pytest.raises(DeadlockError, match="program 3") if deadlock else nullcontext()
+    with told:
+        interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
 
 
 @pytest.mark.parametrize(
