@@ -73,7 +73,7 @@ class Mutant:
             copy = folder / self.package / file
             text = text.replace("interlace.kernels", self.package)
             if file == EXTERNS and not mutated:
-                text = ORIGINAL  # what names a copy of externs is compiled, as nothing else knows them
+                text = ORIGINAL  # kernels that name copies of externs would be compiled
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text)
 

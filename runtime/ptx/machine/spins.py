@@ -17,7 +17,7 @@ PATIENCE = 32  # rounds of loops that do not look as if they waited
 IDLE_STEPS = (
     5_000_000  # instructions in loops that touch no global memory are taken for an endless one
 )
-MORE_ROUNDS = 100  # of all programs woken in vain together, before their loops are taken for waits again
+MORE_ROUNDS = 100  # of all programs woken in vain, before their loops are taken for waits again
 LONGEST_CIRCLE = 66  # rounds: a poll of a slot per rank, and what goes with it
 
 
