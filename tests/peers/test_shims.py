@@ -107,9 +107,8 @@ def test_a_shim_that_is_not_there() -> None:
         pass
 
 
-def verified(*more: str) -> int:
-    target = f"{FILE.with_name('iris_kernels.py')}::two_rounds"
-    return main.run(["verify", target, *more])
+def verified(*more: str, target: str = "iris_kernels.py::two_rounds") -> int:
+    return main.run(["verify", str(FILE.with_name(target)), *more])
 
 
 def test_the_command_installs_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +122,9 @@ def test_the_command_installs_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_names_the_shim_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert verified() == 2
     assert "No module named 'iris'; --shims iris stands in for it" in capsys.readouterr().err
+    # torch's functions are there, and refuse kernels that are interpreted
+    assert verified(target="nvshmem_kernels.py::gather") == 2
+    assert "--shims torch stands in for it" in capsys.readouterr().err
 
 
 # -- code for a process and a GPU per rank ------------------------------------------------------------

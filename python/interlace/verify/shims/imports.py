@@ -7,6 +7,7 @@ import inspect
 import pathlib
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -78,6 +79,16 @@ def installed(*names: str) -> Iterator[None]:
         if "torch" in names:
             leaving.enter_context(_torch_of_a_gpu())
         yield
+
+
+def needed_for(error: BaseException) -> str | None:
+    """The shim that stands for the module that ``error`` misses, or in which it was raised."""
+    if isinstance(error, ModuleNotFoundError):
+        there = {str(error.name)}
+    else:
+        frames = traceback.walk_tb(error.__traceback__)
+        there = {str(frame.f_globals.get("__name__")) for frame, _ in frames}
+    return next((name for name, modules in SHIMS.items() if not there.isdisjoint(modules)), None)
 
 
 def calls_a_shim(kernel: Any) -> bool:

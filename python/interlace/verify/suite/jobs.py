@@ -32,7 +32,7 @@ from interlace.verify.race_check.check import races
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import ScheduleReport, schedules
-from interlace.verify.shims.imports import SHIMS, calls_a_shim
+from interlace.verify.shims.imports import calls_a_shim, needed_for
 from interlace.verify.suite.targets import TARGETS
 
 CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
@@ -321,9 +321,8 @@ def load_function(text: str) -> Callable[[], Any]:
         with driver_of(90):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        shim = str(missing).partition(".")[0]
-        hint = f"; --shims {shim} stands in for it" if shim in SHIMS else ""
+        shim = needed_for(error)
+        hint = f"; --shims {shim} stands in for it" if shim else ""
         raise ValueError(
             f"{path}: importing it fails: {type(error).__name__}: {error}{hint}"
         ) from error
