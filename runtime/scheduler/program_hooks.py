@@ -31,7 +31,7 @@ SMALL_READ = 64  # elements; what a program may look at between two polls of a l
 TIRED = 1000  # points
 SPINNING = 500  # plain loads without a change of memory: from then on they are taken for polls
 LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
-MORE_READS = 200  # before it is taken for a poll again, of what was taken for one and woken in vain
+MORE_READS = 100  # of all programs woken in vain, before what they read is taken for polls again
 
 
 class Read(NamedTuple):
@@ -305,9 +305,8 @@ class ProgramHooks:
         if circle and task.program is not None:
             value = int(result.data.ravel()[0]) if result.data.size == 1 else None
             if not self._block_on_memory(task, dict.fromkeys(reversed(circle)), value):
-                task.loads = min(
-                    task.loads, SPINNING - MORE_READS
-                )  # perhaps its loop ends by itself
+                more = max(1, MORE_READS // self.woken)  # perhaps its loop ends by itself
+                task.loads = min(task.loads, SPINNING - more)
             task.seen.clear()
             result = perform()
             if tries is not None and _any(result.data == tries.data):

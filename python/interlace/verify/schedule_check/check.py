@@ -317,7 +317,7 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
             else:
                 best = smaller
                 part = min(part, max(1, len(best) // 2))
-    told = trial.run(seed, best, tell=True)
+    told = found if best is found.segments else trial.run(seed, best, tell=True)
     text = "results differ from the first schedule's"
     if told.error is not None:
         text = with_lines(told.error)
