@@ -2,7 +2,8 @@
 
 Arguments are registers, or parameters in the memory of the threads. What is called is code of this process:
 a device function by its name in :data:`FUNCTIONS`, numbers in, a number or None out, which acts for the
-program that runs, so threads with the same arguments share a call; or one of C, once for each thread.
+program that runs, so threads with the same arguments share a call; one in :data:`TOGETHER`, once for all
+threads that come to it together; or one of C, once for each thread.
 ``vprintf`` gets a format and the address of its arguments, each at a multiple of its size, and writes to
 standard output at once; ``__assertfail`` ends the run with what the source says.
 """
@@ -21,6 +22,7 @@ from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 
 CALLS, builds = builders()
 FUNCTIONS: dict[str, Callable[..., int | None]] = {}
+TOGETHER: dict[str, Callable[[Threads], None]] = {}
 _DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGcsp%])")
 
 
@@ -39,6 +41,8 @@ def build_call(instruction: Instruction) -> Action:
     if name in instruction.registers:
         raise instruction.error(f"a call of the function that register '{name}' has is not known")
     instruction.finish(1, 2, 3)
+    if name in TOGETHER:
+        return TOGETHER[name]
     function, of_c = FUNCTIONS.get(name), _OF_C.get(name)
     if function is None and (of_c is None or instruction.symbols is None):
         known = FUNCTIONS.keys() | (_OF_C if instruction.symbols is not None else {})

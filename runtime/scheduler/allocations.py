@@ -74,9 +74,13 @@ class Origin:
 
 @dataclass
 class Allocations:
-    """All that is known. ``complete``: what is not among them, nor a tensor, is nobody's memory."""
+    """All that is known. ``complete``: what is not among them, nor a tensor, is nobody's memory.
+
+    ``nobodys``: addresses of which this was found, until user code may have made other tensors.
+    """
 
     complete: bool = True
+    nobodys: range = range(0)
     _bases: list[int] = field(default_factory=list)
     _by_base: dict[int, MemoryRange] = field(default_factory=dict)
     _counts: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -175,8 +179,11 @@ class Allocations:
     def of_number(self, address: int, rank: int) -> MemoryRange | None:
         """The allocation that a program means by ``address``; one that is freed if that was there."""
         found = self.at(address)
-        if (found is None or found.is_gone()) and self.complete:
-            for tensor in _tensors_with(address):
+        if (found is None or found.is_gone()) and self.complete and address not in self.nobodys:
+            tensors, end = _tensors_with(address)
+            if not tensors:  # it may be the first of many that a loop gets wrong
+                self.nobodys = range(address, end)
+            for tensor in tensors:
                 found = self.of_tensor(tensor, rank)
         return found
 
@@ -233,23 +240,30 @@ def _distance(allocation: MemoryRange, address: int) -> int:
     return max(allocation.base - address, address - allocation.end, 0)
 
 
-def _tensors_with(address: int) -> list[torch.Tensor]:
-    """Tensors of the youngest objects that are alive of which some have storage at this address."""
+def _tensors_with(address: int) -> tuple[list[torch.Tensor], int]:
+    """Tensors of the youngest objects that are alive of which some have storage at this address.
+
+    If there are none, also the address up to which there are none.
+    """
     kinds, new = {torch.Tensor}, [torch.Tensor]
     while new:
         new = [kind for each in new for kind in each.__subclasses__() if kind not in kinds]
         kinds.update(new)
+    end = 1 << 64
     for generation in range(3):
         tensors = [each for each in gc.get_objects(generation) if type(each) in kinds]
-        if found := [each for each in tensors if _has(each, address)]:
-            return found
-    return []
+        spans = [_span(each) for each in tensors]
+        if found := [each for each, at in zip(tensors, spans, strict=True) if address in at]:
+            return found, address
+        end = min([end, *(at.start for at in spans if at.start > address)])
+    return [], end
 
 
-def _has(tensor: torch.Tensor, address: int) -> bool:
+def _span(tensor: torch.Tensor) -> range:
+    """The addresses of its storage, none if it has no memory of this process."""
     try:
         storage = tensor.untyped_storage()
-        within = 0 <= address - storage.data_ptr() < storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # it has no memory
-        return False
-    return within and tensor.device.type == "cpu"
+        begin = storage.data_ptr()
+        return range(begin, begin + storage.nbytes() if tensor.device.type == "cpu" else begin)
+    except (RuntimeError, NotImplementedError):
+        return range(0)

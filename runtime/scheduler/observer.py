@@ -44,6 +44,9 @@ class Observer:
     def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
         """PTX has fenced, with an order and within a scope; in these threads, if they are told apart."""
 
+    def on_quiet(self, task: Task | None, threads: Any = None) -> None:
+        """What threads have stored has arrived everywhere; as of a fence, but whoever tells of it."""
+
     def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
         """Threads have fenced between their accesses and those of the async proxy."""
 

@@ -129,6 +129,7 @@ class Scheduler(ProgramHooks):
         self._builder: Any = None
         self.rank_states: list[torch_state.RankState] = [torch_state.Generators()]
         self._woken = 0
+        self._given_up = False
         self._stuck_after = 0
         self._turn = (
             0  # of LAST_TRIES, while programs poll in vain and change what nobody waits for
@@ -295,6 +296,11 @@ class Scheduler(ProgramHooks):
         if self._deadline is not None and (self.steps % 256 == 0 or self.long_step):
             self.long_step = False
             self._check_deadline()
+        if self._given_up:
+            self._given_up = False
+            self._call_them_waits()
+            self._nothing_ready()
+            return
         task = self.strategy.choose(self._tasks)
         if task is None:
             self._nothing_ready()
@@ -306,7 +312,9 @@ class Scheduler(ProgramHooks):
             self.segments.append(ScheduleSegment(task.name, 0))
             self.points = 0
         self._current = task
-        if task.program is not None and not task.greenlet:
+        if task.program is None:
+            self.memory.nobodys = range(0)  # user code may make tensors
+        elif not task.greenlet:
             self._builder.grid_dim = task.program.grid
             self._builder.grid_idx = task.program.position
         try:
@@ -438,9 +446,8 @@ class Scheduler(ProgramHooks):
 
     def give_up_on_polls(self) -> None:
         """Programs have polled in turn for long and nothing has changed: call it a deadlock."""
-        self.stalled = 0
-        self._call_them_waits()
-        self._nothing_ready()
+        self.stalled, self._given_up = 0, True
+        self.give_way()
 
     def changed(self) -> None:
         """Memory has changed, and the scheduler chooses who goes on."""

@@ -37,6 +37,7 @@ class Peer:
 
 IRIS = Peer("iris_kernels.py", "two_rounds", ("iris",))
 TRITON_DISTRIBUTED = Peer("triton_distributed_kernels.py", "one_launch", ("triton_dist",))
+WARPS = Peer("triton_distributed_kernels.py", "slices", ("triton_dist",))
 NVSHMEM = Peer("nvshmem_kernels.py", "gather", ("torch",), 3)
 FLAG = Peer("nvshmem_kernels.py", "tell", ("torch",))
 TUPLE = Peer("tuple_kernels.py", "two_rounds", ("torch",))
@@ -44,7 +45,18 @@ TWO_SHOTS = Peer("tuple_kernels.py", "two_shots", ("torch",))
 PROGRESS = Peer("progress_kernels.py", "two_rounds", ("torch",))
 EXPERTS = Peer("expert_kernels.py", "two_rounds", ("torch",), 3)
 MULTIMEM = Peer("multimem_kernels.py", "two_rounds", ("torch",))
-PEERS = [IRIS, TRITON_DISTRIBUTED, NVSHMEM, FLAG, TUPLE, TWO_SHOTS, PROGRESS, EXPERTS, MULTIMEM]
+PEERS = [
+    IRIS,
+    TRITON_DISTRIBUTED,
+    WARPS,
+    NVSHMEM,
+    FLAG,
+    TUPLE,
+    TWO_SHOTS,
+    PROGRESS,
+    EXPERTS,
+    MULTIMEM,
+]
 
 MUTANTS = [
     (IRIS, ("narrow scope",), "the scope of iris' atomics is gpu unless told otherwise",
@@ -56,6 +68,11 @@ MUTANTS = [
     (TRITON_DISTRIBUTED, ("no barrier",), "notify is thread 0's alone",
      ("__syncthreads()\n            dl.notify(signal_ptr + slot, to_rank",
      "dl.notify(signal_ptr + slot, to_rank")),
+    (WARPS, ("no barrier",), "a fence orders its own thread's puts",
+     ("libshmem_device.quiet()", "libshmem_device.fence()")),
+    (WARPS, ("write-read",), "nobody waits for the signals",
+     ("        libshmem_device.signal_wait_until(signal_ptr + thread, "
+      "libshmem_device.NVSHMEM_CMP_EQ, 1)\n", "")),
     (NVSHMEM, ("weak order",), "a signal is in no order with puts", ("nvshmem.fence()", "pass")),
     (NVSHMEM, ("write-read",), "a signal before the put",
      ("nvshmem.put(block, block, ELEMENTS, to_rank)\n        nvshmem.fence()\n"
@@ -107,7 +124,7 @@ def late_stores(fn: Callable[[], Any], world_size: int, n: int) -> ScheduleRepor
 
 
 @pytest.mark.parametrize(
-    "peer", few(PEERS, IRIS, FLAG, PROGRESS), ids=lambda peer: f"{peer.file} {peer.function}"
+    "peer", few(PEERS, IRIS, WARPS, FLAG, PROGRESS), ids=lambda peer: f"{peer.file} {peer.function}"
 )
 def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
     with shims.installed(*peer.shims):
@@ -124,7 +141,7 @@ def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
         *(
             next(m for m in MUTANTS if m[0] is peer)
             for peer in PEERS
-            if peer not in (NVSHMEM, EXPERTS, TUPLE, TRITON_DISTRIBUTED)
+            if peer not in (NVSHMEM, EXPERTS, TUPLE, TRITON_DISTRIBUTED, WARPS)
         ),
     ),
     ids=[f"{m[0].file} {m[2]}" for m in MUTANTS],

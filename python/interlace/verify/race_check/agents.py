@@ -1,6 +1,6 @@
 """Agents of a run, with vector clocks: who can act, what each one knows, how far its atomics reach."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ class Rules:
 class Agent:
     """One who acts. ``clock`` is what it knows of every component's time; its own begin with ``first``.
 
-    ``pending``: what it has read without acquiring, by who released it.
+    ``pending``: what it has read without acquiring, by who released it. ``arrived``: what was there for
+    everybody at a quiet.
 
     Behind each agent's components are as many *mirrors*: how much of a component's time is known to be
     ordered before accesses of the async proxy, too. Nothing but a proxy fence raises those.
@@ -46,6 +47,7 @@ class Agent:
         self.fenced: dict[int, Any] = {}
         self.pending: Pending = {}
         self.for_lanes: Any = None
+        self.arrived: Any = None
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)
@@ -56,7 +58,7 @@ class Agent:
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
         self.tick()
         self.fenced = {SYS: known}
-        self.pending, self.for_lanes = {}, None
+        self.pending, self.for_lanes, self.arrived = {}, None, None
 
     def end(self) -> Any:
         """The end of a program: what whoever waits for it knows then."""
@@ -102,17 +104,24 @@ class Agent:
         if self.for_lanes is not None:
             self.learn(self.for_lanes)
             self.for_lanes = None
+        if self.arrived is not None:
+            self.fenced[SYS] = joined(self.fenced.get(SYS), self.arrived)
         self.tick()
+
+    def quiet(self, _: Any) -> None:
+        """All threads' stores have arrived; the signals of any of them behind a barrier tell of it."""
+        self.arrived = self.clock.copy()
 
 
 class ThreadsAgent(Agent):
     """A program whose accesses tell threads apart: a component for each.
 
     ``clock`` is what all threads know, since the last barrier; of the own components, what was before it.
-    ``times``: of every thread now; ``fenced_times``: at its last proxy fence. ``acquired``, ``waiting`` and
-    ``fences``, by thread: what it alone knows; what it has read without acquiring; what it has released
-    with a fence, by scope. ``mbarriers``, by address: what has been told to one in the present phase, and
-    what who waits for the one before learns. ``queues`` of asynchronous accesses, by name.
+    ``times``: of every thread now; ``fenced_times``: at its last proxy fence. ``acquired``, ``waiting``
+    and ``fences``, by thread: what it alone knows; what it has read without acquiring; what it has
+    released with a fence, by scope. ``arrivals``, by thread, what had arrived at a quiet of it or of who
+    it met. ``mbarriers``, by address: what has been told to one in the present phase, and what who waits
+    for the one before learns. ``queues`` of asynchronous accesses, by name.
     """
 
     def __init__(self, number: int, first: int, rank: int, who: str, threads: int) -> None:
@@ -126,6 +135,7 @@ class ThreadsAgent(Agent):
         self.acquired: dict[int, Any] = {}
         self.waiting: dict[int, Pending] = {}
         self.fences: dict[int, dict[int, Any]] = {}
+        self.arrivals: dict[int, Any] = {}
         self.loaded: dict[int, list[Any]] = {}
         self.over: set[tuple[int, int]] = set()
         self.mbarriers: dict[int, list[Any]] = {}
@@ -151,6 +161,7 @@ class ThreadsAgent(Agent):
         A mark of several has the time of one of them, which those of the others are held against.
         """
         those = slice(None) if threads is None else threads
+        self._hand_on(range(self.components) if threads is None else threads.tolist())
         self.times[those] = self.times[those].max()
         if threads is not None and len(threads) < self.components:
             known = self._put_own(self._known_to(threads), threads)
@@ -161,6 +172,22 @@ class ThreadsAgent(Agent):
         self.clock = self._put_own(self._known_to(self.acquired), slice(None))
         self.acquired.clear()
         self.times = np.full(self.components, self.times.max() + 1)
+
+    def quiet(self, threads: Any) -> None:
+        for thread in threads.tolist():
+            self.arrivals[thread] = self.released_by(thread, all_threads=False)
+
+    def _hand_on(self, threads: Iterable[int]) -> None:
+        """Each of ``threads``, who meet, tells of what has arrived, of the stores of all of them."""
+        known, told = None, [self.arrivals[each] for each in threads if each in self.arrivals]
+        for clock in {id(each): each for each in told}.values():
+            known = joined(known, clock)
+        if known is None:
+            return
+        for thread in threads:
+            self.arrivals[thread] = known
+            fences = self.fences.setdefault(thread, {SYS: self.before})
+            fences[SYS] = joined(fences.get(SYS), known)
 
     def has_accessed(
         self, site: int, addresses: Any, threads: Any, *, stores: bool

@@ -15,6 +15,7 @@ Triton puts no ``bar.sync`` between a store and a release. What orders accesses:
                                            released; those of others and plain stores end it
     fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire),
                                            within the fence's scope, too
+    NVSHMEM's quiet                        as a fence, and of those that meet its thread in a barrier
     launch, end of a kernel                between the stream and all programs
     items of a stream, events              in their order
     allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
@@ -474,6 +475,12 @@ class Detector(AsyncProxy):
         if sem == "acquire":
             return
         agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_quiet(self, task: Task | None, threads: Any = None) -> None:
+        if task is not None:
+            agent: Any = self._agent(task)
+            agent.quiet(threads)
+            agent.has_released(threads, all_threads=threads is None)
 
     def on_bad_access(self, task: Task, bad: BadAccess) -> None:
         """An access that is wrong by itself, and is left out."""

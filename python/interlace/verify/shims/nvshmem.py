@@ -9,26 +9,27 @@ leaves a choice, the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
     putmem_signal*     stores, then the signal: who waits for the signal sees the data
     signal_op          a relaxed store or add of system scope: orders nothing by itself
     fence              orders this thread's stores, puts and signals, to each peer
-    quiet              as fence, to all peers, and they have arrived
+    quiet              as fence, to all peers, and they have arrived: so do signals of other threads
+                       behind a barrier come after them
     signal_wait_until  acquires: what was ordered before the signal can be loaded
     barrier_all*       quiet, and all ranks meet
-    ..._block          all threads call it, meet, act, and meet again (nvshmemi_threadgroup_sync)
-    ... without suffix one thread calls it; others' stores are not covered without a barrier
+    ..._block, _warp   all threads call it, meet, act, and meet again (nvshmemi_threadgroup_sync)
+    ... without suffix each thread that calls it acts; others' stores are not covered without a barrier
 
 What is not modelled: that a ``_nbi`` put may read its source, and a ``_nbi`` get write its destination,
 up to the next ``quiet``; here both are done at once. A put with a signal orders, besides its data, what
 the program stored before; on a network it does not.
 
 A function without suffix is executed by every thread that comes there: a ``signal_op`` that adds without
-an ``if`` on the thread's number adds once for each. But ``putmem`` and ``getmem`` copy once, as the thread
-that Triton has store scalars.
+an ``if`` on the thread's number adds once for each.
 """
 
 import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.ptx.calls import FUNCTIONS
+from interlace.runtime.ptx.calls import FUNCTIONS, TOGETHER
+from interlace.runtime.ptx.special import Threads
 from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
 
 __all__ = ["my_pe", "n_pes", "remote_ptr"]
@@ -76,20 +77,61 @@ def _elements_by_block(to, source, count):
 
 
 @triton.jit
-def _copy_by_thread(to, source, nbytes):
+def _copy_by_threads(to, source, nbytes, first, threads):
+    """By each thread that comes: the ``first`` word and so on, of ``threads`` that copy together."""
     to, source = address_of(to), address_of(source)
-    if (to | source | nbytes) % 4 == 0:
-        words = to.to(tl.pointer_type(tl.int32)), source.to(tl.pointer_type(tl.int32))
-        _elements_by_thread(words[0], words[1], nbytes // 4)
+    if nbytes == 4 and (to | source) % 4 == 0:
+        _words_by_threads(to, source, nbytes, first, threads, 4, ".relaxed.sys")
+    elif nbytes == 8 and (to | source) % 8 == 0:
+        _words_by_threads(to, source, nbytes, first, threads, 8, ".relaxed.sys")
+    elif (to | source | nbytes) % 4 == 0:
+        _words_by_threads(to, source, nbytes, first, threads, 4, "")
     else:
-        parts = to.to(tl.pointer_type(tl.int8)), source.to(tl.pointer_type(tl.int8))
-        _elements_by_thread(parts[0], parts[1], nbytes)
+        _words_by_threads(to, source, nbytes, first, threads, 1, "")
 
 
 @triton.jit
-def _elements_by_thread(to, source, count):
-    for index in range(0, count):
-        tl.store(to + index, tl.load(source + index))
+def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, ORDER: tl.constexpr):
+    # Not tl.store, which stores a scalar by thread 0 alone.
+    tl.inline_asm_elementwise(
+        f"""
+        {{
+            .reg .pred %over;
+            .reg .b64 %at, %here;
+            .reg .b{max(32, 8 * SIZE)} %word;
+            mov.u64 %at, $4;
+        MORE:
+            setp.ge.s64 %over, %at, $3;
+            @%over bra OVER;
+            add.s64 %here, $2, %at;
+            ld.global.b{8 * SIZE} %word, [%here];
+            add.s64 %here, $1, %at;
+            st{ORDER}.global.b{8 * SIZE} [%here], %word;
+            add.s64 %at, %at, $5;
+            bra MORE;
+        OVER:
+            mov.u32 $0, 0;
+        }}
+        """,
+        "=r,l,l,l,l,l",
+        [to, source, tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64),
+         tl.full((), threads * SIZE, tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sync_warp():
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _thread():
+    return tl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -100,7 +142,16 @@ def fence():
     )
 
 
-quiet = quiet_pe = fence
+@triton.jit
+def quiet():
+    """As :func:`fence`, and they have arrived: so do other threads' signals, behind a barrier, tell."""
+    fence()
+    tl.inline_asm_elementwise(
+        "call nvshmem_quiet, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+quiet_pe = quiet
 
 
 @triton.jit
@@ -113,12 +164,19 @@ def putmem_block(dest, source, bytes, pe):
 
 @triton.jit
 def putmem(dest, source, bytes, pe, qp_id=0):
-    """As :func:`putmem_block`, by one thread."""
-    _copy_by_thread(remote_ptr(dest, pe), source, bytes)
+    """As :func:`putmem_block`, by each thread that calls it."""
+    _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
 
 
-putmem_nbi_block, putmem_nbi = putmem_block, putmem
-putmem_warp = putmem_nbi_warp = putmem
+@triton.jit
+def putmem_warp(dest, source, bytes, pe):
+    """As :func:`putmem_block`, by the 32 threads of each warp that calls it."""
+    _sync_warp()
+    _copy_by_threads(remote_ptr(dest, pe), source, bytes, _thread() % 32, 32)
+    _sync_warp()
+
+
+putmem_nbi_block, putmem_nbi, putmem_nbi_warp = putmem_block, putmem, putmem_warp
 
 
 @triton.jit
@@ -131,19 +189,29 @@ def getmem_block(dest, source, bytes, pe):
 
 @triton.jit
 def getmem(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by one thread."""
-    _copy_by_thread(dest, remote_ptr(source, pe), bytes)
+    """As :func:`getmem_block`, by each thread that calls it."""
+    _copy_by_threads(dest, remote_ptr(source, pe), bytes, 0, 1)
 
 
-getmem_nbi_block, getmem_nbi = getmem_block, getmem
-getmem_warp = getmem_nbi_warp = getmem
+@triton.jit
+def getmem_warp(dest, source, bytes, pe):
+    """As :func:`getmem_block`, by the 32 threads of each warp that calls it."""
+    _sync_warp()
+    _copy_by_threads(dest, remote_ptr(source, pe), bytes, _thread() % 32, 32)
+    _sync_warp()
+
+
+getmem_nbi_block, getmem_nbi, getmem_nbi_warp = getmem_block, getmem, getmem_warp
 
 
 @triton.jit
 def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``; a put, and as unordered."""
-    word = address_of(remote_ptr(dest, pe)).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(word, tl.full((), value, tl.int32), sem="relaxed", scope="sys")
+    tl.inline_asm_elementwise(
+        "st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -185,23 +253,24 @@ def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 
 @triton.jit
-def _thread():
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
+    """As :func:`putmem_signal_block`, by each thread that calls it."""
+    putmem(dest, source, bytes, pe)
+    fence()
+    signal_op(sig_addr, signal, sig_op, pe)
 
 
 @triton.jit
-def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by one thread."""
-    putmem(dest, source, bytes, pe)
+def putmem_signal_warp(dest, source, bytes, sig_addr, signal, sig_op, pe):
+    """As :func:`putmem_signal_block`, by each warp that calls it."""
+    putmem_warp(dest, source, bytes, pe)
     fence()
-    if _thread() == 0:
+    if _thread() % 32 == 0:
         signal_op(sig_addr, signal, sig_op, pe)
 
 
 putmem_signal_nbi_block, putmem_signal_nbi = putmem_signal_block, putmem_signal
-putmem_signal_warp = putmem_signal_nbi_warp = putmem_signal
+putmem_signal_nbi_warp = putmem_signal_warp
 
 
 @triton.jit
@@ -276,4 +345,10 @@ def barrier_all():
 barrier_all_block = barrier_all_warp = barrier_all
 sync_all = sync_all_block = sync_all_warp = barrier_all
 
+
+def _quiet(threads: Threads) -> None:
+    threads.session.hooks.tell("on_quiet", threads.who())
+
+
+TOGETHER.update(nvshmem_quiet=_quiet)
 FUNCTIONS.update(nvshmem_is_add=_is_add, nvshmem_comparison=_comparison)
