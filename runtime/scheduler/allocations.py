@@ -80,7 +80,7 @@ class Allocations:
     """
 
     complete: bool = True
-    nobodys: range = range(0)
+    nobodys: list[range] = field(default_factory=list)
     _bases: list[int] = field(default_factory=list)
     _by_base: dict[int, MemoryRange] = field(default_factory=dict)
     _counts: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -179,13 +179,16 @@ class Allocations:
     def of_number(self, address: int, rank: int) -> MemoryRange | None:
         """The allocation that a program means by ``address``; one that is freed if that was there."""
         found = self.at(address)
-        if (found is None or found.is_gone()) and self.complete and address not in self.nobodys:
+        if (found is None or found.is_gone()) and self.complete and not self._is_nobodys(address):
             tensors, end = _tensors_with(address)
             if not tensors:  # it may be the first of many that a loop gets wrong
-                self.nobodys = range(address, end)
+                self.nobodys.append(range(address, end))
             for tensor in tensors:
                 found = self.of_tensor(tensor, rank)
         return found
+
+    def _is_nobodys(self, address: int) -> bool:
+        return any(address in each for each in self.nobodys)
 
     def known(self, addresses: Any, size: int) -> Any:
         """Of each of ``addresses``, whether the element of ``size`` bytes is in memory that is there."""

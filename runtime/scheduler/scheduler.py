@@ -313,7 +313,7 @@ class Scheduler(ProgramHooks):
             self.points = 0
         self._current = task
         if task.program is None:
-            self.memory.nobodys = range(0)  # user code may make tensors
+            self.memory.nobodys.clear()  # user code may make tensors
         elif not task.greenlet:
             self._builder.grid_dim = task.program.grid
             self._builder.grid_idx = task.program.position

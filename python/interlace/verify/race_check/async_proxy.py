@@ -34,7 +34,6 @@ class AsyncProxy(Collector):
     rules: Rules
     events: int
     _agents: dict[Any, Agent]
-    _agent: Callable[[Task], Any]
     _lengthened: Callable[[Any], Any]
 
     def fenced(self, clock: Any) -> Any:

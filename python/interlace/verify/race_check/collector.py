@@ -1,7 +1,7 @@
 """Memory and accesses of a run by number, its signals, and all that a detector has found in it."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from interlace.runtime.core.errors import SourceText
+from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
+from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import Agent
 from interlace.verify.race_check.causes import Reach
@@ -25,6 +27,7 @@ class Collector(Observer):
     """
 
     _acting: Agent
+    _agent: Callable[[Task], Any]
 
     def __init__(self, seed: int, asked: Iterable[tuple[Any, ...]] | None = None) -> None:
         self.seed = seed
@@ -80,6 +83,15 @@ class Collector(Observer):
             self._sites[access] = len(self._accesses)
             self._accesses.append(access)
         return self._sites[access]
+
+    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
+        """An access that is wrong by itself, and is left out."""
+        agent = self._agent(task)
+        access = self._access_of(agent, bad.does, program_lines())
+        memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
+        where = memory, bad.offset, bad.count, self.seed
+        finding = Finding(bad.kind, None, access, *where, index=bad.index)
+        self._found(finding, np.arange(bad.count), 1)
 
     def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
         return Access(agent.rank, agent.who, what, lines)

@@ -36,7 +36,6 @@ from interlace.runtime.core.accesses import Atomic, threads_of
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter.session import active, active_addresses
-from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import (
@@ -50,7 +49,6 @@ from interlace.verify.race_check.agents import (
     reaches,
 )
 from interlace.verify.race_check.async_proxy import AsyncProxy
-from interlace.verify.race_check.findings import Finding
 from interlace.verify.race_check.shadow import (
     WRITES,
     Conflict,
@@ -79,6 +77,10 @@ class Detector(AsyncProxy):
         self._events: dict[Any, Any] = {}
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
+        self._changes = 0  # events but those that only look at words
+        self._looks: dict[
+            Any, int
+        ] = {}  # how many there had been at the last look, by who looks at what
         self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
         self.barriers: set[SourceText] = set()  # ... of barriers of programs with threads
 
@@ -88,6 +90,7 @@ class Detector(AsyncProxy):
             key = ("host", task.rank) if task.owner is None else ("stream", task.owner)
             agent = self._tasks[task] = self._named(key, task.rank, task.who)
         self._acting = agent
+        self._changes += 1
         return agent
 
     def _named(self, key: Any, rank: int, who: str, threads: int = 0) -> Agent:
@@ -305,7 +308,7 @@ class Detector(AsyncProxy):
         addresses = active_addresses(atomic.pointers, atomic.mask)
         if not len(addresses):
             return
-        agent = self._agent(task)
+        changes, agent = self._changes, self._agent(task)
         success = np.ones(len(addresses), bool)
         if atomic.compare is not None:
             shape = atomic.pointers.data.shape
@@ -314,8 +317,16 @@ class Detector(AsyncProxy):
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         lines = program_lines()
         self.ordering.update(lines[:1])
-        site = self._site(agent, f"{atomic.kind} ({atomic.sem}, {atomic.scope})", lines)
-        threads = threads_of(atomic.pointers)
+        does, threads = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", threads_of(atomic.pointers)
+        if atomic.reads_only and not atomic.releases and self.rules.orders:
+            self._changes = changes
+            who = None if threads is None else threads.tobytes()
+            look = agent, does, addresses.tobytes(), who
+            if self._looks.get(look) == changes:  # a poll that sees what it has seen
+                self.events += len(addresses)
+                return
+            self._looks[look] = changes
+        site = self._site(agent, does, lines)
         looks = atomic.kind != "store" and (atomic.kind != "xchg" or atomic.sem == "acquire")
         before = active(result.data, atomic.pointers, atomic.mask) if looks else None
         for position, address in enumerate(addresses.tolist()):
@@ -481,15 +492,6 @@ class Detector(AsyncProxy):
             agent: Any = self._agent(task)
             agent.quiet(threads)
             agent.has_released(threads, all_threads=threads is None)
-
-    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
-        """An access that is wrong by itself, and is left out."""
-        agent = self._agent(task)
-        access = self._access_of(agent, bad.does, program_lines())
-        memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
-        where = memory, bad.offset, bad.count, self.seed
-        finding = Finding(bad.kind, None, access, *where, index=bad.index)
-        self._found(finding, np.arange(bad.count), 1)
 
 
 def _stream_atomic(kind: str, sem: str) -> Atomic:
