@@ -58,6 +58,36 @@ def by_context():
 
 
 @triton.jit
+def by_threads_kernel(numbers, counts, FROM: tl.constexpr):
+    """Threads 37 and 38 put a word each, and warp 3 a few; each of them, and nobody for them."""
+    pe = 1 - libshmem_device.my_pe()
+    thread = tid(0)
+    if (thread == 37) | (thread == 38):
+        here = thread - 37
+        libshmem_device.int_p(numbers + here, 5 + thread, pe)
+        libshmem_device.putmem_signal(
+            numbers + 2 + here, numbers + FROM + here, 4, counts, 1, 10, pe
+        )
+    if thread // 32 == 3:
+        libshmem_device.putmem_signal_nbi_warp(numbers + 4, numbers + FROM, 160, counts, 1, 10, pe)
+    libshmem_device.signal_wait_until(counts, 0, 3)
+    if thread // 32 == 2:
+        libshmem_device.getmem_warp(numbers + 2 * FROM, numbers + FROM, 7, pe)
+    libshmem_device.barrier_all()
+
+
+def by_threads():
+    numbers = symm_mem.empty(160, dtype=torch.int32)
+    handle = symm_mem.rendezvous(numbers, "0")
+    counts = nvshmem_create_tensor((1,), torch.int64)
+    counts.zero_()
+    numbers.zero_()[64:104] = torch.arange(40) + 300 * (1 + handle.rank)
+    handle.barrier()
+    by_threads_kernel[(1,)](numbers, counts, 64)
+    return numbers[:44].tolist(), numbers[128:131].tolist(), counts.tolist()
+
+
+@triton.jit
 def nvshmem_kernel(numbers, counts, BLOCK: tl.constexpr):
     pe = 1 - libshmem_device.my_pe()
     libshmem_device.putmem(numbers + BLOCK, numbers, 4 * BLOCK, pe)

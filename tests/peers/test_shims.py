@@ -56,6 +56,13 @@ def test_nvshmem() -> None:
     ]
 
 
+def test_nvshmem_by_threads_and_warps() -> None:
+    sent = [[300 * (1 + rank) + i for i in range(40)] for rank in range(2)]
+    assert run("by_threads") == [
+        ([42, 43, *sent[peer][:2], *sent[peer]], [*sent[peer][:2], 0], [3]) for peer in (1, 0)
+    ]
+
+
 def test_words_of_triton_distributed() -> None:
     assert run("by_words") == [([3, 4, 6, 3], 9)] * 2
 

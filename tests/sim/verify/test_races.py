@@ -270,3 +270,20 @@ def test_misuse(arguments: dict[str, Any], message: str) -> None:
     given = {"fn": exchange, "world_size": 2, **arguments}
     with pytest.raises((TypeError, ValueError), match=message):
         races(given.pop("fn"), given.pop("world_size"), **given)
+
+
+def test_a_poll_that_sees_the_same_again_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A deadlock has thousands, and each would be held against all that were before."""
+    looked = []
+    one_atomic = Detector._one_atomic
+    monkeypatch.setattr(
+        Detector, "_one_atomic", lambda self, *what: (looked.append(what), one_atomic(self, *what))
+    )
+
+    def on_rank() -> None:
+        kernels.poll_in_turn[(1,)](torch.zeros(3, dtype=torch.int32), 3)
+
+    report = races(on_rank, 2, seeds=1)
+    assert "DeadlockError" in str(report) and len(looked) < 50 < report.events / 5, report.events

@@ -16,6 +16,7 @@ import triton.language as tl
 import interlace
 from interlace import symmetric_memory
 from interlace.runtime.compat.triton_interpreter import TensorHandle
+from interlace.runtime.scheduler import program_hooks
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
@@ -217,6 +218,21 @@ def test_polls_of_several_places_in_turn_are_a_deadlock_at_once() -> None:
 
     with pytest.raises(interlace.DeadlockError, match="poll_in_turn program 0"):
         interlace.run(on_rank, 2)  # a CollectiveTimeoutError if it were not found by its polls
+
+
+def test_polls_of_more_places_than_a_circle_has_are_a_deadlock_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing in them repeats; they are counted, and the run ends, not a rank with an error of its own."""
+    monkeypatch.setattr(program_hooks, "STALLED_POLLS", 1000)
+
+    def on_rank() -> None:
+        kernels.poll_in_turn[(1,)](torch.zeros(80, dtype=torch.int32), 80)
+
+    report = schedules(on_rank, 2, n=1, workers=1, shrink=False)
+    assert report.failure is not None and report.failure.kind == "DeadlockError", str(report)
+    assert "poll_in_turn program 0 waits" in report.failure.text
+    assert "more words at race_kernels.py:" in report.failure.text
 
 
 @pytest.mark.parametrize("seed", range(6))
