@@ -9,7 +9,7 @@ import triton.language as tl
 import triton_dist.language as dl
 from iris.mem.triton.context import Context
 from triton_dist.language.extra import libshmem_device
-from triton_dist.language.extra.language_extra import atomic_cas, ld, st, tid
+from triton_dist.language.extra.language_extra import atomic_add, atomic_cas, ld, st, tid
 from triton_dist.utils import nvshmem_create_tensor
 
 
@@ -112,6 +112,20 @@ def by_nvshmem():
     nvshmem_kernel[(1,)](numbers, counts, 4)
     handle.barrier()
     return numbers.tolist(), counts.tolist()
+
+
+@triton.jit
+def float_words_kernel(words):
+    if tid(0) == 3:
+        st(words, 2.5, "sys", "release")
+        atomic_add(words, 1.5, "sys", "relaxed")
+        st(words + 1, ld(words, "sys", "acquire") * 2)
+
+
+def by_float_words():
+    words = torch.zeros(2)
+    float_words_kernel[(1,)](words)
+    return words.tolist()
 
 
 @triton.jit

@@ -65,6 +65,7 @@ def test_nvshmem_by_threads_and_warps() -> None:
 
 def test_words_of_triton_distributed() -> None:
     assert run("by_words") == [([3, 4, 6, 3], 9)] * 2
+    assert run("by_float_words") == [[4.0, 8.0]] * 2
 
 
 @pytest.mark.parametrize(

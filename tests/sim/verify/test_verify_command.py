@@ -120,6 +120,7 @@ def test_findings_are_told_once() -> None:
         (["nowhere.py::f"], "nowhere.py: there is no such file"),
         ([f"{EXAMPLE}::four_rounds"], "has no function 'four_rounds'; it has"),
         ([f"{EXAMPLE.parent}::f"], "must be like path/to/file.py::function"),
+        ([f"{EXAMPLE}::one_shot_all_reduce"], "'one_shot_all_reduce' is a kernel; name a function"),
     ],
 )
 def test_targets_that_are_none(

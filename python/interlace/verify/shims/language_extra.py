@@ -22,12 +22,19 @@ def tid(axis: tl.constexpr):
     )
 
 
+@triton.constexpr_function
+def _letter(kind):
+    """The constraint of inline PTX for the registers that hold it."""
+    wide = kind.primitive_bitwidth == 64
+    return ("d" if wide else "f") if kind.is_floating() else ("l" if wide else "r")
+
+
 @triton.jit
 def ld(ptr, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
     """Load a word with an order and a scope."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    letter: tl.constexpr = "l" if bits == 64 else "r"
+    letter: tl.constexpr = _letter(kind)
     return tl.inline_asm_elementwise(
         f"ld.global.{semantic}.{scope}.b{bits} $0, [$1];", f"={letter},l", [ptr],
         dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
@@ -39,10 +46,10 @@ def st(ptr, val, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"
     """Store a word with an order and a scope."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    letter: tl.constexpr = "l" if bits == 64 else "r"
+    letter: tl.constexpr = _letter(kind)
     tl.inline_asm_elementwise(
         f"st.global.{semantic}.{scope}.b{bits} [$1], $2; mov.u32 $0, 0;", f"=r,l,{letter}",
-        [ptr, tl.full((), val, kind)], dtype=tl.int32, is_pure=False, pack=1,
+        [ptr.to(tl.int64, bitcast=True), tl.full((), val, kind)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -52,10 +59,11 @@ def atomic_add(ptr, value, scope: tl.constexpr = "gpu", semantic: tl.constexpr =
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     name: tl.constexpr = "f" if kind.is_floating() else "u"
-    letter: tl.constexpr = "l" if bits == 64 else "r"
+    letter: tl.constexpr = _letter(kind)
     return tl.inline_asm_elementwise(
         f"atom.global.{semantic}.{scope}.add.{name}{bits} $0, [$1], $2;", f"={letter},l,{letter}",
-        [ptr, tl.full((), value, kind)], dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
+        [ptr.to(tl.int64, bitcast=True), tl.full((), value, kind)],
+        dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -64,10 +72,10 @@ def atomic_cas(ptr, cmp_val, target_val, scope: tl.constexpr, semantic: tl.const
     """Set a word to ``target_val`` if it is ``cmp_val``; what was there before."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    letter: tl.constexpr = "l" if bits == 64 else "r"
+    letter: tl.constexpr = _letter(kind)
     return tl.inline_asm_elementwise(
         f"atom.global.{semantic}.{scope}.cas.b{bits} $0, [$1], $2, $3;",
         f"={letter},l,{letter},{letter}",
-        [ptr, tl.full((), cmp_val, kind), tl.full((), target_val, kind)],
+        [ptr.to(tl.int64, bitcast=True), tl.full((), cmp_val, kind), tl.full((), target_val, kind)],
         dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
     )  # fmt: skip
