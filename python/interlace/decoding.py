@@ -58,10 +58,12 @@ def distributed_decode(
     q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` of several tokens (that were
         guessed, for instance). The same on all ranks.
     kv_cache : keys and values of this rank's part of the sequences, each ``[batch, tokens, heads, size]``,
-        read in place. Tokens may differ between ranks; heads divide those of ``q``. With ``block_table``
+        read in place; where torch computes, 16 bits are widened and pages put together, as far as
+        ``lengths`` say. Tokens may differ between ranks; heads divide those of ``q``. With ``block_table``
         each ``[pages, tokens of a page, heads, size]``.
     lengths : int32 or int64 ``[batch]``, or ``[batch, tokens]``, for every token of ``q``: how many of this
-        rank's keys are seen, the rest is not read; by default all. None at all is fine. Of n new tokens
+        rank's keys are seen; by default all. What is behind the most that a token of a sequence sees is not
+        read (by torch on a GPU it is, without an effect). None at all is fine. Of n new tokens
         whose keys are the last of this rank's L, the i-th sees ``L - n + 1 + i``.
     block_table : int32 or int64 ``[batch, n]``: the pages of this rank that have a sequence's keys, in its
         order, as vLLM and FlashInfer have them. What is behind ``lengths`` may have any number.
@@ -91,12 +93,9 @@ def distributed_decode(
     """
     communicator = resolve(group).on(q)
     with communicator.accepting(OP):
-        if isinstance(kv_cache, Tensor) or not isinstance(kv_cache, Sequence) or len(kv_cache) != 2:
-            raise TypeError(
-                f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
-            )
+        key, value = checks.keys_and_values(kv_cache)
         checks.flag("return_lse", return_lse)
-    tensors = q, *kv_cache, lengths, block_table
+    tensors = q, key, value, lengths, block_table
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         from interlace import functional  # whose backward says that there is none
 

@@ -360,6 +360,16 @@ def entries(name: str, value: Any, like: str, count: int, *, of: str = "a sequen
         raise ValueError(f"{name} has {len(value)} entries, {like} has {count}")
 
 
+def keys_and_values(kv_cache: Any) -> tuple[Any, Any]:
+    """The two; raises TypeError if there are not two."""
+    got = type(kv_cache).__name__
+    if isinstance(kv_cache, Sequence) and not isinstance(kv_cache, torch.Tensor):
+        if len(kv_cache) == 2:
+            return kv_cache[0], kv_cache[1]
+        got = f"{len(kv_cache)} in a {got}"
+    raise TypeError(f"kv_cache must be two tensors, keys and values, got {got}")
+
+
 class Operands(NamedTuple):
     """A bias and an activation per weight; the output's dtype. ``several``: weights were a sequence."""
 

@@ -79,10 +79,13 @@ def prepared_decode(
     if block_table is not None:
         pages = _pages(communicator, block_table, batches)
     most = key.shape[1] * (1 if pages is None else pages.shape[1])
-    lengths = _lengths(communicator, lengths, query, most)
+    seen = _lengths(communicator, lengths, query, most)
+    counts = [[most] * query.shape[1]] * batches if lengths is None else None
+    if seen.is_cpu:  # numbers on a GPU are not waited for
+        counts = seen.tolist()
     if pages is not None:
-        _check_pages(pages, lengths, key.shape[0], key.shape[1])
-    given = query, key, value, lengths, scale_of(scale, size), pages
+        _check_pages(pages, seen, key.shape[0], key.shape[1])
+    given = query, key, value, seen, scale_of(scale, size), pages, counts
     problem = DecodeProblem(communicator, *given)
 
     def start() -> Outcome:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, ScaledAlgorithm
 from interlace.functional.calls import check, number, refuse, run_to_list
 
@@ -40,10 +41,10 @@ def distributed_decode(
     [[1.5, 1.5, 1.5, 1.5], [1.5, 1.5, 1.5, 1.5]]
     """
     op = "distributed_decode"
-    if isinstance(kv_cache, Tensor) or not isinstance(kv_cache, Sequence) or len(kv_cache) != 2:
-        text = f"kv_cache must be two tensors, keys and values, got {type(kv_cache).__name__}"
-        refuse(op, group, tag, TypeError(text))
-    key, value = kv_cache
+    try:
+        key, value = checks.keys_and_values(kv_cache)
+    except TypeError as error:
+        refuse(op, group, tag, error)
     check(op, group, tag, None, q=q, **{"kv_cache[0]": key, "kv_cache[1]": value})
     number(op, group, tag, "scale", scale)
     tensors = (q, key, value, lengths, block_table)

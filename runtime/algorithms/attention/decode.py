@@ -2,12 +2,15 @@
 
 ``fused``    Triton kernels over the own keys; ranks' results by one exchange of words with flags, of many
              queries by a plain all-gather
-``unfused``  torch, and a plain all-gather; any dtype
+``unfused``  torch, and a plain all-gather; any dtype. Where the host knows lengths, sequences that have the
+             same together: no more of a cache is read than that, and nothing is copied to be masked
 
 Caches are read where they are: ``[batches, tokens, heads, size]``, any strides but the last, which keys and
 values share; or, with a table of pages, ``[pages, tokens of a page, heads, size]``.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +41,8 @@ MOST_PIECES = 32
 @dataclass
 class DecodeProblem:
     """``query`` ``[batches, tokens, heads, size]``; ``lengths``: int64 ``[batches, tokens]``, how many own
-    keys each sees; ``pages``: int32 or int64 ``[batches, n]``, or None."""
+    keys each sees; ``pages``: int32 or int64 ``[batches, n]``, or None; ``counts``: ``lengths``, where the
+    host knows them."""
 
     communicator: Communicator
     query: Tensor
@@ -47,6 +51,7 @@ class DecodeProblem:
     lengths: Tensor
     scale: float
     pages: Tensor | None = None
+    counts: list[list[int]] | None = None
 
     @property
     def key_heads(self) -> int:
@@ -61,13 +66,27 @@ class DecodeProblem:
         """``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
-    def together(self, cache: Tensor) -> Tensor:
-        """``[batches, most, heads, size]``: a copy if there are pages."""
+    def alike(self) -> Iterator[tuple[slice, int, bool]]:
+        """Neighbouring sequences with the same lengths, the longest of these, whether others are shorter.
+
+        All sequences, what a cache has room for, and True, where the host knows no lengths.
+        """
+        if self.counts is None:
+            yield slice(None), self.most, True
+            return
+        begin = 0
+        for lengths, same in itertools.groupby(self.counts):
+            sequences = slice(begin, begin := begin + len(list(same)))
+            yield sequences, max(lengths), min(lengths) < max(lengths)
+
+    def first(self, cache: Tensor, sequences: slice, tokens: int) -> Tensor:
+        """``[sequences, tokens, heads, size]``: a copy only of pages, or if the last stride is not 1."""
         if self.pages is None:
-            return cache
+            return unit_rows(cache[sequences, :tokens])
+        used = self.pages[sequences, : formulas.ceil_div(tokens, cache.shape[1])]
         # behind what is there a table may have anything
-        valid = self.pages.clamp(0, max(0, cache.shape[0] - 1)).to(torch.int64)
-        return cache[valid].flatten(1, 2)
+        valid = used.clamp(0, cache.shape[0] - 1).to(torch.int64)
+        return unit_rows(cache[valid].flatten(1, 2)[:, :tokens])
 
     def by_key_head(self) -> Tensor:
         """Queries that see the same head of keys together: ``[batches, key heads, rows, size]``."""
@@ -214,17 +233,21 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
     """By torch, whose partial results are gathered."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
-    tokens = problem.most if problem.key.numel() else 0
     mine = torch.zeros_like(query, dtype=wide)
     sums = mine.new_full(query.shape[:-1], float("-inf"))
-    if tokens:
-        there = torch.arange(tokens, device=query.device) < problem.row_lengths().unsqueeze(2)
-        mask = there[:, None]
-        caches = problem.together(problem.key), problem.together(problem.value)
-        # what is not there may be no numbers, and 0 times that is none
-        nobody = ~there.any(1)[:, :, None, None]
-        key, value = (each.masked_fill(nobody, 0).transpose(1, 2).to(wide) for each in caches)
-        mine, sums = attended(query.to(wide), key, value, mask, False, problem.scale)
+    rows = problem.row_lengths().unsqueeze(2)
+    for some, tokens, masked in problem.alike() if problem.key.numel() else ():
+        if not tokens:
+            continue
+        key, value = (problem.first(each, some, tokens) for each in (problem.key, problem.value))
+        there = torch.arange(tokens, device=query.device) < rows[some] if masked else None
+        if there is not None and problem.counts is None:
+            # what is not there may be no numbers, and 0 times that is none
+            value = value.masked_fill(~there.any(1)[:, :, None, None], 0)
+        key, value = (each.transpose(1, 2).to(wide) for each in (key, value))
+        mask = None if there is None else there[:, None]
+        found = attended(query[some].to(wide), key, value, mask, False, problem.scale)
+        mine[some], sums[some] = found
     every = _gathered(problem, mine.contiguous(), "results")
     logs = _gathered(problem, sums.contiguous(), "sums")
 

@@ -1,7 +1,11 @@
 """Decoding over caches that are spread over ranks: results, bits, misuse, races."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace import nn, reference
@@ -125,6 +129,69 @@ def test_pages_and_guessed_tokens(algorithm: str, dtype: torch.dtype) -> None:
         assert reference.worst_ratio(lse, *known.sums()) <= 1
 
 
+class LargestMade(TorchDispatchMode):
+    """The bytes of the largest storage that an op of torch has made."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.largest, self._known = 0, {each.untyped_storage().data_ptr() for each in known}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **kwargs or {})
+        for each in tree_leaves(made):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in self._known:
+                self.largest = max(self.largest, storage.nbytes())
+        return made
+
+
+@pytest.mark.parametrize("lengths", [None, (512, 512), (512, 7), (0, 300)])
+def test_torch_copies_no_cache(lengths: tuple[int, ...] | None) -> None:
+    def on_rank() -> tuple[int, int]:
+        keys = cache(0, 512, 2, 64, F32)
+        given = None if lengths is None else torch.tensor(lengths)
+        with LargestMade(*keys) as made:
+            interlace.distributed_decode(
+                noise(9, 0, (2, 2, 64), F32), keys, lengths=given, algorithm="unfused"
+            )
+        return made.largest, keys[0].nbytes
+
+    [(largest, whole)] = interlace.run(on_rank, 1)
+    assert 0 < largest < whole / 16
+
+
+def test_torch_reads_nothing_behind_lengths() -> None:
+    """Of more keys than a machine has memory for: one token's, again and again."""
+
+    def on_rank() -> float:
+        query, lengths = noise(9, 0, (2, 2, 3, 16), F32), torch.tensor([[5, 3], [0, 2]])
+        keys, values = (noise(1, n, (2, 1, 1, 16), F32).expand(2, 2**40, 1, 16) for n in (1, 2))
+        made = interlace.distributed_decode(
+            query, (keys, values), lengths=lengths, algorithm="unfused"
+        )
+        right = values[:, :1] * (lengths > 0)[:, :, None, None]
+        return float((made - right).abs().max())
+
+    assert interlace.run(on_rank, 1)[0] < 1e-6
+
+
+@pytest.mark.parametrize("table", [None, torch.tensor([[1, 0], [2, 2]])])
+def test_elements_of_a_row_may_lie_apart(table: torch.Tensor | None) -> None:
+    def on_rank() -> bool:
+        query, lengths = noise(9, 0, (2, 2, 16), F32), torch.tensor([7, 5])
+        shape = (2 if table is None else 3, 7, 16, 2)
+        apart = [noise(1, number, shape, F32).mT for number in (1, 2)]
+        made, right = (
+            interlace.distributed_decode(
+                query, keys, lengths=lengths, block_table=table, algorithm="unfused"
+            )
+            for keys in (apart, [each.contiguous() for each in apart])
+        )
+        return torch.equal(made, right)
+
+    assert interlace.run(on_rank, 1)[0]
+
+
 def test_many_queries_go_by_a_plain_gather() -> None:
     def on_rank() -> float:
         q = noise(0, 0, (1, 160, 64), F32)
@@ -187,6 +254,7 @@ def test_calls_behind_each_other_have_no_race() -> None:
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.ones(2, 2).int()}, ValueError, "shape (2,) or (2, 1)"),
         ((2, 4, 8), (7, 3, 4, 8), {"block_table": torch.ones(2, 2)}, ValueError, "block_table must be"),
         ((2, 4, 8), (7, 3, 4, 8), {"block_table": torch.tensor([[1], [7]])}, ValueError, "has page 7"),
+        ((2, 4, 8), (2, 3, 4, 8), {"kv_cache": (torch.ones(1),)}, TypeError, "values, got 1 in a tuple"),
         ((2, 4, 8), (2, 3, 4, 8), {"return_lse": 1}, TypeError, "return_lse must be a bool, got 1"),
         ((2, 4, 8), (2, 3, 4, 8), {"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
         ((2, 4, 8), (2, 3, 4, 8), {"algorithm": "pipelined"}, ValueError, "algorithm must be one of auto"),
@@ -196,7 +264,7 @@ def test_misuse_is_named_on_all_ranks(q, keys, changes, kind, text) -> None:  # 
     def on_rank() -> None:
         more = dict(changes)
         cache = torch.zeros(keys), torch.zeros(more.pop("values", keys))
-        interlace.distributed_decode(torch.zeros(q), cache, **more)
+        interlace.distributed_decode(torch.zeros(q), more.pop("kv_cache", cache), **more)
 
     error = failure(on_rank, 2)
     assert isinstance(error, kind) and text in str(error), error

@@ -78,6 +78,7 @@ def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
     kernels = [name for name in names if name.split()[-1] in TRITON]
     if place == "shm":
         names = [name for name in names if name not in kernels]
+        names = names if len(names) > 1 else []  # "auto" is the only one
     elif place == "sim":
         names = kernels
     fused = [name for name in kernels if name in names and name.endswith("fused")]
