@@ -64,7 +64,8 @@ def test_norms_whose_statistics_a_backward_reads(tmp_path: Path, codegen: str) -
             assert worst < TOLERANCE, name
 
 
-@pytest.mark.parametrize("version_2", few([False, True], True))
+@thorough
+@pytest.mark.parametrize("version_2", [False, True])
 def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
     """``version_2``: of how torch makes ops functional that change their arguments."""
     for found in on_ranks(compile_vllm.calls, 2, tmp_path, version_2):

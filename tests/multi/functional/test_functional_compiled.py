@@ -148,6 +148,7 @@ def test_inductor_leaves_memory_in_flight_alone() -> None:
     on_ranks(ranks.memory_in_flight, 2)
 
 
+@thorough
 def test_inductor_leaves_what_is_exchanged_alone() -> None:
     for code in on_ranks(ranks.work_behind_a_start, 2):
         (sent,) = re.findall(r"interlace\.matmul_all_to_all\.default\((buf\d+),", code)
