@@ -412,7 +412,7 @@ class Scheduler(ProgramHooks):
         polling_tasks = [task for task in self._tasks if task.polls and task.waiting is not None]
         for task in polling_tasks:
             task.ready = None
-        self.woken = len(polling_tasks)
+        self.woken = max(1, len(polling_tasks))
         return bool(polling_tasks)
 
     def _check_deadline(self) -> None:

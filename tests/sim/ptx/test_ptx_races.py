@@ -272,3 +272,23 @@ def test_threads_that_have_met_are_equally_far() -> None:
     assert set(agent.acquired[5][:32]) == {latest} and set(agent.times[warp]) == {latest + 1}
     agent.barrier()
     assert set(agent.clock[:64]) == {latest + 1}
+
+
+@pytest.mark.parametrize(
+    ("looks", "offset"),
+    [
+        ("ld.relaxed.sys.global.b32 %r3, [%rd4];\n" * 2, 0),
+        ("ld.relaxed.sys.global.b32 %r3, [%rd4]; ld.relaxed.sys.global.b64 %rd5, [%rd4];", 4),
+    ],
+)
+def test_a_look_is_another_one_in_another_line_or_of_another_size(looks: str, offset: int) -> None:
+    """Only the same poll again is left out, and by whatever rules one asks for the cause."""
+    roles = "ld.param.b64 %rd4, [kernel_param_0]; mov.u32 %r9, %ctaid.x; setp.ne.s32 %p1, %r9, 0;"
+    body = f"{roles} @%p1 bra OTHER; {looks} bra END; OTHER: st.global.b32 [%rd4+{offset}], 1; END:"
+
+    def on_rank() -> None:
+        words = torch.zeros(32, dtype=torch.int32)
+        verify.launch_ptx(kernel(body), 2, words, torch.zeros_like(words))
+
+    findings = verify.races(on_rank, 1, seeds=4, arch=80).findings
+    assert findings and {each.kind for each in findings} == {"mixed access"}, findings

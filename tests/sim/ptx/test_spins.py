@@ -107,6 +107,28 @@ def test_a_counted_loop_ends_though_others_poll(read: str, looks: str) -> None:
     interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
 
 
+COUNTS = "red.relaxed.sys.global.add.u32 [%rd6+64], 1; ld.relaxed.sys.global.b32 %r3, [%rd4+128]"
+BOTH_COUNT = f"""{WORD} mov.u32 %r6, %ctaid.x; setp.eq.s32 %p1, %r6, 0; mul.wide.u32 %rd5, %r6, 4;
+    add.s64 %rd6, %rd4, %rd5; selp.b32 %r8, 100, 80, %p1; mov.b32 %r9, 0;
+    VAIN: add.s32 %r9, %r9, 1; {COUNTS}; setp.lt.s32 %p2, %r9, %r8; @%p2 bra VAIN; @!%p1 bra WAIT;
+    mov.b32 %r9, 0;
+    WORK: add.s32 %r9, %r9, 1; st.global.b32 [%rd4+32], %r9; setp.lt.s32 %p2, %r9, 1000; @%p2 bra WORK;
+    st.release.sys.global.b32 [%rd4+192], 1; bra END;
+    WAIT: add.s32 %r9, %r9, 1; ld.acquire.sys.global.b32 %r3, [%rd4+192]; setp.eq.s32 %p2, %r3, 0;
+    @%p2 bra WAIT; END:"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_that_count_in_memory_before_one_waits(seed: int) -> None:
+    """Polls in vain are many before anybody has been taken for one that waits."""
+
+    def on_rank() -> None:
+        words, others = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        launch_ptx(kernel(BOTH_COUNT, threads=1), 2, words, others)
+
+    interlace.run(on_rank, 1, place="ptx", seed=seed, timeout=60)
+
+
 @pytest.mark.parametrize(("programs", "deadlock"), [(1, False), (4, True)])
 def test_programs_that_count_their_polls_share_the_last_rounds(
     programs: int, deadlock: bool

@@ -318,11 +318,11 @@ class Detector(AsyncProxy):
         lines = program_lines()
         self.ordering.update(lines[:1])
         does, threads = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", threads_of(atomic.pointers)
-        if atomic.reads_only and not atomic.releases and self.rules.orders:
+        if atomic.reads_only and not atomic.releases:
             self._changes = changes
-            who = None if threads is None else threads.tobytes()
-            look = agent, does, addresses.tobytes(), who
-            if self._looks.get(look) == changes:  # a poll that sees what it has seen
+            who = (atomic.by_lanes, atomic.each_thread) if threads is None else threads.tobytes()
+            look = agent, lines, does, size, addresses.tobytes(), who
+            if self._looks.get(look) == changes:  # a poll that sees what it has seen, for any rules
                 self.events += len(addresses)
                 return
             self._looks[look] = changes
