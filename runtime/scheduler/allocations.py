@@ -180,9 +180,9 @@ class Allocations:
         """The allocation that a program means by ``address``; one that is freed if that was there."""
         found = self.at(address)
         if (found is None or found.is_gone()) and self.complete and not self._is_nobodys(address):
-            tensors, end = _tensors_with(address)
+            tensors, around = _tensors_with(address)
             if not tensors:  # it may be the first of many that a loop gets wrong
-                self.nobodys.append(range(address, end))
+                self.nobodys.append(around)
             for tensor in tensors:
                 found = self.of_tensor(tensor, rank)
         return found
@@ -243,23 +243,24 @@ def _distance(allocation: MemoryRange, address: int) -> int:
     return max(allocation.base - address, address - allocation.end, 0)
 
 
-def _tensors_with(address: int) -> tuple[list[torch.Tensor], int]:
+def _tensors_with(address: int) -> tuple[list[torch.Tensor], range]:
     """Tensors of the youngest objects that are alive of which some have storage at this address.
 
-    If there are none, also the address up to which there are none.
+    If there are none, also the addresses around it at which there are none.
     """
     kinds, new = {torch.Tensor}, [torch.Tensor]
     while new:
         new = [kind for each in new for kind in each.__subclasses__() if kind not in kinds]
         kinds.update(new)
-    end = 1 << 64
+    begin, end = 0, 1 << 64
     for generation in range(3):
         tensors = [each for each in gc.get_objects(generation) if type(each) in kinds]
         spans = [_span(each) for each in tensors]
         if found := [each for each, at in zip(tensors, spans, strict=True) if address in at]:
-            return found, address
+            return found, range(0)
+        begin = max([begin, *(at.stop for at in spans if at.stop <= address)])
         end = min([end, *(at.start for at in spans if at.start > address)])
-    return [], end
+    return [], range(begin, end)
 
 
 def _span(tensor: torch.Tensor) -> range:

@@ -38,7 +38,7 @@ def fill_in_turn(address, BY: tl.constexpr, N: tl.constexpr):
     """In turn behind and before."""
     for index in range(N):
         tl.store((address + BY + 4 * index).to(tl.pointer_type(tl.float32)), 7.0)
-        tl.store((address - BY + 4 * index).to(tl.pointer_type(tl.float32)), 7.0)
+        tl.store((address - BY - 4 * index).to(tl.pointer_type(tl.float32)), 7.0)
 
 
 @triton.jit
