@@ -78,9 +78,7 @@ class Detector(AsyncProxy):
         self._meetings: dict[Any, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
         self._changes = 0  # events but those that only look at words
-        self._looks: dict[
-            Any, int
-        ] = {}  # how many there had been at the last look, by who looks at what
+        self._looks: dict[Any, Any] = {}  # the last look at a word, by who looks
         self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
         self.barriers: set[SourceText] = set()  # ... of barriers of programs with threads
 
@@ -321,11 +319,13 @@ class Detector(AsyncProxy):
         if atomic.reads_only and not atomic.releases:
             self._changes = changes
             who = (atomic.by_lanes, atomic.each_thread) if threads is None else threads.tobytes()
-            look = agent, lines, does, size, addresses.tobytes(), who
-            if self._looks.get(look) == changes:  # a poll that sees what it has seen, for any rules
+            look = changes, lines, does, size, addresses.tobytes()
+            every = {*addresses.tolist(), *(addresses + np.uint64(size - 1)).tolist()}
+            words = {(agent, who, address >> 2) for address in every}
+            if all(self._looks.get(word) == look for word in words):  # a poll that sees the same
                 self.events += len(addresses)
                 return
-            self._looks[look] = changes
+            self._looks.update(dict.fromkeys(words, look))
         site = self._site(agent, does, lines)
         looks = atomic.kind != "store" and (atomic.kind != "xchg" or atomic.sem == "acquire")
         before = active(result.data, atomic.pointers, atomic.mask) if looks else None
