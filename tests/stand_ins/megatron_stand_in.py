@@ -7,14 +7,14 @@ For machines without megatron-core: the names, attributes and calls of ``ColumnP
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import torch_names
+from interlace.runtime.compat import stand_ins
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 Tensor = torch.Tensor
@@ -169,5 +169,8 @@ def installed() -> Iterator[Any]:
     parents = [LAYERS.rsplit(".", n)[0] for n in (1, 2, 3)]
     modules = {name: types.ModuleType(name) for name in parents}
     hidden = {name: None for name in sys.modules if name.startswith("megatron")}
-    with mock.patch.dict(sys.modules, {**hidden, **modules, LAYERS: layers}):
+    with ExitStack() as leaving:
+        # one by one: mock.patch.dict would also forget what is imported within, and it would be made twice
+        for name, module in {**hidden, **modules, LAYERS: layers}.items():
+            stand_ins.put(leaving, sys.modules, name, module)
         yield layers
