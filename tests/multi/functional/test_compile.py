@@ -55,7 +55,8 @@ def check_patterns(tmp_path: Path, world_size: int, names: list[str], codegen: s
     return every[0]
 
 
-@pytest.mark.parametrize("codegen", few(["aot_eager", "inductor"], "aot_eager"))
+@thorough
+@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
 def test_norms_whose_statistics_a_backward_reads(tmp_path: Path, codegen: str) -> None:
     for found in on_ranks(compile_norms.trained, 2, tmp_path, codegen):
         for name, (_, _, ops) in compile_norms.TRAINED.items():

@@ -87,6 +87,7 @@ def test_start_and_wait_are_a_pair_around_the_work_between_them() -> None:
         assert backward[-2:] == ["reduce_scatter", "wait_tensor"]
 
 
+@thorough
 def test_unwaited_results_and_arguments_of_graphs() -> None:
     for rank, found in enumerate(on_ranks(ranks.unwaited_results, 2)):
         fours = [4.0, 4.0]
