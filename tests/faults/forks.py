@@ -25,6 +25,9 @@ def in_a_child(call: Any, seconds: float) -> str:
         warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
         child = os.fork()
     if child == 0:
+        # also if its parent ends before: it would keep open what the parent writes to
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         said = tried(call)
         os.write(write_end, f"{1e3 * (said.ended - said.begun)} {said.kind}: {said.text}".encode())
         os._exit(0)
