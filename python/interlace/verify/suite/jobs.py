@@ -332,8 +332,7 @@ def load_function(text: str) -> Callable[[], Any]:
     if not callable(fn):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ValueError(f"{path}: has no function {name!r}; it has {', '.join(public) or 'none'}")
-    if hasattr(fn, "fn") and hasattr(
-        fn, "run"
-    ):  # as jit functions of Triton have, interpreted or not
+    # as jit functions of Triton have, interpreted or not
+    if hasattr(fn, "fn") and hasattr(fn, "run"):
         raise ValueError(f"{path}: {name!r} is a kernel; name a function that launches it")
     return fn  # type: ignore[no-any-return]
