@@ -12,15 +12,13 @@ What follows the hardware and not torch: conversions to fp8 saturate (`cvt.satfi
 through fp32), and min, max and clamp return the number when one operand is nan.
 
 What stays a stand-in for the GPU:
-- `tl.dot` multiplies exactly and adds in fp32, but in the order of BLAS and not of the tensor core.
-  fp32 operands are not rounded to tf32.
+- `tl.dot` and reductions add in the order of `numerics/sums.py`, which is the same on every processor, but
+  not that of a tensor core. fp32 operands are not rounded to tf32.
 - `tl.sum` of bf16, fp16 and fp8 adds in fp32 and rounds once; compiled code rounds every addition.
 - fp64 `tl.fma` rounds twice; float to integer out of range is undefined, here as there.
 
 Nothing of triton is edited: builder methods are shadowed by instance attributes. `tl.reduce` and
-`tl.associative_scan` do not reach the builder: for the combine functions of triton.language.standard they
-call numpy on the raw data, which for bf16 and fp8 is bits, and for fp16 adds in fp16 along some axes and in
-fp32 along others; so their one method is replaced.
+`tl.associative_scan` do not reach the builder, so their one method is replaced.
 """
 
 from collections.abc import Callable
@@ -38,6 +36,7 @@ from interlace.runtime.compat.triton_interpreter import (
     triton_interpreter,
 )
 from interlace.runtime.numerics import float_formats as formats
+from interlace.runtime.numerics.sums import larger, matrix_product, reduce, smaller
 
 Handle = Any  # triton's TensorHandle: a numpy array and the triton dtype it stands for
 UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # neither OCP formats nor in NVIDIA hardware
@@ -110,12 +109,11 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         return cast_impl(src, dst_type)
 
     def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> Handle:
-        if not (_stored(a) or _stored(b) or a.dtype.scalar.name == "fp16"):
+        if not d.dtype.scalar.is_floating():
             return stock_dot(a, b, d, precision, imprecise)
-        # An fp16 accumulator, too, is rounded once at the end and not at every addition.
-        x, y = _number(a).astype(np.float32), _number(b).astype(np.float32)
+        # A narrow accumulator, too, is rounded once at the end and not at every addition.
         with np.errstate(all="ignore"):
-            return like(np.matmul(x, y) + d.data.astype(np.float32), d)
+            return like(matrix_product(_number(a), _number(b)) + _number(d), d)
 
     def create_fma(x: Handle, y: Handle, z: Handle) -> Handle:
         if z.data.dtype == np.float64 or not z.dtype.scalar.is_floating():
@@ -128,7 +126,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         with np.errstate(all="ignore"):
             if propagate == tl.PropagateNan.ALL:
                 return like(np.minimum(np.maximum(number, least), most), x)
-            return like(np.fmin(np.fmax(number, least), most), x)
+            return like(smaller(larger(number, least), most), x)
 
     def constant(dtype: Any) -> Callable[[float], Handle]:
         return lambda value: make(formats.narrow(np.array([value], dtype=np.float64), dtype), dtype)
@@ -180,8 +178,8 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     )
     return {
         **{function.__name__: function for function in functions},
-        "create_minnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmin),
-        "create_maxnumf": lambda lhs, rhs: binary_op(lhs, rhs, np.fmax),
+        "create_minnumf": lambda lhs, rhs: binary_op(lhs, rhs, smaller),
+        "create_maxnumf": lambda lhs, rhs: binary_op(lhs, rhs, larger),
         "create_rsqrt": lambda arg: unary_op(arg, lambda x: 1 / np.sqrt(x)),
         "create_umulhi": _high_product,
         "get_bf16": constant(tl.bfloat16),
@@ -213,35 +211,57 @@ def _narrowed(tensor: Any, dtype: Any) -> Any:
 
 
 def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_impl`` of a reduction or scan, made right for bf16, fp8 and fp16.
+    """``apply_impl`` of a reduction or scan of floats, in the order of ``numerics/sums.py``.
 
-    Sums, products, minima and maxima are numpy calls on the raw data: these get fp32. A combine
+    bf16, fp8 and fp16 are computed in fp32 and rounded once. Triton's own method calls numpy on the stored
+    data, which for bf16 and fp8 is bits, and the order of numpy's sums depends on the layout. A combine
     function of the user's runs element by element through the builder, and is exact already.
     """
     standard = tl.standard
-    on_raw_data = (
-        standard._sum_combine,
+    in_halves = {
+        standard._sum_combine: np.add,
+        standard._elementwise_max: larger,
+        standard._elementwise_min: smaller,
+    }
+    first_index = {
+        standard._argmax_combine_tie_break_left: np.argmax,
+        standard._argmin_combine_tie_break_left: np.argmin,
+    }
+    others = {
         standard._prod_combine,
-        standard._elementwise_max,
-        standard._elementwise_min,
-        standard._argmax_combine_tie_break_left,
-        standard._argmin_combine_tie_break_left,
         standard._argmax_combine_tie_break_fast,
         standard._argmin_combine_tie_break_fast,
-    )
+    }
+
+    def reduced(self: Any, first: Any) -> list[Any]:
+        data, axis = first.handle.data, self.axis
+        lines = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
+        if self.combine_fn in in_halves:
+            parts = [reduce(in_halves[self.combine_fn], lines, 0)]
+        else:
+            index = first_index[self.combine_fn](lines, axis=0)
+            parts = [np.take_along_axis(lines, index[None], 0)[0], index]
+        if self.keep_dims:
+            kept = [1 if axis in (None, at) else n for at, n in enumerate(data.shape)]
+            parts = [part.reshape(kept) for part in parts]
+        return [self.to_tensor(*each) for each in zip(parts, (first.dtype, tl.int32), strict=False)]
 
     def apply_impl(self: Any, tensors: tuple[Any, ...]) -> Any:
-        dtype = tensors[0].dtype
-        narrowed = dtype.name in formats.STORED_AS_BITS or dtype.name == "fp16"
-        if not narrowed or self.combine_fn not in on_raw_data:
+        first, combine = tensors[0], self.combine_fn
+        dtype, ours = first.dtype, combine in in_halves or combine in first_index
+        if not dtype.is_floating() or not (ours or combine in others):
             return stock(self, tensors)
-        first = tensors[0]
-        wide = formats.widen(first.handle.data, dtype).astype(np.float32)
+        narrowed = dtype.name in formats.STORED_AS_BITS or dtype.name == "fp16"
+        if narrowed:
+            first = _tensor(_number(first.handle).astype(np.float32), tl.float32, first)
         with np.errstate(all="ignore"):
-            found = stock(self, (_tensor(wide, tl.float32, first), *tensors[1:]))
-        found = list(found) if isinstance(found, (list, tuple)) else [found]
+            if ours and isinstance(self, triton_interpreter.ReduceOps):
+                found = reduced(self, first)
+            else:
+                found = stock(self, (first, *tensors[1:]))
+                found = list(found) if isinstance(found, (list, tuple)) else [found]
         # A result that is not fp32 is an index of argmax or argmin.
-        return [_narrowed(f, dtype) if f.dtype == tl.float32 else f for f in found]
+        return [_narrowed(f, dtype) if narrowed and f.dtype == tl.float32 else f for f in found]
 
     return apply_impl
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.numerics.float_formats import SINGLE, encode, fused_multiply_add
+from interlace.runtime.numerics.sums import larger, smaller
 from interlace.runtime.ptx.instruction import CARRY, Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
@@ -47,17 +48,6 @@ def _or_ones(function: Callable[[Array, Array], Array]) -> Callable[[Array, Arra
 def quotient(x: Array, y: Array) -> Array:
     """Truncated, as in C."""
     return (x - np.fmod(x, y)) // y
-
-
-def larger(x: Array, y: Array) -> Array:
-    """The number if only one is; +0 is larger than -0."""
-    if x.dtype.kind in "iu":
-        return np.maximum(x, y)
-    return np.where((x == y) & np.signbit(x), y, np.fmax(x, y))
-
-
-def smaller(x: Array, y: Array) -> Array:
-    return np.minimum(x, y) if x.dtype.kind in "iu" else -larger(-x, -y)
 
 
 def _spreading_larger(x: Array, y: Array) -> Array:

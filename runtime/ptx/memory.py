@@ -20,9 +20,10 @@ import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
 from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.numerics.sums import larger, smaller
 from interlace.runtime.ptx.addresses import SPACES, address_of
 from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS
-from interlace.runtime.ptx.arithmetic import lanewise, larger, smaller
+from interlace.runtime.ptx.arithmetic import lanewise
 from interlace.runtime.ptx.instruction import Action, Instruction, Write, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType

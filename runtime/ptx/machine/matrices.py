@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.numerics.sums import matrix_product
 from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.formats import FORMATS
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
@@ -188,7 +189,7 @@ def build_matrix_product(instruction: Instruction) -> Action:
         first, second, before = (bits_of_warps(threads, each) for each in reads)
         rows = rows_of(numbers_of(first, left), eights, packed)
         columns = rows_of(numbers_of(second, right), 1, packed)
-        sums = rows @ columns.swapaxes(1, 2) + sums_of(before, total, eights)
+        sums = matrix_product(rows, columns.swapaxes(1, 2)) + sums_of(before, total, eights)
         found = registers_of(sums, total, clamps)
         for index, write in enumerate(writes):
             write(threads, np.ascontiguousarray(found[:, :, index]).ravel())

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.numerics.sums import matrix_product
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.groups import build_commit, build_wait, groups_of
@@ -130,7 +131,7 @@ def _build_product(instruction: Instruction) -> Action:
                 ]
             others = _matrix(threads, of_b[lanes], columns, right, turned[1])
             before = sums_of(bits_of_warps(threads, sums), total, 2)
-            found = signs[0] * signs[1] * (rows @ others.swapaxes(1, 2))
+            found = signs[0] * signs[1] * matrix_product(rows, others.swapaxes(1, 2))
             found = found + np.where(added[lanes][:, None, None], before, 0)
             registers = registers_of(found, total, clamps)
             for index, write in enumerate(writes):

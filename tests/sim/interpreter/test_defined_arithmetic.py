@@ -1,0 +1,156 @@
+"""Products, sums, minima and maxima of the simulator have the bits of their definition, in all tiles.
+
+They have them here, and in processes that use the BLAS kernels and vector units of other processors.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import triton.language as tl
+from hypothesis import given
+
+from interlace.runtime.numerics import float_formats as formats
+from interlace.runtime.numerics.sums import larger, matrix_product, reduce, smaller
+from tiers import few
+
+OTHER_PROCESSORS = [
+    f"OPENBLAS_CORETYPE={core} MKL_CBWR={mkl} ATEN_CPU_CAPABILITY={aten} ONEDNN_MAX_CPU_ISA={onednn}"
+    f" OPENBLAS_NUM_THREADS={threads} MKL_NUM_THREADS={threads} NPY_DISABLE_CPU_FEATURES={off}"
+    for core, mkl, aten, onednn, threads, off in (
+        ("Prescott", "COMPATIBLE", "default", "SSE41", 1, "AVX2,FMA3,AVX512F,AVX512_SKX"),
+        ("Haswell", "AVX2", "avx2", "AVX2", 2, "AVX512F,AVX512_SKX"),
+        ("Zen", "SSE4_2", "avx2", "AVX2", 4, "AVX512_SKX,AVX512_ICL"),
+        ("SkylakeX", "AVX512", "avx512", "AVX512_CORE", 2, ""),
+    )
+]
+"""Settings that stand for other processors. Of features that this one lacks numpy warns."""
+
+NARROW = [tl.bfloat16, tl.float8e4nv, tl.float8e5]
+DTYPES = ["fp32", "fp16", "fp64", *(dtype.name for dtype in NARROW)]
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: str, spread: int) -> Any:
+    """Numbers of ``dtype`` as the interpreter widens them; ``spread`` of their exponents."""
+    generator = np.random.default_rng(seed)
+    values = np.ldexp(
+        generator.integers(-4096, 4097, shape), generator.integers(-spread, spread + 1, shape)
+    )
+    values = values * np.ldexp(1.0, -12)
+    for narrow in NARROW:
+        if narrow.name == dtype:
+            return formats.widen(formats.narrow(values, narrow), narrow)
+    return values.astype({"fp32": np.float32, "fp16": np.float16, "fp64": np.float64}[dtype])
+
+
+def bits(values: Any) -> Any:
+    return values.view(np.uint64 if values.dtype == np.float64 else np.uint32)
+
+
+def defined(left: Any, right: Any) -> Any:
+    """The product of two matrices by its definition, in Python's floats."""
+    result = np.empty((len(left), right.shape[1]), np.float64)
+    for row, column in np.ndindex(*result.shape):
+        total = 0.0
+        for a, b in zip(left[row].tolist(), right[:, column].tolist(), strict=True):
+            total += a * b
+        result[row, column] = total
+    return result if left.dtype == np.float64 else result.astype(np.float32)
+
+
+def special(values: Any, seed: int) -> Any:
+    """``values`` with zeros of both signs, infinities and a nan."""
+    generator = np.random.default_rng(seed)
+    flat = values.reshape(-1)
+    for number in (0.0, -0.0, np.inf, -np.inf, np.nan):
+        flat[generator.integers(0, flat.size)] = number
+    return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0, 3, 12]))
+def test_no_split_of_a_product_changes_a_bit(dtype: str, data: Any, seed: int, spread: int) -> None:
+    """Every element is that of the definition, in the whole product, and in tiles of any size and order."""
+    rows, columns, depth = (data.draw(st.integers(1, most)) for most in (9, 9, 40))
+    left = numbers(seed, (rows, depth), dtype, spread)
+    right = numbers(seed + 1, (depth, columns), dtype, spread)
+    if data.draw(st.booleans()):  # what cancels is not sure after a BLAS
+        left, right = np.concatenate([left, -left], 1), np.concatenate([right, right], 0)
+    if data.draw(st.booleans()):
+        left = special(left, seed)
+    with np.errstate(all="ignore"):
+        whole = matrix_product(left, right)
+        right_bits = bits(defined(left, right) + whole.dtype.type(0))
+    number = ~np.isnan(whole)
+    assert (bits(whole) == right_bits)[number].all()
+    tall = data.draw(st.permutations(range(rows))), data.draw(st.permutations(range(columns)))
+    cuts = [sorted({0, len(each), *data.draw(st.sets(st.integers(0, len(each))))}) for each in tall]
+    for (top, bottom), (first, last) in itertools.product(*map(itertools.pairwise, cuts)):
+        here = tall[0][top:bottom], tall[1][first:last]
+        tile = matrix_product(left[here[0]], np.asfortranarray(right[:, here[1]]))
+        assert (bits(tile) == bits(whole)[np.ix_(*here)]).all()
+
+
+@given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from([(64,), (8, 16), (3, 4, 8), (5, 7)]))
+def test_no_layout_of_a_reduction_changes_a_bit(seed: int, shape: tuple[int, ...]) -> None:
+    values = special(numbers(seed, (1, int(np.prod(shape))), "fp32", 6), seed).reshape(shape)
+    for axis, combine in itertools.product(range(len(shape)), (np.add, larger, smaller)):
+        with np.errstate(all="ignore"):
+            whole = reduce(combine, values, axis)
+            turned = reduce(combine, np.asfortranarray(values), axis)
+            lines = np.moveaxis(values, axis, -1).reshape(-1, shape[axis])
+            alone = [reduce(combine, line.copy(), 0) for line in lines]
+        for other in (turned, np.array(alone).reshape(whole.shape)):
+            nan = np.isnan(whole)
+            assert (np.isnan(other) == nan).all()
+            assert (bits(np.asarray(other)) == bits(np.asarray(whole)))[~nan].all()
+
+
+def test_zeros_have_an_order() -> None:
+    for count in range(1, 40):  # numpy has other code for what is left of a vector
+        zeros = np.zeros(count, np.float32)
+        for x, y in ((zeros, -zeros), (-zeros, zeros)):
+            assert not np.signbit(larger(x, y)).any() and np.signbit(smaller(x, y)).all()
+
+
+def digests() -> dict[str, str]:
+    """Of products and sums of every dtype, among them large ones, for which a BLAS starts threads."""
+    found = {}
+    for dtype, (rows, columns, depth) in itertools.product(DTYPES, [(64, 48, 256), (16, 8, 16)]):
+        with np.errstate(all="ignore"):
+            left = special(numbers(1, (rows, depth), dtype, 6), 2)
+            product = matrix_product(left, numbers(3, (depth, columns), dtype, 6))
+            product = np.where(np.isnan(product), 7, product)
+            total = np.nan_to_num(reduce(np.add, left, 1).astype(np.float64), nan=7)
+        at = f"{dtype} {rows}x{columns}x{depth}"
+        found[at] = hashlib.sha1(product.tobytes() + total.tobytes()).hexdigest()[:12]
+    return found
+
+
+@pytest.mark.parametrize("settings", few(OTHER_PROCESSORS, OTHER_PROCESSORS[0]))
+def test_other_processors_give_the_same_bits(settings: str) -> None:
+    environment = {**os.environ, **dict(each.split("=") for each in settings.split())}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    code = f"import json; from {__name__} import digests; print(json.dumps(digests()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == digests()
+
+
+def test_control_a_blas_does_not_have_the_bits_of_the_definition() -> None:
+    """A product in fp32, as Triton's interpreter takes it, is another one."""
+    left, right = numbers(5, (64, 256), "fp32", 6), numbers(6, (256, 48), "fp32", 6)
+    assert (left @ right != defined(left, right)).any()
+    assert (matrix_product(left, right) == defined(left, right)).all()
