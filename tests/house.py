@@ -35,7 +35,7 @@ FOLDERS = {
     "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
     "runtime/ptx/frames": "runtime/ptx",
     "runtime/ptx/text": "runtime/ptx",
-    "runtime/ptx/machine": "runtime/core runtime/ptx runtime/ptx/frames runtime/ptx/text",
+    "runtime/ptx/machine": "runtime/core runtime/numerics runtime/ptx runtime/ptx/frames runtime/ptx/text",
     "runtime/interpreter/inline_ptx": "runtime/compat runtime/ptx runtime/ptx/text",
     "runtime/interpreter": (
         "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
@@ -169,7 +169,7 @@ FOLDERS = {
         "runtime/scheduler runtime/start"
     ),
     "interlace/verify/race_check": (
-        "interlace interlace/verify/lint_check interlace/verify/schedule_check "
+        "interlace interlace/verify/lint_check interlace/verify/schedule_check runtime/compat "
         "runtime/core runtime/interpreter runtime/places/sim runtime/programs runtime/scheduler"
     ),
     "interlace/verify": (

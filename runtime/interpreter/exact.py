@@ -218,7 +218,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
     function of the user's runs element by element through the builder, and is exact already.
     """
     standard = tl.standard
-    in_halves = {
+    in_halves: dict[Any, Callable[[Any, Any], Any]] = {
         standard._sum_combine: np.add,
         standard._elementwise_max: larger,
         standard._elementwise_min: smaller,

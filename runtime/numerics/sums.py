@@ -42,12 +42,10 @@ def matrix_product(left: Array, right: Array) -> Array:
         result, most = (near - margin).astype(np.float32), (near + margin).astype(np.float32)
         unsure = np.nonzero(~(result == most))
         if len(unsure[0]):
-            *of_batch, row, column = unsure
             batch = near.shape[:-2]
-            rows = np.broadcast_to(a, (*batch, *a.shape[-2:]))[(*of_batch, row)]
-            columns = np.broadcast_to(b, (*batch, *b.shape[-2:])).swapaxes(-1, -2)[
-                (*of_batch, column)
-            ]
+            row, column = (*unsure[:-2], unsure[-2]), (*unsure[:-2], unsure[-1])
+            rows = np.broadcast_to(a, (*batch, *a.shape[-2:]))[row]
+            columns = np.broadcast_to(b, (*batch, *b.shape[-2:])).swapaxes(-1, -2)[column]
             result[unsure] = np.add.accumulate(rows * columns, axis=-1)[:, -1]
         return _canonical(result)
 

@@ -11,14 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from interlace.runtime.numerics.float_formats import SINGLE, encode
+from interlace.runtime.numerics.sums import larger, smaller
 from interlace.runtime.ptx.arithmetic import (
     BITS,
     FLOATS,
     INTEGERS,
     flushed,
-    larger,
     rectified,
-    smaller,
 )
 from interlace.runtime.ptx.formats import FORMATS, ROUNDINGS, NarrowFloat, Rounding
 from interlace.runtime.ptx.instruction import Action, Instruction, builders

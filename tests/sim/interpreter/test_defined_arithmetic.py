@@ -7,6 +7,8 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,12 +16,13 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from hypothesis import given
 
 from interlace.runtime.numerics import float_formats as formats
 from interlace.runtime.numerics.sums import larger, matrix_product, reduce, smaller
-from tiers import few
+from tiers import few, thorough
 
 OTHER_PROCESSORS = [
     f"OPENBLAS_CORETYPE={core} MKL_CBWR={mkl} ATEN_CPU_CAPABILITY={aten} ONEDNN_MAX_CPU_ISA={onednn}"
@@ -33,6 +36,11 @@ OTHER_PROCESSORS = [
 ]
 """Settings that stand for other processors. Of features that this one lacks numpy warns."""
 
+ROOT = pathlib.Path(__file__).parents[3]
+DETERMINISM = [
+    f"tests/sim/algorithms/test_determinism.py::{test}"
+    for test in ("test_same_bits_in_every_schedule", "test_all_ranks_get_the_same_bits")
+]
 NARROW = [tl.bfloat16, tl.float8e4nv, tl.float8e5]
 DTYPES = ["fp32", "fp16", "fp64", *(dtype.name for dtype in NARROW)]
 
@@ -134,19 +142,39 @@ def digests() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("settings", few(OTHER_PROCESSORS, OTHER_PROCESSORS[0]))
-def test_other_processors_give_the_same_bits(settings: str) -> None:
+def on_other_processor(settings: str, *command: str) -> str:
+    """What Python prints with these settings; it must succeed."""
+    for feature, there in (
+        ("avx2", torch.cpu._is_avx2_supported), ("avx512", torch.cpu._is_avx512_supported)
+    ):  # fmt: skip
+        if f"={feature} " in settings and not there():
+            pytest.skip(f"this processor has no {feature}")
     environment = {**os.environ, **dict(each.split("=") for each in settings.split())}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    code = f"import json; from {__name__} import digests; print(json.dumps(digests()))"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-W", "ignore", *command], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == digests()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("settings", few(OTHER_PROCESSORS, OTHER_PROCESSORS[0]))
+def test_other_processors_give_the_same_bits(settings: str) -> None:
+    code = f"import json; from {__name__} import digests; print(json.dumps(digests()))"
+    said = on_other_processor(settings, "-c", code)
+    assert json.loads(said.splitlines()[-1]) == digests()
+
+
+@thorough
+@pytest.mark.parametrize("settings", OTHER_PROCESSORS[:2])
+def test_promises_hold_on_other_processors(settings: str) -> None:
+    """Every test that the page on promises names for equal bits."""
+    page = (ROOT / "docs/promises.md").read_text()
+    section = page.partition("## Equal bits")[2].partition("\n## ")[0]
+    tests = sorted({*re.findall(r"`(tests/\S+::\w+)`", section), *DETERMINISM})
+    chosen = [test for test in tests if not test.endswith("_on_other_processors")]
+    assert len(chosen) > 5
+    on_other_processor(settings, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
 
 
 def test_control_a_blas_does_not_have_the_bits_of_the_definition() -> None:
