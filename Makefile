@@ -6,6 +6,7 @@
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
 # The site elsewhere: make docs SITE=folder
 # A longer soak:      make faults MINUTES=10
+# More or less of the thorough tests: make test-all MINUTES=60
 # More of torch's tests: make conformance PYTORCH=folder of its repository, of the same release
 # Some programs only: make clients CLIENTS="ray_train lightning_ddp"
 # PhysicsNeMo's own tests instead: make clients PHYSICSNEMO=folder of its repository, of the same release
@@ -30,7 +31,6 @@ EXTRAS_types := [types]
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SITE ?= build/site
 DIST ?= dist
-MINUTES ?= 2
 CLIENTS ?=
 
 .DEFAULT_GOAL := help
@@ -45,13 +45,14 @@ help:  ## this list
 	@echo "GPU, let PIP_FLAGS name PyTorch's CPU wheels too (--extra-index-url or --find-links)."
 
 demo: $(VENV)/demo  ## run the demonstration; needs no GPU
+	@echo "Three fused ops on four simulated ranks: ten seconds on a fast machine, a minute on a slow one."
 	$(PY) -m interlace demo
 
 test: $(VENV)/test  ## run the tests; those that need a GPU are skipped without one
 	$(PYTEST)
 
-test-all: test $(VENV)/docs $(VENV)/dist $(VENV)/types  ## and those that take long for what they find
-	$(PYTEST) -m thorough
+test-all: test $(VENV)/docs $(VENV)/dist $(VENV)/types  ## and those that take long for what they find; 30 minutes
+	$(PYTEST) -m thorough --minutes $(or $(MINUTES),30)
 
 matrix:  ## the core of the tests with one torch after another; minutes each, and 6 GB; writes a table
 	status=0; for torch in $(CORNERS); do $(MAKE) TORCH=$$torch corner || status=1; done; exit $$status
@@ -67,7 +68,7 @@ clients: .venv-clients/made  ## programs that others wrote, on gloo and on inter
 		$(PHYSICSNEMO),run $(CLIENTS))
 
 faults: $(VENV)/test  ## provoke every fault that docs/reliability.md is about, and write its table; ten minutes
-	PYTHONPATH=tests $(PY) -m faults --minutes $(MINUTES)
+	PYTHONPATH=tests $(PY) -m faults --minutes $(or $(MINUTES),2)
 
 verify: $(VENV)/test  ## races, schedules, lint and protocols of everything that is shipped; minutes
 	$(PY) -m interlace verify all --full --seeds 6 --schedules 60

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import order
+import tiers
 
 try:
     import hypothesis
@@ -112,9 +113,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return order.workers(len(os.sched_getaffinity(0)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, and skip it where there is no GPU; sort for several workers."""
     config.stash[order.FILES] = {item.path for item in items}
+    tiers.mark_cases(items)
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
     for item in items:
         if GPU_TESTS in item.path.parents:

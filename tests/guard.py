@@ -7,6 +7,8 @@
                                 pyproject.toml, far above
     a worker of xdist dies      at once                             the others end their files, and the
                                                                     run ends with an error
+    a run with ``--minutes N``  N minutes                           no other test begins; what was left out
+                                                                    is skipped, and named at the end
 
 xdist itself would start another worker and give it the dead one's files, those that were done too; whoever
 gets one in which nothing is left to do waits for ever (3.8).
@@ -18,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
@@ -26,6 +29,8 @@ import pytest
 LIMIT = 150.0  # seconds of a quiet machine; no test needs a tenth of it there
 MOST = 1500.0
 AGAIN = 30.0  # an exception may be lost where nobody can take it, as in __del__
+LEFT_OUT = "left out:"
+_BEGIN = time.monotonic()
 LINGER = 5.0  # in which the end of a worker is usually known by its closed pipe
 
 
@@ -36,6 +41,7 @@ def busy() -> float:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("limit", "seconds for each test, on a quiet machine", default=str(LIMIT))
+    parser.addoption("--minutes", type=float, help="begin no test after so many minutes")
 
 
 def _limited(item: pytest.Item) -> Generator[None, Any, Any]:
@@ -61,6 +67,12 @@ def _limited(item: pytest.Item) -> Generator[None, Any, Any]:
         signal.signal(signal.SIGALRM, before)
 
 
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    minutes = item.config.getoption("minutes", None)
+    if minutes is not None and time.monotonic() > _BEGIN + 60 * minutes:
+        item.add_marker(pytest.mark.skip(f"{LEFT_OUT} {minutes:g} minutes were over"))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     return (yield from _limited(item))
@@ -77,6 +89,16 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 # -- in the process that spreads the tests over workers ----------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which files have tests that ``--minutes`` left out."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    left = [each.nodeid.partition("::")[0] for each in skipped if LEFT_OUT in str(each.longrepr)]
+    if left:
+        terminalreporter.write_sep("=", f"{len(left)} tests were left out: they did not run")
+        for file, count in sorted(Counter(left).items()):
+            terminalreporter.write_line(f"{count:5} {file}")
 
 
 @pytest.hookimpl(tryfirst=True)

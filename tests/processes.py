@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WAIT = 120.0
+from guard import MOST as WAIT
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The variables of the environment that interlace reads. One that it does not know is taken for a slip.
+"""The variables of the environment that interlace reads. A typo of one is an error, any other a warning.
 
 docs/operations.md has this table.
 """
@@ -7,6 +7,7 @@ import difflib
 import logging
 import os
 import re
+import warnings
 
 LEVELS = ("warning", "info", "debug")
 VARIABLES = {
@@ -20,32 +21,41 @@ VARIABLES = {
     "INTERLACE_TRACEBACK": "not empty: errors of `python -m interlace` come with a traceback",
     "INTERLACE_WITHOUT_NVSHMEM": "`1`: tests that need NVSHMEM's device library are skipped",
     "INTERLACE_UNTRIED": "set by interlace: the warning of untried releases was given",
+    "INTERLACE_UNKNOWN": "set by interlace: the warning of variables that it does not know was given",
     "INTERLACE_COMPILING": "set by interlace: this process compiles kernels for another one",
     "INTERLACE_RESTARTED": "set by interlace: the command has started itself anew",
 }
 SWITCHES = [name for name, text in VARIABLES.items() if text.startswith(("`0`:", "`1`:"))]
+_TYPO = 0.8  # difflib's likeness: RECORDS is meant for RECORD, but CACHE is not for TUNE_CACHE
 _OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # which it sets for a service named interlace
 
 
 def check_environment() -> None:
-    """Raise ValueError for an ``INTERLACE_*`` that is not among them; it names one that is nearly the same.
+    """Raise ValueError for a typo of a variable's name, and for a switch that is neither 0 nor 1.
 
-    So it does for a switch that is neither 0 nor 1.
+    Any other ``INTERLACE_*`` may be a variable of the user's job: one warning names all of these, from the
+    process that imports interlace first.
     """
     for name in SWITCHES:
         if (value := os.environ.get(name, "")) not in ("", "0", "1"):
             raise ValueError(f"{name} in the environment must be 0 or 1, got {value!r}")
-    for name in os.environ:
-        known = name in VARIABLES or not name.startswith("INTERLACE_")
-        if not known and not _OF_KUBERNETES.search(name):
-            words = [each.removeprefix("INTERLACE_") for each in VARIABLES]
-            nearest = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, n=1)
-            hint = (
-                f"did you mean INTERLACE_{nearest[0]}?"
-                if nearest
-                else "docs/operations.md lists them"
+    names = [name for name in os.environ if name.startswith("INTERLACE_")]
+    unknown = [n for n in names if n not in VARIABLES and not _OF_KUBERNETES.search(n)]
+    words = [name.removeprefix("INTERLACE_") for name in VARIABLES]
+    for name in unknown:
+        if meant := difflib.get_close_matches(name[len("INTERLACE_") :], words, n=1, cutoff=_TYPO):
+            raise ValueError(
+                f"{name} in the environment is no variable of interlace; "
+                f"did you mean INTERLACE_{meant[0]}?"
             )
-            raise ValueError(f"{name} in the environment is no variable of interlace; {hint}")
+    first = "INTERLACE_UNKNOWN" not in os.environ and os.environ.get("RANK", "0") == "0"
+    if unknown and first:
+        os.environ["INTERLACE_UNKNOWN"] = "1"
+        warnings.warn(
+            f"interlace ignores {', '.join(unknown)} in the environment; "
+            "docs/operations.md lists the variables that it reads",
+            stacklevel=3,
+        )
 
 
 def write_log() -> None:

@@ -72,10 +72,7 @@ OPTIONS = {
 }
 
 
-ONE_OF_EACH = (
-    "all_gather_matmul", "matmul_all_reduce", "reduce_norm", "combine", "all_to_all_matmul",
-    "distributed_decode", "all_gather", "all_reduce",
-)  # fmt: skip
+ONE_OF_EACH = ("all_gather_matmul", "matmul_all_reduce", "all_gather", "all_reduce")
 """Of each kind of op; the others are thorough."""
 
 

@@ -315,17 +315,17 @@ def replays(name: str, count: int) -> list[int]:
 
 
 def host_goes_on() -> tuple[bool, bool]:
-    """Behind 0.2 s of other work: whether ``wait()`` has returned before it, and the op was right."""
+    """Behind seconds of other work, where the host takes milliseconds: whether ``wait()`` has returned
+    before it, and the op was right."""
     device = interlace.device()
     x, w = input_of(interlace.get_rank(), 1).to(device), weight().to(device)
     fused_gather(x, w)
     default_group().place.exchange(b"", "warm")
     torch.cuda.synchronize()
-    torch.cuda._sleep(400 * NANOSECONDS)
-    start = time.perf_counter()
+    torch.cuda._sleep(4000 * NANOSECONDS)
     work = interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True)
     output = work.wait()
-    early = time.perf_counter() - start < 0.1 and not work.is_completed()
+    early = not work.is_completed()
     return early, check("fused_gather", 1, output)
 
 
@@ -382,7 +382,7 @@ def layers(rounds: int) -> list[str]:
 
 
 def leaves_the_others(how: str) -> str:
-    """Rank 1 does not take part in the second op; what rank 0 is told, and how long that took."""
+    """Rank 1 does not take part in the second op; what rank 0 is told."""
     device = interlace.device()
     x = torch.ones(1024, device=device)
     interlace.all_reduce(x)
@@ -391,15 +391,13 @@ def leaves_the_others(how: str) -> str:
     if interlace.get_rank() == 1:
         if how == "dies":
             os._exit(3)
-        time.sleep(8)
-        return "came too late"
-    start = time.perf_counter()
+        time.sleep(1e6)  # the run ends its process
     interlace.all_reduce(x)  # known, so nobody waits on the host
     try:
         torch.cuda.synchronize()
         interlace.all_reduce(x)
     except interlace.InterlaceError as error:
-        return f"{type(error).__name__} after {time.perf_counter() - start:.2f} s: {error}"
+        return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 

@@ -59,7 +59,7 @@ def test_layers_forward_and_backward() -> None:
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     with pytest.raises(RankError) as caught:
         answers = interlace.run(
-            ranks.leaves_the_others, 2, "sleeps", place="cuda", processes=True, timeout=5.0
+            ranks.leaves_the_others, 2, "sleeps", place="cuda", processes=True, timeout=20.0
         )
         raise AssertionError(answers)
     assert "rank 1" in str(caught.value) or "ranks [1]" in str(caught.value)

@@ -263,7 +263,7 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def join(rank: int) -> str:
         with pytest.raises(PlaceUnavailableError) as caught:
-            connect_place(store, rank, 2, timeout=20, name="open", host=f"host {rank}")
+            connect_place(store, rank, 2, timeout=600, name="open", host=f"host {rank}")
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as threads:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import interlace
+from guard import MOST as LONG
 from interlace.runtime.start.pool import default_pool
 from multi.ops import deadlock_ranks as ranks
-
-LONG = 200.0
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -191,7 +191,7 @@ def short_forms(path: str) -> list[Any]:
         part, scattered = torch.empty(2), torch.empty(2)
         group.reduce_scatter(part, [own(), own(5.0)]).wait()
         group.scatter(scattered, [own(), own(5.0)] if rank == 1 else [], 1).wait()
-        group.barrier(timeout=datetime.timedelta(seconds=20)).wait()
+        group.barrier(timeout=datetime.timedelta(seconds=600)).wait()
         return [reduced, listed, sent, root, gathered, at_root, part, scattered]
 
 

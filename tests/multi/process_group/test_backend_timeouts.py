@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,12 +13,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import interlace
+from guard import MOST
 from interlace.process_group.collectives import Collectives
 from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.compat.torch_groups import c10d
 from interlace.runtime.core.errors import CollectiveTimeoutError
 
-LONG, SHORT = timedelta(seconds=120), timedelta(seconds=0.1)
+LONG = timedelta(seconds=2 * MOST)  # no test lasts so long
+SHORT = timedelta(seconds=0.1)
 
 
 def reduce(group: Any) -> Any:
@@ -132,21 +133,18 @@ def nobody_comes(call: Callable[[Any], Any]) -> None:
     """``call(group)`` on rank 0 ends, itself or when waited for, after ``SHORT``; rank 1 never comes."""
     store, gone = HashStore(), threading.Event()
 
-    def on_rank(rank: int) -> Any:
+    def on_rank(rank: int) -> None:
         group = InterlaceProcessGroup(store, rank, 2, LONG, name="timeouts")
         try:
             reduce(group).wait()
-            started = time.monotonic()
             if rank:
                 assert gone.wait(LONG.total_seconds())
-                return None
+                return
             with pytest.raises(CollectiveTimeoutError, match=r"0.1 s for ranks \[1\]"):
                 call(group).wait()
-            return time.monotonic() - started
         finally:
             gone.set()
             group.shutdown()
 
     with ThreadPoolExecutor(2) as threads:
-        seconds, _ = threads.map(on_rank, range(2))
-    assert seconds < LONG.total_seconds() / 4
+        list(threads.map(on_rank, range(2)))

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import HashStore
 
 import interlace
+from guard import MOST as LONG
 from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core import plain
@@ -35,7 +36,6 @@ from multi.record import record_ranks as ranks
 LINES = Path(ranks.__file__).read_text().splitlines()
 SITES = [number for number, line in enumerate(LINES, 1) if line.strip() == ranks.LINE]
 WHO = "a group", 0, (0, 1), (11, 12), ()
-LONG = 120.0
 
 T = TypeVar("T")
 

@@ -93,25 +93,6 @@ def mismatch(known: bool) -> list[str]:
     return texts
 
 
-def cost(rounds: int) -> tuple[float, float]:
-    """Microseconds of a call that all have made before, and of one that is waited for."""
-    place = default_group().place
-    agreement, made = Agreement(place), call(1)
-    agreement.agree(made)
-    samples = []
-    for function in (
-        lambda: (agreement.mismatch(), agreement.agree(made)),
-        lambda: agreement.exchange(made.message, "an op"),
-    ):
-        place.exchange(b"", "in step")
-        start = time.perf_counter()
-        for _ in range(rounds):
-            function()
-        samples.append((time.perf_counter() - start) / rounds * 1e6)
-    place.exchange(b"", "done")
-    return samples[0], samples[1]
-
-
 def messages_by_way_of_the_host(rounds: int) -> list[list[float]]:
     """A ring of messages, with tensors of the CPU's in the place of a GPU's; from anyone, too."""
     place = default_group().place

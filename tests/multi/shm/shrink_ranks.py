@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.roll import HostsRoll
 from interlace.runtime.places.one_host import meetings
+from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.start.connect import connect_place
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
 
 
 def joined(
@@ -41,7 +43,7 @@ def joined(
             time.sleep(0.01)
         store = TCPStore("127.0.0.1", int(chosen.read_text()), is_master=False)
     host = f"host {rank * hosts // world_size}"
-    place = connect_place(store, rank, world_size, timeout=60.0, name="shrinking", host=host)
+    place = connect_place(store, rank, world_size, timeout=TIMEOUT, name="shrinking", host=host)
     assert place.name == ("shm" if hosts == 1 else "hosts")
     place.set_timeout(timeout or TIMEOUT)
     groups.install(place, all_threads=True)
@@ -177,15 +179,26 @@ def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, time
         said.send(str(error))
 
 
-def without_rank_0(seconds: float) -> str:
+class OfOthers(Patience):
+    """Patience that is at its end when only rank 0 has not come."""
+
+    def step(self, doing: str, waited_for: Sequence[int], ready: Any = None) -> None:
+        self._timeout = 0.0 if list(waited_for) == [0] else TIMEOUT
+        super().step(doing, waited_for, ready)
+
+
+def without_rank_0() -> str:
     """What the other ranks say who mean to go on with rank 0, which does not come; it is too late then."""
-    group = interlace.new_group(timeout=seconds)
+    group = interlace.new_group()
+    meetings.Patience = OfOthers  # type: ignore[misc]
     try:
         if interlace.get_rank():
             interlace.rebuild(group, range(3))
         return ""
     except interlace.CollectiveTimeoutError as error:
         return str(error)
+    finally:
+        meetings.Patience = Patience  # type: ignore[misc]
 
 
 def in_another_order(rank: int, world_size: int, folder: str, said: Any, hosts: int) -> None:

@@ -156,5 +156,4 @@ def test_another_thread_than_the_main_one() -> None:
 
 @pytest.mark.parametrize("op", [steps_ranks.small_op, steps_ranks.middle_op])
 def test_ctrl_c_while_a_peer_is_late(op: Any, tmp_path: Path) -> None:
-    seconds = run(steps_ranks.interrupted, 2, str(tmp_path), op)
-    assert 0 <= seconds[0] < 60  # and not at the end of the wait itself, minutes later
+    assert run(steps_ranks.interrupted, 2, str(tmp_path), op) == [True, True]

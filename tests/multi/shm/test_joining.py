@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from guard import busy
+from guard import MOST
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.one_host import group as group_module
@@ -28,7 +29,7 @@ from interlace.runtime.start.connect import connect_place
 
 NONCE = bytes(range(16))
 IDLE = 8
-LONG = 600.0
+LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this
 
 
 def both(join: Callable[[int], Any]) -> list[Future[Any]]:
@@ -122,9 +123,7 @@ def test_a_process_of_another_user_is_no_rank_whatever_it_knows() -> None:
     label = rendezvous._MESSAGE.pack(*ends[1]._label(sender=1, receiver=0))
     command = [sys.executable, "-ISc", IMPOSTOR, ends[0].address.hex(), label.hex()]
     stranger = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
-    until = time.monotonic() + LONG
     while stranger.poll() is None:  # it is let go before any other has come
-        assert time.monotonic() < until
         assert not ends[0]._connections
         ends[0]._accept()
         time.sleep(1e-3)
@@ -158,13 +157,12 @@ class Losing(HashStore):
 
 def test_joining_does_not_wait_for_a_key_that_was_deleted() -> None:
     store = Losing()
+    store.set_timeout(timedelta(seconds=LONG))
 
     def join(rank: int) -> Any:
-        return meet(store, rank, 2, b"mine", bytes, "g", "g/key", 0.5 * busy())
+        return meet(store, rank, 2, b"mine", bytes, "g", "g/key", 0.5)
 
-    started = time.monotonic()
     errors = [each.exception() for each in both(join)]
-    assert time.monotonic() - started < 60  # a store's own bound is 300 s
     assert isinstance(errors[0], CollectiveTimeoutError)
     assert "ranks [1] have not joined group 'g'" in str(errors[0])
 
@@ -184,10 +182,8 @@ def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
 
     def join(rank: int) -> Any:
         if key == "hosts":
-            return connect_place(store, rank, 2, timeout=20.0 * busy(), name="garbage")
-        return HostGroup(
-            StoreMeeting(store), rank, 2, timeout=20.0 * busy(), prefix=f"{prefix}/host"
-        )
+            return connect_place(store, rank, 2, timeout=LONG, name="garbage")
+        return HostGroup(StoreMeeting(store), rank, 2, timeout=LONG, prefix=f"{prefix}/host")
 
     errors = [each.exception() for each in both(join)]
     for rank, error in enumerate(errors):
@@ -223,14 +219,8 @@ def test_rank_that_ended_before_it_connected_is_named_at_once(living: int) -> No
     dead = 1 - living
     ends[living].pids = {dead: 4711}
     ends[dead].close()
-    until = time.monotonic() + LONG
-
-    def step(missing: Sequence[int]) -> None:
-        assert time.monotonic() < until
-        wait(missing)
-
     with pytest.raises(PeerDiedError, match=rf"rank {dead} \(pid 4711\) died .* joining"):
-        ends[living].meet_peers(step)
+        ends[living].meet_peers(wait)
     ends[living].close()
 
 
@@ -248,7 +238,7 @@ if sys.argv[2] == "all":
 else:
     rendezvous.STORE_POLL_SECONDS = -1  # time.sleep raises: its card is there, and others are missing
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-connect_place(store, 1, int(sys.argv[3]), timeout=60, name="cards")
+connect_place(store, 1, int(sys.argv[3]), timeout=3600, name="cards")
 """
 
 
@@ -268,14 +258,12 @@ def test_rank_that_is_killed_after_its_card_is_named_at_once(come: str) -> None:
         return connect_place(store, rank, size, timeout=LONG, name="cards")
 
     try:
-        started = time.monotonic()
         with ThreadPoolExecutor(2) as threads:
             joins = [threads.submit(join, rank) for rank in (0, 2)]
         for rank, each in zip((0, 2), joins, strict=True):
             assert isinstance(error := each.exception(), InterlaceError)
             assert isinstance(error, PeerDiedError) or (come == "some" and rank == 2)
             assert f"rank 1 (pid {child.pid}) died" in str(error)
-        assert time.monotonic() - started < LONG / 4
     finally:
         child.kill()
         child.wait()
@@ -304,7 +292,7 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
         return sorted(path for path in links if "interlace" in os.path.realpath(path))
 
     monkeypatch.setattr(group_module, "map_segment", fails_on_one)
-    before, started = memory(), time.monotonic()
+    before = memory()
     found = both(
         lambda rank: HostGroup(
             StoreMeeting(store), rank, 2, timeout=LONG, prefix="interlace/fails/0"
@@ -314,7 +302,6 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
     expected = "there is no room for it"
     assert said == [f"rank 1 could not join: InterlaceError: {expected}", expected]
     assert memory() == before, "while the exceptions, and so what they hold, are still there"
-    assert time.monotonic() - started < LONG / 4
 
 
 def test_a_reason_is_that_of_the_process_whatever_its_rank_elsewhere() -> None:
@@ -339,9 +326,8 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
                 time.sleep(1e-3)
             store.set(key, planted)  # over what rank 0 has just written
         signed = SignedStore(store, b"secret")
-        group = HostGroup(
-            StoreMeeting(signed), rank, 2, timeout=20.0 * busy(), prefix="interlace/planted/0"
-        )
+        prefix = "interlace/planted/0"
+        group = HostGroup(StoreMeeting(signed), rank, 2, timeout=LONG, prefix=prefix)
         try:
             return group.exchange(b"%d" % rank, "the end")
         finally:
@@ -356,9 +342,7 @@ def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatc
 
     def slowly(store: Any, rank: int, key: str, nonce: str) -> None:
         if rank:
-            ended.wait(
-                0.5
-            )  # seconds; a rank that waits for this one does not end the store meanwhile
+            ended.wait(0.5)  # in vain, however slow this is: rank 0 waits for this one
             assert not ended.is_set()
         forget(store, rank, key, nonce)
 

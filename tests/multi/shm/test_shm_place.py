@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from guard import busy
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -266,15 +265,14 @@ def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
 
 
 def test_killed_rank_is_named_by_all(pool: ProcessPool, tmp_path: pathlib.Path) -> None:
-    """SIGKILL. The promise is 100 ms; the wait itself ends minutes later, and a busy machine has room."""
+    """SIGKILL."""
     named = shared_names()
     with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)") as caught:
         run(pool, ranks.killed_in_a_wait, 1, str(tmp_path), world_size=4)
     assert caught.value.rank == 1
     for rank in (0, 2, 3):
-        dead, seconds, text = (tmp_path / str(rank)).read_text().split(" ", 2)
+        dead, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert dead == "1", f"rank {rank} says: {text}"
-        assert float(seconds) < 60
     assert shared_names() <= named
 
 
@@ -289,11 +287,15 @@ def test_pool_goes_on_after_a_process_ended(pool: ProcessPool) -> None:
 
 
 @thorough
-def test_run_that_does_not_end(pool: ProcessPool) -> None:
+def test_run_that_does_not_end(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time has passed as soon as rank 0 has reported."""
     run(pool, ranks.whoami, world_size=2)
-    before = len(pool.processes())
+    before, collect = len(pool.processes()), pool._collect
+    monkeypatch.setattr(
+        pool, "_collect", lambda late, until: collect(late, until if len(late) > 1 else 0.0)
+    )
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] have not finished") as caught:
-        run(pool, ranks.never_ends, 1, world_size=2, timeout=2 * busy())
+        run(pool, ranks.never_ends, 1, world_size=2)
     assert caught.value.waited_for == (1,)
     assert len(pool.processes()) == before - 1
 
@@ -448,9 +450,9 @@ def test_worker_delivers_exceptions_and_goes_on() -> None:
 
 def test_closed_worker_fails_what_has_not_started() -> None:
     worker, gate, started = OrderedWorker("test"), threading.Event(), threading.Event()
-    running = worker.submit(lambda: (started.set(), gate.wait(10)))
+    running = worker.submit(lambda: (started.set(), gate.wait()))
     waiting = worker.submit(lambda: None)
-    started.wait(10)
+    started.wait()
     worker.close(timeout=0)
     gate.set()
     assert running.result() == (None, True)

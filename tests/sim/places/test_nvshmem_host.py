@@ -131,14 +131,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> FakeTorch:
 
 
 def on_ranks(function: Callable[[ThreadHost], Any], world_size: int = 4) -> list[Any]:
-    turns = Turns(world_size, 20.0)
+    turns = Turns(world_size, 300.0)
     return run_threads(
         lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
     )
 
 
 def place_of(host: ThreadHost) -> NvshmemPlace:
-    return NvshmemPlace(host, CPU, timeout=5.0)  # type: ignore[arg-type]
+    return NvshmemPlace(host, CPU, timeout=300.0)  # type: ignore[arg-type]
 
 
 # -- memory and nodes ----------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def crowded(
 
 def test_a_move_leaves_the_affinity_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, bound = crowded(monkeypatch, [0, 0, 1, 0])
+    monkeypatch.setattr(spread, "SECONDS_BETWEEN", 1e6)
     ranks.say()
     ranks.look()
     assert bound == [(1,), (0, 1)]

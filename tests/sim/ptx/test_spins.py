@@ -33,7 +33,7 @@ def launched(body: str, threads: int = 256) -> None:
         words = torch.zeros(threads, dtype=torch.int32)
         launch_ptx(kernel(body, threads=threads), 1, words, words, shared_bytes=16)
 
-    interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
+    interlace.run(on_rank, 1, place="ptx", seed=3)
 
 
 EACH = "ld.global.b32 %r3, [%rd1]"
@@ -104,7 +104,7 @@ def test_a_counted_loop_ends_though_others_poll(read: str, looks: str) -> None:
         words, others = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
         launch_ptx(kernel(body), 2, words, others, shared_bytes=16)
 
-    interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
+    interlace.run(on_rank, 1, place="ptx", seed=3)
 
 
 COUNTS = "red.relaxed.sys.global.add.u32 [%rd6+64], 1; ld.relaxed.sys.global.b32 %r3, [%rd4+128]"
@@ -126,7 +126,7 @@ def test_programs_that_count_in_memory_before_one_waits(seed: int) -> None:
         words, others = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
         launch_ptx(kernel(BOTH_COUNT, threads=1), 2, words, others)
 
-    interlace.run(on_rank, 1, place="ptx", seed=seed, timeout=60)
+    interlace.run(on_rank, 1, place="ptx", seed=seed)
 
 
 @pytest.mark.parametrize(("programs", "deadlock"), [(1, False), (4, True)])
@@ -141,7 +141,7 @@ def test_programs_that_count_their_polls_share_the_last_rounds(
 
     told = pytest.raises(DeadlockError, match="program 3") if deadlock else nullcontext()
     with told:
-        interlace.run(on_rank, 1, place="ptx", seed=3, timeout=60)
+        interlace.run(on_rank, 1, place="ptx", seed=3)
 
 
 @pytest.mark.parametrize(

@@ -124,5 +124,4 @@ def test_ctrl_c_while_a_run_begins_leaves_no_watchdog(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         interlace.run(interlace.get_rank, 1)
     (dog,) = dogs
-    dog.join(timeout=60)
-    assert not dog.is_alive()
+    dog.join()

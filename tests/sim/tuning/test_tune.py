@@ -302,7 +302,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
     for each in writers:
         each.start()
     for each in writers:
-        each.join(60)
+        each.join()
     assert [each.exitcode for each in writers] == [0, 0, 0]
     assert len(cache.rows_for(HERE, file)) == 3 * count
 

@@ -87,7 +87,7 @@ def test_a_worker_that_nobody_uses_ends() -> None:
     """As one does if Ctrl-C comes before it is known to whoever would kill it."""
     worker = parallel._ForkedWorker(abs)
     worker.connection.close()
-    assert multiprocessing.connection.wait([worker._process.sentinel], 60)
+    multiprocessing.connection.wait([worker._process.sentinel])
     worker.close()
 
 
@@ -110,7 +110,7 @@ def test_workers_end_with_their_parent() -> None:
     parent.kill()
     parent.join()
     for worker in workers:
-        assert multiprocessing.connection.wait([worker], 60), "it is still there"
+        multiprocessing.connection.wait([worker])
         os.close(worker)
     reading.close()
 
