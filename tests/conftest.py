@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def _no_group_left() -> Iterator[None]:
 def pytest_xdist_auto_num_workers() -> int:
     """Of ``pytest -n auto``."""
     return order.workers(len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Say once what begins: how many tests there are, and how long they take somewhere."""
+    config = node.config
+    if config.stash.setdefault(order.BEGUN, node) is node:
+        config.get_terminal_writer().line(f"{len(ids)} tests. {order.MEASURED}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked

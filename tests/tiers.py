@@ -33,11 +33,15 @@ def spread(count: int, kept: int) -> set[int]:
     return {at * (count - 1) // max(1, kept - 1) for at in range(kept)}
 
 
+def kept_cases() -> dict[str, int]:
+    """The table: by function, how many of its cases `make test` runs."""
+    lines = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+    return {name: int(count) for name, count in lines}
+
+
 def mark_cases(items: Sequence[pytest.Item]) -> None:
     """Mark the cases that the table leaves to `make test-all`."""
-    lines = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
-    kept = {name: int(count) for name, count in lines}
-    cases = defaultdict(list)
+    kept, cases = kept_cases(), defaultdict(list)
     for item in items:
         if not item.get_closest_marker("thorough"):
             cases[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)

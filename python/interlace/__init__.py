@@ -129,7 +129,7 @@ _warn_of_untried()
 _interlace_backend.register()
 _torch_kernels.register()
 
-# what takes long to import: they bring torch's compilers along
+# what not every process needs; "compile" and "tensor" bring torch's compilers along
 _ON_FIRST_USE = (
     "aot",
     "compile",

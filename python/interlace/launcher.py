@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args, overload
@@ -169,6 +170,8 @@ def rank_function(
 
 def _complete(result: Any) -> Any:
     """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
+    if "interlace.ops.async_tensor" not in sys.modules:
+        return result  # no functional op has run
     from torch.utils import _pytree as pytree
 
     from interlace.ops.async_tensor import AsyncTensor, wait

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.runtime.compat.releases import needed
+from interlace.runtime.compat.torch_modes import disable
 
 OPTIONS = (
     *("AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions"),
@@ -77,20 +78,13 @@ def leave_unrecorded(name: str) -> None:
 
 
 def keep_outside_compilation(group_class: type) -> None:
-    """Keep Dynamo out of a class's methods and all they call, as ``torch.compiler.disable`` does.
+    """Keep Dynamo out of a class's methods and all they call.
 
-    Dynamo would trace into the method of an opaque object and fail. ``torch.compiler.disable`` wraps,
-    which costs every call 0.5 us (torch 2.13, Xeon, November 2026); a mark on the function itself
-    (not inlined) and on its code (nor compiled when called, nor what it calls) costs nothing.
+    Dynamo would trace into the method of an opaque object and fail.
     """
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for method in vars(group_class).values():
         if isinstance(method, FunctionType):
-            method._torchdynamo_disable = True  # type: ignore[attr-defined]
-            method._torchdynamo_disable_msg = "interlace's process group"  # type: ignore[attr-defined]
-            set_code_exec_strategy(method.__code__, skip)
+            disable(method)
 
 
 OLD_NAMES = {

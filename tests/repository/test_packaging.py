@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 import order
+import tiers
 from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,6 +110,13 @@ def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
     collected = request.config.stash[order.FILES]
     files = set((ROOT / "tests").rglob("test_*.py"))
     assert files <= collected, sorted(map(str, files - collected))
+
+
+def test_the_table_of_cases_names_functions_that_exist() -> None:
+    for name, count in tiers.kept_cases().items():
+        file, function = name.split("::")
+        assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), name
+        assert count >= 0
 
 
 def test_every_folder_is_packaged() -> None:

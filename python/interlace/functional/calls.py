@@ -10,12 +10,10 @@ from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, allow_in_graph, modes_active
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
 """Arguments that may be None."""
-
-allow_in_graph: Any = torch._dynamo.allow_in_graph
 
 
 def _traceable(name: str) -> Callable[..., Any]:
@@ -31,7 +29,7 @@ def _traceable(name: str) -> Callable[..., Any]:
         return [wrapped(each) for each in result]
 
     start.__name__ = start.__qualname__ = name
-    return allow_in_graph(start)  # type: ignore[no-any-return]
+    return allow_in_graph(start)
 
 
 _traced = {name: _traceable(name) for name in library.BY_NAME}

@@ -5,10 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.arguments.words import AnyReduceOp, FunctionalGroup
-from interlace.functional.calls import allow_in_graph, check, ints, reduction, run
-from interlace.ops.async_tensor import wait
-
-allow_in_graph(wait)
+from interlace.functional.calls import check, ints, reduction, run
 
 
 def all_reduce(

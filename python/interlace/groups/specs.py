@@ -13,19 +13,19 @@ finds the communicator when the op runs. Names are::
 import ctypes
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.groups import groups, rank_lists
+from interlace.runtime.compat.torch_modes import assume_constant_result
 from interlace.runtime.core.communicator import Communicator
 
 RANKS = "ranks:"
-_Result = TypeVar("_Result")
 
 _bound: rank_lists.Known = weakref.WeakKeyDictionary()
 _found: rank_lists.Known = weakref.WeakKeyDictionary()  # by name and size
@@ -150,23 +150,19 @@ def _of_ranks(group: Sequence[Any], tag: str) -> tuple[str, int]:
 # What Dynamo cannot trace is asked for once, while it traces.
 
 
-def _constant(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    return torch._dynamo.assume_constant_result(function)  # type: ignore[no-any-return,no-untyped-call]
-
-
-@_constant
+@assume_constant_result
 def _of_default() -> tuple[str, int]:
     return rank_lists.DEFAULT_NAME, groups.world_size_of(rank_lists.DEFAULT_NAME)
 
 
-@_constant
+@assume_constant_result
 def _of_name(name: str) -> tuple[str, int]:
     whole = groups.joined()
     found = None if whole is None else _bound.get(whole, {}).get(name)
     return name, groups.world_size_of(name) if found is None else found.world_size
 
 
-@_constant
+@assume_constant_result
 def _of_object(address: int) -> tuple[str, int]:
     """Name and size of the group at that address: Dynamo guards ``id``, and passes on constants only."""
     group = ctypes.cast(address, ctypes.py_object).value
@@ -175,7 +171,7 @@ def _of_object(address: int) -> tuple[str, int]:
     return group.group_name, group.size()
 
 
-@_constant
+@assume_constant_result
 def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
     index = rank_lists.mesh_dim(mesh, dim)
     if groups.simulated():
@@ -186,7 +182,7 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
     return _of_ranks(rank_lists.rows(mesh, index), "")
 
 
-@_constant
+@assume_constant_result
 def rank_in(name: str, size: int) -> int | None:
     """The caller's rank in a traced ``(name, size)``; None where nobody can know it yet."""
     whole = groups.joined()

@@ -1,13 +1,13 @@
 """AsyncTensor: what a functional op returns, a tensor that waits by itself when it is first used."""
 
+import functools
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd import runtime_wrappers
 from torch.utils._pytree import tree_map_only
 
 from interlace.runtime.compat.torch_groups import _register_work
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, allow_in_graph, modes_active
 from interlace.runtime.core.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
@@ -144,6 +144,7 @@ class AsyncTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], waited: Any, size: Any, stride: Any
     ) -> "AsyncTensor":
+        _take_plain_tangents()
         made = AsyncTensor(inner["_inner"])
         made._waited = waited
         made._of_graph = True
@@ -230,24 +231,26 @@ def completed(tensor: torch.Tensor) -> AsyncTensor:
     return made
 
 
-_dispatch: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
-_tangent_of_graph: Any = getattr(_dispatch, "process_runtime_tangent", None)
-
-
-def _tangent(tangent: Any, expected: Any, *about: Any, **more: Any) -> Any:
-    """In place of torch's ``process_runtime_tangent``, before the backward of a compiled function.
+@functools.cache
+def _take_plain_tangents() -> None:
+    """Replace torch's ``process_runtime_tangent``, which runs before the backward of a compiled function.
 
     Autograd has plain zeros for a result that no loss has used. torch takes them for the tangent of an
     AsyncTensor that it has guessed wrong, and asks the tangent itself, which has no method for that.
     """
-    plain = type(tangent) is torch.Tensor
-    if plain and getattr(expected, "original_subclass_type", None) is AsyncTensor:
-        tangent = completed(tangent)
-    return _tangent_of_graph(tangent, expected, *about, **more)
+    from torch._functorch._aot_autograd import runtime_wrappers  # brings torch's compilers
 
+    dispatch: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
+    stock: Any = getattr(dispatch, "process_runtime_tangent", None)
 
-if _tangent_of_graph is not None:  # a torch without it says what its limit is
-    _dispatch.process_runtime_tangent = staticmethod(_tangent)
+    def process(tangent: Any, expected: Any, *about: Any, **more: Any) -> Any:
+        plain = type(tangent) is torch.Tensor
+        if plain and getattr(expected, "original_subclass_type", None) is AsyncTensor:
+            tangent = completed(tangent)
+        return stock(tangent, expected, *about, **more)
+
+    if stock is not None:  # a torch without it says what its limit is
+        dispatch.process_runtime_tangent = staticmethod(process)
 
 
 class _Tracked(torch.autograd.Function):
@@ -319,6 +322,7 @@ def wrapped(inner: torch.Tensor) -> torch.Tensor:
     return AsyncTensor(inner)
 
 
+@allow_in_graph
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, of any shape, as a plain one, complete; itself if it is one already.
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from interlace.arguments import checks
 from interlace.fused import combine as back
@@ -122,9 +121,12 @@ def dispatch_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
 def as_many(rows: Tensor, count: Any) -> Tensor:
     """The first ``count`` of rows that a dispatch has made, or zeros behind them."""
     made: Any = rows.shape[0]
-    if isinstance(made, torch.SymInt) and free_unbacked_symbols(made):
-        _check(made == count)  # in a graph nobody adds to what a dispatch has made
-        return rows
+    if isinstance(made, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy
+
+        if free_unbacked_symbols(made):
+            _check(made == count)  # in a graph nobody adds to what a dispatch has made
+            return rows
     return rows if made == count else F.pad(rows, (0, 0, 0, count - made))
 
 

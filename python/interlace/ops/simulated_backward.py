@@ -28,9 +28,10 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from interlace.groups import groups
+from interlace.runtime.compat.torch_modes import DispatchMode
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 
@@ -100,7 +101,7 @@ def install() -> None:
         _C._current_graph_task_id = _current_graph
 
 
-class _InRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _InRank(DispatchMode):
     """In the thread of an engine: its ops are dispatched by the rank, below autograd."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

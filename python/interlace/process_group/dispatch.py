@@ -32,13 +32,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.runtime.compat.torch_groups import _create_work_from_future
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, DispatchMode, modes_active
 
 _C: Any = torch._C
-_TorchDispatchMode: Any = TorchDispatchMode
 
 
 def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -78,7 +76,7 @@ def needs_backend() -> bool:
     return any(_C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
 
-class _Returning(_TorchDispatchMode):  # type: ignore[misc]
+class _Returning(DispatchMode):
     def __init__(self, group: Any, serve: Callable[..., Any]) -> None:
         super().__init__()
         self._group, self._serve = group, serve

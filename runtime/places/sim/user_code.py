@@ -27,10 +27,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.runtime.compat.custom_ops import called_directly
+from interlace.runtime.compat.torch_modes import DispatchMode
 from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
 from interlace.runtime.places.sim.rank_globals import RankGlobals
 
@@ -166,11 +166,11 @@ def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], 
         yield begin
 
 
-class Asynchronous(TorchDispatchMode):
+class Asynchronous(DispatchMode):
     """Puts what torch's operators of user code do on its current stream."""
 
     def __init__(self, streams: UserStreams) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

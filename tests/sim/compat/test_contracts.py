@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import house
 from interlace.runtime.compat import (
     releases,
     torch_groups,
+    torch_modes,
     torch_symmetric_memory,
     triton_interpreter,
     triton_launcher,
@@ -136,6 +138,23 @@ def test_atomics_of_the_interpreters_other_half() -> None:
         atomics.RMW_OP.ADD, address, one, np.ones(1, bool), atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
     )
     assert (seen[0], word[0]) == (41, 42)
+
+
+def test_dynamo_has_these_marks_of_functions() -> None:
+    def ours() -> None: ...
+    def torchs() -> None: ...
+
+    torch_modes.assume_constant_result(ours)
+    torch._dynamo.assume_constant_result(torchs)  # type: ignore[no-untyped-call]
+    assert vars(ours) == vars(torchs) != {}
+    torch_modes.disable(ours)
+    disabled = torch._dynamo.disable(torchs)  # type: ignore[no-untyped-call]
+    assert vars(ours).keys() <= vars(disabled).keys() and vars(disabled)["_torchdynamo_disable"]
+
+
+def test_a_dispatch_mode_is_asked_whether_it_is_wrapped() -> None:
+    assert TorchDispatchMode._should_skip_dynamo()
+    assert not torch_modes.DispatchMode._should_skip_dynamo()
 
 
 REACHED = {

@@ -15,8 +15,8 @@ from interlace.arguments.words import Group
 from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
-from interlace.nn.layers.linear import eager
 from interlace.nn.parameters.sharding import OnGroup
+from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ ELEMENTS_AT_ONCE = 1 << 22  # of which there are copies in fp32
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@eager
+@disable
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -200,4 +200,4 @@ class VocabParallelCrossEntropy(OnGroup):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         names = ("group", "vocab_size", "label_smoothing", "ignore_index", "reduction")
         options = {name: getattr(self, name) for name in names}
-        return vocab_parallel_cross_entropy(logits, target, **options)  # type: ignore[no-any-return]
+        return vocab_parallel_cross_entropy(logits, target, **options)

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.nn.functions import regions
-from interlace.nn.layers.linear import InitMethod, eager
+from interlace.nn.layers.linear import InitMethod
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import positive
+from interlace.runtime.compat.torch_modes import disable
 
 Tensor = torch.Tensor
 
@@ -81,7 +82,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.init_method(weight)
         return [("weight", weight)]
 
-    @eager
+    @disable
     def forward(self, input: Tensor) -> Tensor:
         with self.group.on(self.weight).accepting("VocabParallelEmbedding"):
             self._check(input)

@@ -11,13 +11,10 @@ from interlace.nn.functions.linear import column_parallel_linear, row_parallel_l
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible, positive
+from interlace.runtime.compat.torch_modes import disable
 
 Tensor = torch.Tensor
 InitMethod = Callable[[Tensor], Any]
-Function = Callable[..., Any]
-
-eager: Callable[[Function], Function] = torch.compiler.disable
-"""For a function that ``torch.compile`` leaves as it is, between two graphs."""
 
 
 class LinearParameters(ShardedModule):
@@ -166,7 +163,7 @@ class ColumnParallelLinear(LinearParameters):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.save_gathered, self.deferred, self.out_dtype = save_gathered, deferred, out_dtype
 
-    @eager
+    @disable
     def forward(self, input: Tensor) -> Any:
         check_features(self, input, self.in_features, "in_features")
         bias = self.bias
@@ -233,7 +230,7 @@ class RowParallelLinear(LinearParameters):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.deferred, self.out_dtype = deferred, out_dtype
 
-    @eager
+    @disable
     def forward(self, input: Tensor) -> Any:
         self._check_alike(self.group.on(input), "bias")
         if not self.input_is_parallel:

@@ -11,6 +11,7 @@ from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers import linear
 from interlace.nn.parameters.sharding import OnGroup, divisible, positive
+from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor
@@ -88,7 +89,7 @@ class SequenceParallelMLP(OnGroup):
         options["init_method"] = init_method if output_init_method is None else output_init_method
         self.down = linear.RowParallelLinear(intermediate_size, hidden_size, **options)
 
-    @linear.eager
+    @disable
     def forward(self, input: Tensor) -> Tensor:
         linear.check_features(self, input, self.hidden_size, "hidden_size")
         up, gate = self.up, self.gate

@@ -11,10 +11,10 @@ from interlace.nn.layers.linear import (
     InitMethod,
     LinearParameters,
     check_features,
-    eager,
     gathering_linear,
 )
 from interlace.nn.parameters.sharding import OnGroup, divisible, positive
+from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -87,7 +87,7 @@ class QKVParallelLinear(OnGroup):
         self.k = projection(kv, self.copies)
         self.v = projection(kv, self.copies)
 
-    @eager
+    @disable
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_features(self, input, self.hidden_size, "hidden_size")
         q, k, v = self.q, self.k, self.v

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from interlace.runtime.compat.torch_modes import DispatchMode
 from interlace.runtime.scheduler.scheduler import Scheduler
 
 # operators whose result is poison in a check, see ``sampling.poisoned_memory``
@@ -24,11 +24,11 @@ _SHAPES_ONLY = _UNDEFINED | {
 }
 
 
-class TorchAccesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TorchAccesses(DispatchMode):
     """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
 
     def __init__(self, scheduler: Scheduler, detector: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._scheduler = scheduler
         self._detector = detector
 

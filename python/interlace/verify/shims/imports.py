@@ -117,9 +117,8 @@ def _torch_of_a_gpu() -> Iterator[None]:
     from interlace.symmetric_memory import torch_ops
     from interlace.verify.shims import torch_cuda, torch_distributed, torch_memory
 
-    importlib.import_module(
-        "torch._dynamo"
-    )  # by the first mode of dispatch: with the real functions
+    # torch imports it in places; it is to see the real functions, and to stay
+    importlib.import_module("torch._dynamo")
     known = set(sys.modules)
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]

@@ -189,8 +189,6 @@ def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
 
 def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[JobResult]:
     """All results, in the order of the jobs. Runs in parallel processes."""
-    # torch imports this, for seconds, when it first dispatches to a mode: here, and not in every worker
-    importlib.import_module("torch._dynamo")
     results = parallel.map_seeds(
         lambda index: jobs[index].result(),
         range(len(jobs)),
