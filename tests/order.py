@@ -62,5 +62,5 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def workers(cores: int) -> int:
-    """One more than cores: tests of processes, and of what hangs, wait for a third of their time."""
-    return cores + 1
+    """One for each core: another worker would import everything and collect all tests once more."""
+    return cores
