@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not HAS_CUDA and item.get_closest_marker("gpu"):
             item.add_marker(skip)
     if hasattr(config, "workerinput"):
-        order.longest_first(items)
+        order.sort(items, finding=config.getoption("minutes") is not None)
 
 
 def pytest_collection_finish() -> None:

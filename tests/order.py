@@ -1,8 +1,8 @@
-"""Order of the suite in `make test`: whole files on workers of pytest-xdist, the longest first.
+"""Order of the suite: whole files on workers of pytest-xdist.
 
-A worker takes the next file when it is done with one, so that they all end at about the same time, and a
-fixture of a file is made once. Seconds were measured on two cores in November 2026; what is not here takes
-less than eight.
+A worker takes the next file when it is done with one, and a fixture of a file is made once. `make test`
+begins with the longest files, so that all workers end at about the same time. `make test-all` begins with
+the files that find most, because it ends after some minutes. Measured on two cores in November 2026.
 """
 
 import pathlib
@@ -45,7 +45,44 @@ LONGEST = (
     "sim/cli/test_report_page.py",
 )
 
-assert all((TESTS / name).exists() for name in LONGEST)
+FIND_MOST = (
+    "multi/attention/test_attention_shm.py",
+    "sim/algorithms/test_warp_roles.py",
+    "sim/engines/test_stream_engine.py",
+    "sim/norms/test_norms.py",
+    "multi/cli/test_tune_layers.py",
+    "multi/ops/test_hooks.py",
+    "multi/process_group/test_backend_frameworks.py",
+    "sim/cuda/test_cuda_streams.py",
+    "sim/functional/test_functional_gradients.py",
+    "sim/algorithms/test_fused_ops.py",
+    "sim/attention/test_attention.py",
+    "multi/shm/test_host_engine.py",
+    "sim/compat/test_imports.py",
+    "sim/cuda/test_cuda_graphs.py",
+    "sim/algorithms/test_node_matmul.py",
+    "sim/algorithms/test_multimem.py",
+    "sim/algorithms/test_hierarchical.py",
+    "sim/attention/test_decode.py",
+    "sim/attention/test_attention_on_streams.py",
+    "sim/nn/test_moe.py",
+    "sim/experts/test_experts_on_streams.py",
+    "sim/api/test_api_operations.py",
+    "multi/tensor/test_styles.py",
+    "multi/shm/test_shm_place.py",
+    "sim/core/test_given_up_waits.py",
+    "sim/algorithms/test_determinism.py",
+    "sim/interpreter/test_defined_arithmetic.py",
+    "sim/verify/test_protocol_mutants.py",
+    "sim/verify/test_memory_faults.py",
+    "sim/verify/test_races.py",
+    "documents/test_pages.py",
+    "documents/test_site.py",
+    "repository/test_installation.py",
+)
+"""By how many of 100 mutants they find; then negative controls, pages and the wheel (November 2026)."""
+
+assert all((TESTS / name).exists() for name in (*LONGEST, *FIND_MOST))
 
 BEGUN = pytest.StashKey[object]()
 MEASURED = "`make test` took N minutes on two cores of an AMD EPYC in November 2026."
@@ -53,12 +90,12 @@ MEASURED = "`make test` took N minutes on two cores of an AMD EPYC in November 2
 FILES = pytest.StashKey[set[pathlib.Path]]()
 """The files in which tests were found, those that the run leaves out too."""
 
-_PLACES = {TESTS / name: place for place, name in enumerate(LONGEST)}
 
-
-def longest_first(items: list[pytest.Item]) -> None:
-    """Sort by file; the rest stays as it is, behind."""
-    items.sort(key=lambda item: _PLACES.get(item.path, len(LONGEST)))
+def sort(items: list[pytest.Item], *, finding: bool) -> None:
+    """Sort by file: those that find most first, or the longest; the rest stays as it is, behind."""
+    files = FIND_MOST if finding else LONGEST
+    places = {TESTS / name: place for place, name in enumerate(files)}
+    items.sort(key=lambda item: places.get(item.path, len(files)))
 
 
 def workers(cores: int) -> int:
