@@ -26,7 +26,7 @@ VARIABLES = {
     "INTERLACE_RESTARTED": "set by interlace: the command has started itself anew",
 }
 SWITCHES = [name for name, text in VARIABLES.items() if text.startswith(("`0`:", "`1`:"))]
-_TYPO = 0.8  # difflib's likeness: RECORDS is meant for RECORD, but CACHE is not for TUNE_CACHE
+_TYPO, _LIKE = 0.8, 0.6  # difflib's likeness: RECORDS is a typo of RECORD, CACHE is like TUNE_CACHE
 _OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # which it sets for a service named interlace
 
 
@@ -41,21 +41,30 @@ def check_environment() -> None:
             raise ValueError(f"{name} in the environment must be 0 or 1, got {value!r}")
     names = [name for name in os.environ if name.startswith("INTERLACE_")]
     unknown = [n for n in names if n not in VARIABLES and not _OF_KUBERNETES.search(n)]
-    words = [name.removeprefix("INTERLACE_") for name in VARIABLES]
-    for name in unknown:
-        if meant := difflib.get_close_matches(name[len("INTERLACE_") :], words, n=1, cutoff=_TYPO):
-            raise ValueError(
-                f"{name} in the environment is no variable of interlace; "
-                f"did you mean INTERLACE_{meant[0]}?"
-            )
     first = "INTERLACE_UNKNOWN" not in os.environ and os.environ.get("RANK", "0") == "0"
+    for name in unknown:
+        if meant := _nearest(name, _TYPO):
+            raise ValueError(
+                f"{name} in the environment is no variable of interlace; did you mean {meant}?"
+            )
     if unknown and first:
         os.environ["INTERLACE_UNKNOWN"] = "1"
+        named = [
+            f"{name} (did you mean {meant}?)" if (meant := _nearest(name, _LIKE)) else name
+            for name in unknown
+        ]
         warnings.warn(
-            f"interlace ignores {', '.join(unknown)} in the environment; "
+            f"interlace ignores {', '.join(named)} in the environment; "
             "docs/operations.md lists the variables that it reads",
             stacklevel=3,
         )
+
+
+def _nearest(name: str, likeness: float) -> str:
+    """The variable whose name is nearest, or "" if none is that near."""
+    words = [each.removeprefix("INTERLACE_") for each in VARIABLES]
+    found = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, 1, likeness)
+    return f"INTERLACE_{found[0]}" if found else ""
 
 
 def write_log() -> None:

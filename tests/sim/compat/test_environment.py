@@ -78,7 +78,7 @@ def test_variables_of_a_job_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> 
         warnings.simplefilter("error")
         check_environment()
     monkeypatch.setattr(os, "environ", dict(job))
-    names = "INTERLACE_JOB_ID, INTERLACE_CACHE"
+    names = r"INTERLACE_JOB_ID, INTERLACE_CACHE \(did you mean INTERLACE_TUNE_CACHE\?\)"
     with pytest.warns(match=rf"ignores {names} in .*; docs/operations.md lists") as seen:
         check_environment()
         check_environment()
