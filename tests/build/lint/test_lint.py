@@ -26,7 +26,7 @@ from interlace.runtime.compiler.pool import _PROGRAM, compile_all
 from interlace.runtime.compiler.request import Compilation, jitted_function
 from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
 from support import TRITON, mended
-from tiers import thorough
+from tiers import few, thorough
 
 MUTANTS = pathlib.Path(__file__).parents[1] / "mutant_kernels.py"
 
@@ -91,12 +91,28 @@ CASES: dict[str, tuple[LintRequest, set[str]]] = {
 }  # fmt: skip
 
 
+BY_NAME = (
+    "flattened by hand",
+    "gpu scope",
+    "in a function",
+    "refused",
+    "relaxed",
+    "spills",
+    "unrolled",
+)
+"""The cases that tests name; the others are thorough."""
+
+
 @pytest.fixture(scope="session")
-def reports() -> dict[str, LintReport]:
+def reports(request: pytest.FixtureRequest) -> dict[str, LintReport]:
+    """Of the cases that tests of the run ask for, by case."""
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("case") for item in items} | set(BY_NAME)
+    cases = {name: case[0] for name, case in CASES.items() if name in asked}
     seen: list[LintReport] = []
-    made = lint_many([case[0] for case in CASES.values()], on_report=seen.append)
+    made = lint_many(list(cases.values()), on_report=seen.append)
     assert sorted(map(str, seen)) == sorted(map(str, made))
-    return dict(zip(CASES, made, strict=True))
+    return dict(zip(cases, made, strict=True))
 
 
 def line_of(mark: str, kernel: str) -> int:
@@ -106,7 +122,7 @@ def line_of(mark: str, kernel: str) -> int:
     return next(i + 1 for i, line in enumerate(lines) if i > first and mark in line)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, *BY_NAME))
 def test_rules_fire_where_they_must(case: str, reports: dict[str, LintReport]) -> None:
     asked, rules = CASES[case]
     report = reports[case]

@@ -102,7 +102,9 @@ def main() -> None:
         problem = f"{type(error).__name__}: {error}"
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # a new user namespace takes an earlier one back
     os.environ["INTERLACE_SECRET"] = SECRET
-    from multi.hosts import failing_scenarios, hosts_scenarios  # noqa: F401  (once, for all ranks)
+    import torch.distributed.tensor  # noqa: F401  (once, for all ranks)
+
+    from multi.hosts import failing_scenarios, hosts_scenarios  # noqa: F401
 
     gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
     folder = pathlib.Path(tempfile.mkdtemp())
