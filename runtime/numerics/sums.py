@@ -27,43 +27,45 @@ _UNIT = 2.0**-53
 
 
 def matrix_product(left: Array, right: Array) -> Array:
-    """``left @ right`` of floats, ``(..., M, K)`` and ``(..., K, N)``: fp64 if both are fp64, else fp32."""
-    with np.errstate(all="ignore"):
-        if left.dtype == right.dtype == np.float64:
-            batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-            result = np.zeros((*batch, left.shape[-2], right.shape[-1]))
-            for k in range(left.shape[-1]):
-                result += left[..., :, k, None] * right[..., None, k, :]
-            return _canonical(result)
-        a, b = left.astype(np.float64), right.astype(np.float64)
-        near = a @ b
-        of_rows, of_columns = np.sqrt(np.square(a).sum(-1)), np.sqrt(np.square(b).sum(-2))
-        margin = of_rows[..., :, None] * (of_columns * (4 * a.shape[-1] * _UNIT))[..., None, :]
-        result, most = (near - margin).astype(np.float32), (near + margin).astype(np.float32)
-        unsure = np.nonzero(~(result == most))
-        if len(unsure[0]):
-            batch = near.shape[:-2]
-            row, column = (*unsure[:-2], unsure[-2]), (*unsure[:-2], unsure[-1])
-            rows = np.broadcast_to(a, (*batch, *a.shape[-2:]))[row]
-            columns = np.broadcast_to(b, (*batch, *b.shape[-2:])).swapaxes(-1, -2)[column]
-            result[unsure] = np.add.accumulate(rows * columns, axis=-1)[:, -1]
-        return _canonical(result)
+    """``left @ right`` of floats, ``(..., M, K)`` and ``(..., K, N)``: fp64 if both are fp64, else fp32.
 
-
-def _canonical(values: Array) -> Array:
-    """One zero and one nan."""
-    values = values + values.dtype.type(0)
-    return np.where(np.isnan(values), values.dtype.type(np.nan), values)
+    The caller has numpy ignore infinities and nans, here and in :func:`reduce`: they are results.
+    """
+    if left.dtype == right.dtype == np.float64:
+        batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        result = np.zeros((*batch, left.shape[-2], right.shape[-1]))
+        for k in range(left.shape[-1]):
+            result += left[..., :, k, None] * right[..., None, k, :]
+        result[np.isnan(result)] = np.nan
+        return result
+    a, b = left.astype(np.float64), right.astype(np.float64)
+    near = a @ b
+    of_rows = np.sqrt(np.einsum("...mk,...mk->...m", a, a))
+    of_columns = np.sqrt(np.einsum("...kn,...kn->...n", b, b)) * (4 * a.shape[-1] * _UNIT)
+    margin = of_rows[..., :, None] * of_columns[..., None, :]
+    result = (near - margin).astype(np.float32)
+    near += margin
+    sure = result == near.astype(np.float32)
+    if not sure.all():
+        unsure = np.nonzero(~sure)
+        batch = near.shape[:-2]
+        row, column = (*unsure[:-2], unsure[-2]), (*unsure[:-2], unsure[-1])
+        rows = np.broadcast_to(a, (*batch, *a.shape[-2:]))[row]
+        columns = np.broadcast_to(b, (*batch, *b.shape[-2:])).swapaxes(-1, -2)[column]
+        sums = np.add.accumulate(rows * columns, axis=-1)[:, -1]
+        sums[np.isnan(sums)] = np.nan
+        result[unsure] = sums
+    result += np.float32(0)  # of -0 it makes +0
+    return result
 
 
 def reduce(combine: Callable[[Array, Array], Array], values: Array, axis: int) -> Array:
     """``values`` combined along ``axis``: halves with each other, until one element is left."""
     left = np.moveaxis(values, axis, 0)
-    with np.errstate(all="ignore"):
-        while (count := len(left)) > 1:
-            half = count // 2
-            pairs = combine(left[:half], left[half : 2 * half])
-            left = np.concatenate([pairs, left[2 * half :]]) if count % 2 else pairs
+    while (count := len(left)) > 1:
+        half = count // 2
+        pairs = combine(left[:half], left[half : 2 * half])
+        left = np.concatenate([pairs, left[2 * half :]]) if count % 2 else pairs
     return left[0]
 
 
