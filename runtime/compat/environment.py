@@ -62,7 +62,10 @@ def check_environment() -> None:
 
 def _nearest(name: str, likeness: float) -> str:
     """The variable whose name is nearest, or "" if none is that near."""
-    words = [each.removeprefix("INTERLACE_") for each in VARIABLES]
+    for_users = [
+        each for each, text in VARIABLES.items() if not text.startswith("set by interlace")
+    ]
+    words = [each.removeprefix("INTERLACE_") for each in for_users]
     found = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, 1, likeness)
     return f"INTERLACE_{found[0]}" if found else ""
 

@@ -235,6 +235,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def reduced(self: Any, first: Any) -> list[Any]:
         data, axis = first.handle.data, self.axis
+        axis = axis if axis is None else axis % data.ndim
         lines = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
         if self.combine_fn in in_halves:
             parts = [reduce(in_halves[self.combine_fn], lines, 0)]

@@ -44,17 +44,16 @@ def matrix_product(left: Array, right: Array) -> Array:
     of_columns = np.sqrt(np.einsum("...kn,...kn->...n", b, b)) * (4 * a.shape[-1] * _UNIT)
     margin = of_rows[..., :, None] * of_columns[..., None, :]
     result = (near - margin).astype(np.float32)
-    near += margin
-    sure = result == near.astype(np.float32)
+    sure = result == (near + margin).astype(np.float32)
     if not sure.all():
-        unsure = np.nonzero(~sure)
+        special = ~np.isfinite(near)  # in every order: sums of fp32 products do not overflow
+        result[special] = np.where(np.isnan(near), np.nan, near)[special]
+        unsure = np.nonzero(~(sure | special))
         batch = near.shape[:-2]
         row, column = (*unsure[:-2], unsure[-2]), (*unsure[:-2], unsure[-1])
         rows = np.broadcast_to(a, (*batch, *a.shape[-2:]))[row]
         columns = np.broadcast_to(b, (*batch, *b.shape[-2:])).swapaxes(-1, -2)[column]
-        sums = np.add.accumulate(rows * columns, axis=-1)[:, -1]
-        sums[np.isnan(sums)] = np.nan
-        result[unsure] = sums
+        result[unsure] = np.add.accumulate(rows * columns, axis=-1)[:, -1]
     result += np.float32(0)  # of -0 it makes +0
     return result
 

@@ -72,13 +72,13 @@ def test_a_service_of_kubernetes_passes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_variables_of_a_job_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """From rank 0, and not again from its child processes, which inherit its environment."""
-    job = {"INTERLACE_JOB_ID": "5", "INTERLACE_CACHE": "x"}  # not quite TUNE_CACHE
+    job = {"INTERLACE_RESTART": "5", "INTERLACE_CACHE": "x"}  # not quite TUNE_CACHE
     monkeypatch.setattr(os, "environ", {**job, "RANK": "1"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_environment()
     monkeypatch.setattr(os, "environ", dict(job))
-    names = r"INTERLACE_JOB_ID, INTERLACE_CACHE \(did you mean INTERLACE_TUNE_CACHE\?\)"
+    names = r"INTERLACE_RESTART, INTERLACE_CACHE \(did you mean INTERLACE_TUNE_CACHE\?\)"
     with pytest.warns(match=rf"ignores {names} in .*; docs/operations.md lists") as seen:
         check_environment()
         check_environment()

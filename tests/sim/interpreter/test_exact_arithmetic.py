@@ -301,6 +301,24 @@ def test_other_reductions(exact: None, dtype: torch.dtype) -> None:
     assert same(run_reduce("scan", positive, 0, dtype), positive.float().sum(0).to(dtype))
 
 
+@triton.jit
+def kept_dimensions(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    largest, index = tl.max(x, AXIS, return_indices=True, keep_dims=True)
+    tl.store(out_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :],
+             tl.sum(x, AXIS, keep_dims=True) + largest + index + x)  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_dimensions_that_are_kept(exact: None, axis: int) -> None:
+    x = whole_numbers(F32)
+    out = torch.empty_like(x)
+    kept_dimensions[(1,)](x, out, M=16, N=32, AXIS=axis)
+    largest, index = x.max(axis, keepdim=True)
+    index = (x == largest).int().argmax(axis, keepdim=True)  # the first
+    assert torch.equal(out, x.sum(axis, keepdim=True) + largest + index + x)
+
+
 def test_own_combine_function(exact: None) -> None:
     x = whole_numbers(BF16)[:4]
     assert same(run_reduce("own", x, 0, BF16), x.float().sum(0).to(BF16))
