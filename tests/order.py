@@ -85,7 +85,9 @@ FIND_MOST = (
 assert all((TESTS / name).exists() for name in (*LONGEST, *FIND_MOST))
 
 BEGUN = pytest.StashKey[object]()
-MEASURED = "`make test` took N minutes on two cores of an AMD EPYC in November 2026."
+MEASURED = (
+    "With cold caches `make test` takes four minutes on two quiet cores (AMD EPYC, AVX-512, 2026)."
+)
 
 FILES = pytest.StashKey[set[pathlib.Path]]()
 """The files in which tests were found, those that the run leaves out too."""

@@ -72,7 +72,7 @@ OPTIONS = {
 }
 
 
-ONE_OF_EACH = ("all_gather_matmul", "matmul_all_reduce", "all_gather", "all_reduce")
+ONE_OF_EACH = ("all_gather_matmul", "all_gather", "all_reduce")
 """Of each kind of op; the others are thorough."""
 
 

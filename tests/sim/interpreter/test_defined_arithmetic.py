@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given
+from hypothesis import given, settings
 
 from interlace.runtime.numerics import float_formats as formats
 from interlace.runtime.numerics.sums import larger, matrix_product, reduce, smaller
@@ -83,6 +83,7 @@ def special(values: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0, 3, 12]))
 def test_no_split_of_a_product_changes_a_bit(dtype: str, data: Any, seed: int, spread: int) -> None:
     """Every element is that of the definition, in the whole product, and in tiles of any size and order."""
@@ -143,14 +144,14 @@ def digests() -> dict[str, str]:
     return found
 
 
-def on_other_processor(settings: str, *command: str) -> str:
+def on_other_processor(variables: str, *command: str) -> str:
     """What Python prints with these settings; it must succeed."""
     for feature, there in (
         ("avx2", torch.cpu._is_avx2_supported), ("avx512", torch.cpu._is_avx512_supported)
     ):  # fmt: skip
-        if f"={feature} " in settings and not there():
+        if f"={feature} " in variables and not there():
             pytest.skip(f"this processor has no {feature}")
-    environment = {**os.environ, **dict(each.split("=") for each in settings.split())}
+    environment = {**os.environ, **dict(each.split("=") for each in variables.split())}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command], env=environment, capture_output=True, text=True
@@ -159,23 +160,23 @@ def on_other_processor(settings: str, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("settings", few(OTHER_PROCESSORS, OTHER_PROCESSORS[0]))
-def test_other_processors_give_the_same_bits(settings: str) -> None:
+@pytest.mark.parametrize("variables", few(OTHER_PROCESSORS, OTHER_PROCESSORS[0]))
+def test_other_processors_give_the_same_bits(variables: str) -> None:
     code = f"import json; from {__name__} import digests; print(json.dumps(digests()))"
-    said = on_other_processor(settings, "-c", code)
+    said = on_other_processor(variables, "-c", code)
     assert json.loads(said.splitlines()[-1]) == digests()
 
 
 @thorough
-@pytest.mark.parametrize("settings", OTHER_PROCESSORS[:2])
-def test_promises_hold_on_other_processors(settings: str) -> None:
+@pytest.mark.parametrize("variables", OTHER_PROCESSORS[:2])
+def test_promises_hold_on_other_processors(variables: str) -> None:
     """Every test that the page on promises names for equal bits."""
     page = (ROOT / "docs/promises.md").read_text()
     section = page.partition("## Equal bits")[2].partition("\n## ")[0]
     tests = sorted({*re.findall(r"`(tests/\S+::\w+)`", section), *DETERMINISM})
     chosen = [test for test in tests if not test.endswith("_on_other_processors")]
     assert len(chosen) > 5
-    on_other_processor(settings, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
+    on_other_processor(variables, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
 
 
 def test_control_a_blas_does_not_have_the_bits_of_the_definition() -> None:
