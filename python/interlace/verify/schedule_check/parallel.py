@@ -43,16 +43,16 @@ def map_seeds(
     on_progress: Callable[[int], None] = lambda done: None,
     lost: Callable[[int, str], Any] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """(seed, ``function(seed)``) in any order, by so many processes (default: one per core).
+    """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
 
     A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here. If a worker
     ends, the result of the seed with which it does is that of ``lost``, given how it ended; without
-    ``lost`` it is an InterlaceError with the ``name`` of what it was about to run. A single worker is this
-    process, if there is no ``lost``.
+    ``lost`` it is an InterlaceError with the ``name`` of what it was about to run. By default, one core
+    forks a worker if there is ``lost``: nothing that ends a worker ends this process.
     """
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     count = min(count, len(seeds))
-    if count <= 1 and lost is None:
+    if not count or (count == 1 and (workers == 1 or lost is None)):
         for done, seed in enumerate(seeds, 1):
             yield seed, function(seed)
             on_progress(done)
