@@ -148,10 +148,11 @@ def test_tests_that_pages_name_exist() -> None:
 
 
 def test_links_of_the_pages_at_the_root_lead_somewhere() -> None:
-    """Those of docs/ are looked at by the build."""
+    """Those of docs/ are looked at by the build. Pages that are part of the site, too, lead to no file."""
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text()):
-            assert target.startswith("https://") or (ROOT / target).exists(), f"{name}: {target}"
+            here = name == "README.md" and (ROOT / target).exists()
+            assert target.startswith("https://") or here, f"{name}: {target}"
 
 
 def test_every_argument_of_every_command_is_on_a_page() -> None:
