@@ -3,6 +3,7 @@
 Limits of time are in guard.py.
 """
 
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -18,6 +19,7 @@ import tiers
 
 try:
     import hypothesis
+    from hypothesis.internal.conjecture import providers
 except ImportError:  # tests/gpu does without
     hypothesis = None  # type: ignore[assignment]
 
@@ -52,6 +54,11 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("interlace", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
     hypothesis.settings.load_profile("interlace")
+    # It would also draw numbers that it finds in the files of imported modules: others for each order of
+    # tests, and it reads all of these files.
+    providers.is_local_module_file = lambda path: False
+
+gc.disable()  # until all tests are imported: see warmed_up.py
 
 # What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
 # GPU. A process that is spawned, as it is outside of tests: tests/multi/shm/test_shm_place.py.
@@ -106,6 +113,20 @@ def _no_group_left() -> Iterator[None]:
     yield
     left = _groups_there() - before
     assert not left, f"left behind: {', '.join(sorted(left))}"
+
+
+class Backwards(pytest.Dir):
+    """A folder whose last file is imported first."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> pytest.Dir | None:
+    """Every other worker begins at the end: pytest rewrites each file for one of them, not for all."""
+    worker = getattr(parent.config, "workerinput", {"workerid": "gw0"})["workerid"]
+    backwards = int(worker.removeprefix("gw")) % 2
+    return Backwards.from_parent(parent, path=path) if backwards else None
 
 
 @pytest.hookimpl(optionalhook=True)

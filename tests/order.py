@@ -94,10 +94,10 @@ FILES = pytest.StashKey[set[pathlib.Path]]()
 
 
 def sort(items: list[pytest.Item], *, finding: bool) -> None:
-    """Sort by file: those that find most first, or the longest; the rest stays as it is, behind."""
+    """Sort by file: those that find most first, or the longest; behind them the others by name."""
     files = FIND_MOST if finding else LONGEST
     places = {TESTS / name: place for place, name in enumerate(files)}
-    items.sort(key=lambda item: places.get(item.path, len(files)))
+    items.sort(key=lambda item: (places.get(item.path, len(files)), item.path))
 
 
 def workers(cores: int) -> int:

@@ -12,3 +12,4 @@ if "torch._dynamo.guards" in sys.modules:
 
 gc.collect()
 gc.freeze()
+gc.enable()

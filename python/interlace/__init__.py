@@ -21,7 +21,11 @@ if (
     # Ctrl-C while the command imports ends it without a traceback; main() takes this back.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
-import torch as _torch
+from interlace.runtime.compat.environment import check_environment as _check_environment
+
+_check_environment()  # a typo is told before torch is imported, which takes seconds
+
+import torch as _torch  # noqa: E402
 
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
     # Decides how @triton.jit treats our kernels; has to be there before triton is imported.
@@ -95,7 +99,6 @@ try:
     from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
     from interlace.norms import LayerNorm, RMSNorm, all_reduce_norm, reduce_scatter_norm
     from interlace.numerics import check_numerics
-    from interlace.runtime.compat.environment import check_environment as _check_environment
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched
     from interlace.runtime.compat.releases import INTERLACE_VERSION as _INTERLACE_VERSION
@@ -123,7 +126,6 @@ finally:
 
 __version__ = _INTERLACE_VERSION
 
-_check_environment()
 _write_log()
 _warn_of_untried()
 _interlace_backend.register()

@@ -32,7 +32,7 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
     ("world_size", "which"),
     few(
         [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
-        (3, "first"),
+        (2, "odd"),
     ),
 )
 def test_every_op_in_every_size(world_size: int, which: str) -> None:

@@ -232,19 +232,19 @@ def check_reduce(case: Case, *, scatter: bool) -> None:
             assert torch.equal(results[rank], results[0]), "bits differ between ranks"
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=15)
 @given(cases(gather=True))
 def test_all_gather_matmul(case: Case) -> None:
     check_gather(case)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @given(cases(gather=False))
 def test_matmul_reduce_scatter(case: Case) -> None:
     check_reduce(case, scatter=True)
 
 
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=20)
 @given(cases(gather=False))
 def test_matmul_all_reduce(case: Case) -> None:
     check_reduce(case, scatter=False)

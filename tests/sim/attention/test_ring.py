@@ -62,6 +62,7 @@ def test_gradients_that_go_round_are_waited_for(
 @pytest.mark.parametrize(
     ("line", "kind", "world_size"),
     [
+        ("        copying.wait_credits(workspace)\n        for step", "read-write", 3),
         (
             "                    copying.wait(workspace, after, self._free + step - 1)",
             "read-write",
@@ -73,9 +74,8 @@ def test_gradients_that_go_round_are_waited_for(
             3,
             marks=thorough,
         ),
-        ("        copying.wait_credits(workspace)\n        for step", "read-write", 3),
     ],
-    ids=["room", "arrival", "credits"],
+    ids=["credits", "room", "arrival"],
 )
 def test_without_one_of_its_waits_there_is_a_race(
     line: str, kind: str, world_size: int, monkeypatch: pytest.MonkeyPatch

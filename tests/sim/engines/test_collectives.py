@@ -30,7 +30,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.flatten().tolist() == b.flatten().tolist()
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @given(
     world=WORLDS,
     dtype=st.sampled_from(MOVED),
@@ -78,7 +78,7 @@ def test_all_gather(
             assert all(equal(got, want) for got, want in zip(result, parts, strict=True))
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @given(
     world=WORLDS,
     dtype=st.sampled_from(SUMMED),
@@ -124,7 +124,7 @@ def test_reduce_scatter(
             assert torch.equal(result, sum(terms))
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=15)
 @given(
     world=WORLDS,
     dtype=st.sampled_from(SUMMED),
