@@ -51,7 +51,9 @@ torch.set_num_threads(1)
 # The interpreter is slow, so no deadline per example; the same examples on every run, so a red test
 # stays red. New examples: pytest --hypothesis-profile=explore
 if hypothesis is not None:
-    hypothesis.settings.register_profile("interlace", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile(
+        "interlace", deadline=None, derandomize=True, max_examples=50
+    )
     hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
     hypothesis.settings.load_profile("interlace")
     # It would also draw numbers that it finds in the files of imported modules: others for each order of

@@ -5,7 +5,7 @@ Bundles are of every op, three architectures, and options that change the manife
 
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.attention import gpu_attention
 from interlace.runtime.tuning.configuration import Configuration
 
-ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 90, 100], "matmul_all_reduce": [80]}
+ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 100, 90], "matmul_all_reduce": [80]}
 OPTIONS = {
     "all_gather_matmul": KernelOptions(),
     "matmul_reduce_scatter": KernelOptions("fp16", weight="nk", bias="n"),
@@ -72,13 +72,15 @@ OPTIONS = {
 }
 
 
-ONE_OF_EACH = ("all_gather_matmul", "all_gather", "all_reduce")
-"""Of each kind of op; the others are thorough."""
+ONE_OF_EACH = (("all_gather_matmul", "90"), ("all_gather", "90"), ("all_reduce", "90"))
+"""An op of each kind, and its architecture; the others are thorough."""
 
 
-def build_all(folder: pathlib.Path, ops: Iterable[str] = OPS) -> dict[str, pathlib.Path]:
-    """Those of ``ops`` below ``folder``; the directory of each by op."""
-    targets = [BundleTarget(op, OPTIONS[op], ARCHES[op], folder / op) for op in ops]
+def build_all(
+    folder: pathlib.Path, arches: Mapping[str, list[int]] = ARCHES
+) -> dict[str, pathlib.Path]:
+    """Those of ``arches`` below ``folder``; the directory of each by op."""
+    targets = [BundleTarget(op, OPTIONS[op], arches[op], folder / op) for op in arches]
     problems = {report.name: report.problems() for report in write(targets)}
     assert not any(problems.values()), problems
     return {target.op: target.out for target in targets}

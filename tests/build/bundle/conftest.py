@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from cases.bundles import ONE_OF_EACH, build_all
+from cases.bundles import ARCHES, ONE_OF_EACH, build_all
 from interlace.runtime.compiler.bundle.ops import OPS
 
 HERE = pathlib.Path(__file__).parent
@@ -18,8 +18,10 @@ def bundles(
 ) -> dict[str, pathlib.Path]:
     """The directories of the bundles that tests of the run ask for, by op."""
     here = [item for item in request.session.items if item.path.parent == HERE]
-    asked = [item.callspec.params.get("op") for item in here if hasattr(item, "callspec")]
-    ops = [op for op in OPS if op in ONE_OF_EACH or op in asked]
+    params = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    asked = {(each.get("op"), each.get("arch")) for each in params} | {*ONE_OF_EACH}
+    arches = {op: [arch for arch in ARCHES[op] if (op, str(arch)) in asked] for op in OPS}
+    ops = [op for op in OPS if arches[op]]
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "bundles"
     folder.mkdir(exist_ok=True)
@@ -27,6 +29,6 @@ def bundles(
         fcntl.flock(lock, fcntl.LOCK_EX)
         built = folder / "built"
         if not built.exists():
-            build_all(folder, ops)
+            build_all(folder, {op: arches[op] for op in ops})
             built.touch()
     return {op: folder / op for op in ops}

@@ -125,7 +125,7 @@ def test_loader_is_in_the_bundle(bundles: dict[str, pathlib.Path]) -> None:
 
 
 def test_arguments_in_order_and_a_given_grid(cupy: Any, bundles: dict[str, pathlib.Path]) -> None:
-    bundle = aot.load(bundles["all_gather_matmul"], arch="sm_80")
+    bundle = aot.load(bundles["all_gather_matmul"], arch="sm_90")
     bundle.launch("finish_kernel", 1, (4096, 2, 8), stream=17)
     (launch,) = cupy.launches
     assert [int(a) for a in launch["args"]] == [4096, 2, 8, 0, 0]
@@ -314,7 +314,7 @@ def test_100000_damaged_manifests_are_refused(
 
 
 def test_architecture_has_to_be_in_the_bundle(cupy: Any, bundles: dict[str, pathlib.Path]) -> None:
-    with pytest.raises(ValueError, match=r"arch is 103; .* was built for 80, 90, 100"):
+    with pytest.raises(ValueError, match=r"arch is 103; .* was built for (80, )?90"):
         aot.load(bundles["all_gather_matmul"], arch=103)
     mock_86 = mock.patch.object(cupy.cuda.Device, "compute_capability", "86")
     with mock_86, pytest.raises(ValueError, match=r"arch is 86; .* was built for 90"):

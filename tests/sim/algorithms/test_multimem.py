@@ -60,7 +60,7 @@ def small_blocks(switch: bool) -> Iterator[None]:
 
 
 @SWITCH
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 @given(
     world=WORLDS,
     dtype=st.sampled_from([F32, F16, BF16]),
@@ -90,7 +90,7 @@ def test_all_gather(
 
 
 @SWITCH
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 @given(world=WORLDS, dtype=st.sampled_from([F32, F16, BF16]), count=st.integers(1, 60))
 def test_all_reduce(switch: bool, world: int, dtype: torch.dtype, count: int) -> None:
     def on_rank() -> list[torch.Tensor]:
