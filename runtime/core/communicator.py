@@ -165,6 +165,7 @@ class Communicator:
         over = self._closed or self._out_of_step
         if isinstance(error, InterlaceError) or self.world_size == 1 or over or not op:
             return
+        vars(error)["told"] = id(self)  # an op around this one need not
         kind = TypeError if isinstance(error, TypeError) else ValueError
         misuse = isinstance(error, (TypeError, ValueError))
         text = (said if misuse else f"{type(error).__name__}: {said}")[:MESSAGE_LENGTH]

@@ -160,7 +160,9 @@ class Allocations:
         if found is not None and not found.is_gone():
             return
         if isinstance(asked, torch.Tensor):
-            self.of_tensor(asked if asked._base is None else asked._base, rank)
+            base = asked._base  # of values of a sparse tensor that one, which has no storage
+            whole = asked if base is None or base.layout is not torch.strided else base
+            self.of_tensor(whole, rank)
         else:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 

@@ -93,7 +93,7 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tenso
         zeros = wait(_ops.all_reduce(zero.to(own.dtype), "sum", size, name))
         rest = wait(_ops.all_reduce(torch.where(zero, 1, own), "product", size, name))
         others = torch.where(zero, rest, rest / torch.where(zero, 1, own))
-        return torch.where(zeros == zero.to(own.dtype), total * others, 0)
+        return torch.where(zeros == zero.to(own.dtype), total * others.conj(), 0)
     raise RuntimeError(f"interlace.{op} with reduce_op {ctx.reduce_op!r} has no gradient")
 
 

@@ -63,6 +63,22 @@ class HostCopies:
                 original.detach().copy_(copy)
 
 
+class Works(torch_groups.Work):
+    """Several ops, waited for in their order."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = _ZERO) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GPU
 
 
@@ -81,6 +97,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     _sequence = 0
     _ended = ""
     _copies: HostCopies | None = None
+    _coalescing: list[Any] | None = None  # the Works of what was called since that began
     _above = 0  # calls of torch's own methods under way
 
     @abc.abstractmethod
@@ -166,12 +183,24 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
                 self._waits.options = opts  # its timeout is read if something has to be waited for
         self._sequence += 1
         if self._copies is not None:
-            return self._run_elsewhere(name, outputs, function, *args)
-        try:
-            work = function(self.interlace_communicator, *args)
-        finally:
-            self._waits.options = None
+            work = self._run_elsewhere(name, outputs, function, *args)
+        else:
+            try:
+                work = function(self.interlace_communicator, *args)
+            finally:
+                self._waits.options = None
+        if self._coalescing is not None and work is not None:
+            self._coalescing.append(work)
         return COMPLETED if work is None else work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Of ``_coalescing_manager`` with a device. Ops begin as they are called, in their order."""
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """The Work of all that was called since :meth:`_start_coalescing`."""
+        works, self._coalescing = self._coalescing or [], None
+        return Works(works)
 
     def _run_elsewhere(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any

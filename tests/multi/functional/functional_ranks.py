@@ -71,6 +71,47 @@ def in_default_group(case: Case) -> Function:
     return lambda *inputs: case.call(None, *inputs)
 
 
+def complex_gradients() -> tuple[list[str], list[str]]:
+    """First and second gradients of complex numbers, of each op that takes them; and which do not."""
+    (rank, size), served, refused = place(), [], []
+    for name, case in CASES.items():
+
+        def inputs(of: int, case: Case = case) -> list[torch.Tensor]:
+            found = [
+                torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x)
+                for x in case.inputs(of, size)
+            ]
+            return [x.requires_grad_() for x in found]
+
+        def gradients(outputs: Any, of: list[torch.Tensor]) -> list[torch.Tensor]:
+            loss = sum((each * each.conj() * each).real.sum() for each in flat(outputs))
+            assert isinstance(loss, torch.Tensor)
+            first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
+            squares = sum((each * each).imag.sum() for each in first)
+            assert isinstance(squares, torch.Tensor)
+            if not squares.requires_grad:
+                return list(first)
+            return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
+
+        mine, everyone = inputs(rank), [inputs(of) for of in range(size)]
+        try:
+            outputs = case.call(None, *mine)
+        except TypeError as error:
+            assert "complex" in str(error), error
+            refused.append(name)
+            continue
+        right = [each for outs in case.reference(everyone) for each in flat(outs)]
+        expected = gradients(right, [x for xs in everyone for x in xs])
+        count = len(mine)
+        for got, number in zip(gradients(outputs, mine), range(2 * count), strict=False):
+            at = (number // count * size + rank) * count + number % count
+            torch.testing.assert_close(
+                wait(got), expected[at], msg=lambda text, n=name: f"{n}: {text}"
+            )
+        served.append(name)
+    return served, refused
+
+
 def some_inputs_only() -> None:
     """Only what requires gradients gets any, whichever it is."""
     for name in ("all_gather_matmul 1", "matmul_reduce_scatter avg 1", "matmul_all_reduce sum"):

@@ -1,5 +1,6 @@
 """Ranks of test_nn_cross_entropy.py: the loss of split logits against torch's, and misuse."""
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 import interlace
 from interlace import nn as inn
 from interlace.kernels.tiling import split_rows
+from interlace.nn.layers import cross_entropy
 
 TOKENS, CLASSES, IGNORED = (5, 3), 29, -100
 
@@ -93,3 +95,45 @@ def wrong(what: str) -> str:
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def of_few_classes(classes: int) -> None:
+    """Ranks that have none of the classes."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    whole = torch.randn(
+        *TOKENS, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    target = torch.zeros(TOKENS, dtype=torch.int64)
+    first, count = split_rows(classes, size)[rank]
+    mine = whole.narrow(-1, first, count).clone().requires_grad_()
+    loss = inn.vocab_parallel_cross_entropy(mine, target, vocab_size=classes)
+    loss.backward()
+    whole.requires_grad_()
+    expected = F.cross_entropy(whole.flatten(0, 1), target.flatten())
+    expected.backward()
+    close(loss, expected, 1e-13)
+    assert mine.grad is not None and whole.grad is not None
+    close(mine.grad, whole.grad.narrow(-1, first, count), 1e-13)
+
+
+def failing_within(step: str) -> tuple[str, str]:
+    """What a rank raises if rank 1 fails in the middle."""
+    logits = torch.zeros(*TOKENS, 2, requires_grad=True)
+    target = torch.zeros(TOKENS, dtype=torch.int64)
+
+    def full(*_: Any) -> Any:
+        raise RuntimeError("memory is full")
+
+    def failing() -> Any:
+        there = interlace.get_rank() == 1
+        return mock.patch.object(cross_entropy, "_pieces", full if there else cross_entropy._pieces)
+
+    try:
+        with failing() if step == "forward" else contextlib.nullcontext():
+            loss = inn.vocab_parallel_cross_entropy(logits, target)
+        with failing():
+            loss.backward()
+        interlace.barrier()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

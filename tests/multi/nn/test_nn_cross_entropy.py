@@ -39,6 +39,17 @@ def test_no_tokens_that_count() -> None:
         assert math.isnan(mean) and total == grad == 0.0  # as torch
 
 
+@pytest.mark.parametrize("classes", [1, 5])
+def test_ranks_without_classes(classes: int) -> None:
+    on_ranks(ranks.of_few_classes, 4, classes)
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_an_error_within_it_ends_it_on_all_ranks(step: str) -> None:
+    kind, text = on_ranks(ranks.failing_within, 2, step)[0]
+    assert kind == "ValueError" and "memory is full" in text and "rank 1" in text
+
+
 def test_large_logits() -> None:
     likely, unlikely = math.log(2), 1000 + math.log(2)
     for found in on_ranks(ranks.of_large_logits, 2):

@@ -42,6 +42,7 @@ def gathering(rank: int) -> list[Case]:
         ("halves", (x, w, half, half), {}),
         ("two, 3-D", (of(rank, 3, 2, 16), two[0], scales(rank, 3, 2, 1), two[1], 1), full),
         ("strided", (of(rank, 16, 4).t(), w, scales(rank, 4, 1), half), {**full, "bias": bias}),
+        ("no rows", (x[:0], w, scales(rank, 0, 1), scales(9, 1, 5)), {**full, "bias": bias}),
         ("one row", (x[:1], w, scales(rank, 1, 1), half), full),
         ("no rows", (x[:0], w, half, half), full),
     ]

@@ -155,7 +155,14 @@ def coalesced(path: str) -> list[torch.Tensor]:
             torch_names.reduce_scatter_single(parts[0], own(size=2 * size))
             torch_names.reduce_scatter_single(parts[1], own(size=size))
         manager.wait()
-        return [*sums, *gathered, *parts]
+        again = [own(), own(5.0)]  # with a device, as FSDP
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            for each in again:
+                dist.all_reduce(each)
+        manager.wait()
+        with dist._coalescing_manager(device=torch.device("cpu")):
+            pass
+        return [*sums, *gathered, *parts, *again]
 
 
 def works_of_methods(path: str) -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import interlace
+from interlace.runtime.numerics import reductions
 from support import failure
 
 ROWS, WIDTH = 6, 2
@@ -52,3 +53,48 @@ def test_misuse() -> None:
     assert "op of a sparse all_reduce must be one of sum, avg" in str(failure(maximum, 2))
     assert "dtype of tensor differs between ranks" in str(failure(dtypes, 2))
     assert isinstance(failure(mixed, 2), ValueError)
+
+
+def on_ranks(op: str, *values: torch.Tensor) -> torch.Tensor:
+    """What ranks get that have so many entries of row 0 each, on all ranks."""
+
+    def on_rank() -> torch.Tensor:
+        own = values[interlace.get_rank()]
+        rows = torch.zeros(1, len(own), dtype=torch.int64)
+        tensor = torch.sparse_coo_tensor(rows, own, (ROWS,), check_invariants=True)
+        interlace.all_reduce(tensor, op)
+        return tensor._values()
+
+    first, *others = interlace.run(on_rank, len(values))
+    assert all(first.tolist() == other.tolist() for other in others)
+    return first
+
+
+def test_sums_are_rounded_once() -> None:
+    half = torch.float16
+    large, one = torch.tensor([2048], dtype=half), torch.ones(1, dtype=half)
+    assert on_ranks("sum", large, one, one).tolist() == [2050]
+    assert on_ranks("sum", torch.cat([large, one, one]), one[:0]).tolist() == [2050]  # of one rank
+    assert on_ranks("avg", *[torch.tensor([60000.0], dtype=half)] * 3).tolist() == [60000]
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", reductions.DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_entries_are_reduced_as_dense_tensors_are(op: str, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        parts = [torch.tensor([value], dtype=torch.float32).to(dtype) for value in (1.5, -4.0, 1.0)]
+    elif dtype == torch.bool:
+        parts = [torch.tensor([value]) for value in (True, False, True)]
+    else:
+        most = torch.iinfo(dtype).max
+        parts = [torch.tensor([most - less], dtype=torch.uint64).to(dtype) for less in (0, 2, 50)]
+    expected = torch.empty_like(parts[0])
+    reductions.fold(op, parts, expected)
+    assert on_ranks(op, *parts).tolist() == expected.tolist()
+
+
+def test_averages_of_large_whole_numbers() -> None:
+    large = torch.tensor([2**40 + 1])
+    assert on_ranks("avg", large, large).tolist() == [2**40 + 1]
+    assert on_ranks("avg", *[torch.tensor([200], dtype=torch.uint8)] * 3).tolist() == [200]

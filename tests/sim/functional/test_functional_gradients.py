@@ -1,5 +1,6 @@
 """Gradients of ``interlace.functional`` and of the fused ops on simulated ranks, against plain torch."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,13 @@ Tensor = torch.Tensor
 @pytest.mark.parametrize("world_size", few([2, 3], 2))
 def test_values_and_gradients_of_every_op(world_size: int) -> None:
     assert interlace.run(ranks.every_case, world_size, "", None) == [list(CASES)] * world_size
+
+
+def test_complex_numbers() -> None:
+    for served, refused in interlace.run(ranks.complex_gradients, 2):
+        assert {"all_reduce product", "reduce_scatter product 0", "permute"} <= {*served}
+        real = re.compile(r"matmul|norm|attention| max| min")
+        assert not [name for name in refused if not real.search(name)], refused
 
 
 def test_a_lone_rank() -> None:

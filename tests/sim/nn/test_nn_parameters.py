@@ -357,22 +357,35 @@ def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
     interlace.run(case, 1)
 
 
-def seeded_differently(kind: str) -> str:
-    torch.manual_seed(interlace.get_rank())
-    layer: Any = inn.RowParallelLinear(8, 2) if kind == "row" else inn.QKVParallelLinear(8, 4, 2)
-    try:
-        with torch.no_grad():
-            layer(torch.ones(4, 2) if kind == "row" else torch.ones(1, 8))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+LAYERS: dict[str, Callable[[], Any]] = {
+    "bias of RowParallelLinear has other values": lambda: inn.RowParallelLinear(8, 2),
+    "RowParallelLinear was initialised": lambda: inn.RowParallelLinear(8, 2, bias=False),
+    "ColumnParallelLinear was initialised": lambda: inn.ColumnParallelLinear(2, 8),
+    "QKVParallelLinear was initialised": lambda: inn.QKVParallelLinear(2, 4, 2, head_dim=2),
+    "VocabParallelEmbedding was initialised": lambda: inn.VocabParallelEmbedding(5, 2),
+}
 
 
-def test_ranks_that_start_differently_are_told() -> None:
-    for text in interlace.run(seeded_differently, 4, "row"):
-        assert text.startswith("bias of RowParallelLinear has other values on rank 1 of the group")
-    for text in interlace.run(seeded_differently, 4, "heads"):
-        assert text.startswith("weight of LinearParameters has other values on rank 1 of the group")
+@pytest.mark.parametrize("text", LAYERS)
+def test_ranks_that_start_differently_are_told(text: str) -> None:
+    def on_rank(loaded: bool) -> str:
+        torch.manual_seed(interlace.get_rank())
+        layer = LAYERS[text]()
+        if loaded:  # whatever it was initialised from
+            with torch.no_grad():
+                for each in layer.parameters():
+                    each.zero_()
+        input = torch.zeros(4, dtype=torch.int64) if "Embedding" in text else torch.ones(4, 2)
+        try:
+            with torch.no_grad():
+                layer(input)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    for said in interlace.run(on_rank, 4, False):
+        assert said.startswith(text) and "on rank 1 of the group than on rank 0" in said
+    assert interlace.run(on_rank, 4, True) == ["nothing"] * 4
 
 
 def uneven() -> str:

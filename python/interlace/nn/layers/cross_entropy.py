@@ -22,6 +22,7 @@ from interlace.runtime.core.communicator import Communicator
 Tensor = torch.Tensor
 ELEMENTS_AT_ONCE = 1 << 22  # of which there are copies in fp32
 REDUCTIONS = ("mean", "sum", "none")
+NAME = "vocab_parallel_cross_entropy"
 
 
 @disable
@@ -59,7 +60,7 @@ def vocab_parallel_cross_entropy(
     [2.0794, 2.0794]
     """
     communicator = resolve(group).on(logits)
-    with communicator.accepting("vocab_parallel_cross_entropy"):
+    with communicator.accepting(NAME):
         classes, first = _checked(logits, target, vocab_size, ignore_index, communicator)
         checks.one_of("reduction", reduction, REDUCTIONS)
         if not 0.0 <= label_smoothing <= 1.0:
@@ -108,62 +109,73 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     """Losses of ``logits`` in fp32; ``local`` are classes of this rank if they are in its range."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        local: Tensor,
-        counted: Tensor,
-        classes: int,
-        smoothing: float,
-        group: Communicator,
-    ) -> Tensor:
-        rows = logits.detach().reshape(-1, logits.shape[-1])
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        tokens, here = rows.shape
-        highest = rows.new_full((tokens,), -torch.inf, dtype=wide)
-        if here and tokens:
-            highest.copy_(rows.amax(1))
-        _all_reduce(group, (highest,), ("max",))
-        sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
-        own = local.flatten()
-        for at in _pieces(tokens, here):
-            part = rows[at].to(wide) - highest[at, None]
-            mine = (own[at] >= 0) & (own[at] < here)
-            index = torch.where(mine, own[at], 0)
-            found = part.gather(1, index[:, None]).squeeze(1)
-            sums[1, at] = torch.where(mine, found, 0)
-            if smoothing:
-                torch.sum(part, 1, out=sums[2, at])
-            torch.sum(part.exp_(), 1, out=sums[0, at])
-        _all_reduce(group, (sums,))
-        log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
-        losses = (1 - smoothing) * (log_sum - sums[1])
-        if smoothing:
-            losses += smoothing * (log_sum - sums[2] / classes)
-        ctx.save_for_backward(logits, highest, log_sum, local, counted)
-        ctx.classes, ctx.smoothing = classes, smoothing
-        return losses.view(local.shape).masked_fill(~counted, 0)
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        ctx.group = given[-1]
+        with ctx.group.accepting(NAME):
+            return _forward(ctx, *given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, highest, log_sum, local, counted = ctx.saved_tensors
-        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        rows, into = logits.reshape(-1, logits.shape[-1]), result.view(-1, logits.shape[-1])
-        tokens, here = rows.shape
-        own = local.flatten()
-        factor = grad.masked_fill(~counted, 0).flatten()
-        even = ctx.smoothing / ctx.classes
-        for at in _pieces(tokens, here):
-            part = rows[at].to(log_sum.dtype) - highest[at, None]
-            part = part.sub_(log_sum[at, None]).exp_()
-            if even:
-                part -= even
-            mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)
-            index = own[at].clamp(0, here - 1)[:, None]
-            part.scatter_add_(1, index, (mine * (ctx.smoothing - 1))[:, None])
-            into[at] = part.mul_(factor[at, None])
-        return result, None, None, None, None, None
+        with ctx.group.accepting(f"{NAME}, backward"):
+            return _backward(ctx, grad), None, None, None, None, None
+
+
+def _forward(
+    ctx: Any,
+    logits: Tensor,
+    local: Tensor,
+    counted: Tensor,
+    classes: int,
+    smoothing: float,
+    group: Communicator,
+) -> Tensor:
+    rows = logits.detach().reshape(local.numel(), logits.shape[-1])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    tokens, here = rows.shape
+    highest = rows.new_full((tokens,), -torch.inf, dtype=wide)
+    if here and tokens:
+        highest.copy_(rows.amax(1))
+    _all_reduce(group, (highest,), ("max",))
+    sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
+    own = local.flatten()
+    for at in _pieces(tokens, here):
+        part = rows[at].to(wide) - highest[at, None]
+        mine = (own[at] >= 0) & (own[at] < here)
+        index = torch.where(mine, own[at], 0)
+        found = part.gather(1, index[:, None]).squeeze(1)
+        sums[1, at] = torch.where(mine, found, 0)
+        if smoothing:
+            torch.sum(part, 1, out=sums[2, at])
+        torch.sum(part.exp_(), 1, out=sums[0, at])
+    _all_reduce(group, (sums,))
+    log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
+    losses = (1 - smoothing) * (log_sum - sums[1])
+    if smoothing:
+        losses += smoothing * (log_sum - sums[2] / classes)
+    ctx.save_for_backward(logits, highest, log_sum, local, counted)
+    ctx.classes, ctx.smoothing = classes, smoothing
+    return losses.view(local.shape).masked_fill(~counted, 0)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    logits, highest, log_sum, local, counted = ctx.saved_tensors
+    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    tokens, here = local.numel(), logits.shape[-1]
+    rows, into = logits.reshape(tokens, here), result.view(tokens, here)
+    own = local.flatten()
+    factor = grad.masked_fill(~counted, 0).flatten()
+    even = ctx.smoothing / ctx.classes
+    for at in _pieces(tokens, here):
+        part = rows[at].to(log_sum.dtype) - highest[at, None]
+        part = part.sub_(log_sum[at, None]).exp_()
+        if even:
+            part -= even
+        mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)
+        index = own[at].clamp(0, here - 1)[:, None]
+        part.scatter_add_(1, index, (mine * (ctx.smoothing - 1))[:, None])
+        into[at] = part.mul_(factor[at, None])
+    return result
 
 
 def _pieces(tokens: int, here: int) -> list[slice]:

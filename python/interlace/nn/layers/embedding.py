@@ -86,6 +86,7 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         with self.group.on(self.weight).accepting("VocabParallelEmbedding"):
             self._check(input)
+        self._check_alike(self.group)
         output = self._found(input)
         if self.group.world_size == 1:
             return output

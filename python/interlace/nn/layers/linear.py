@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.nn.functions import regions
 from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
@@ -82,13 +83,22 @@ def _options(layer: Any) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in names}
 
 
-def check_features(layer: Any, input: Any, features: int, meaning: str) -> None:
-    """Raise unless ``input`` has so many features; what is no tensor is left to the function."""
-    with layer.group.on(input).accepting(type(layer).__name__):
-        if isinstance(input, Tensor) and input.dim() and input.shape[-1] != features:
+def check_features(
+    layer: Any, input: Any, features: int, meaning: str, weight: Tensor | None = None
+) -> None:
+    """Raise unless ``input`` has so many features, and the dtype of the layer's ``weight``.
+
+    What is no tensor is left to the function.
+    """
+    with layer.group.on(input).accepting(kind := type(layer).__name__):
+        if not isinstance(input, Tensor):
+            return
+        if input.dim() and input.shape[-1] != features:
             raise ValueError(
                 f"input must have {features} features, {meaning}, got shape {tuple(input.shape)}"
             )
+        if weight is not None and not torch.is_autocast_enabled(input.device.type):
+            checks.same_dtype("input", input.dtype, f"weight of {kind}", weight.dtype)
 
 
 def gathering_linear(
@@ -165,7 +175,8 @@ class ColumnParallelLinear(LinearParameters):
 
     @disable
     def forward(self, input: Tensor) -> Any:
-        check_features(self, input, self.in_features, "in_features")
+        check_features(self, input, self.in_features, "in_features", self.weight)
+        self._check_alike(self.group)
         bias = self.bias
         (output,) = gathering_linear(
             self, input, [self.weight], [None if self.skip_bias_add else bias]
@@ -234,10 +245,11 @@ class RowParallelLinear(LinearParameters):
     def forward(self, input: Tensor) -> Any:
         self._check_alike(self.group.on(input), "bias")
         if not self.input_is_parallel:
-            check_features(self, input, self.in_features, "in_features")
+            check_features(self, input, self.in_features, "in_features", self.weight)
             input = regions.scatter_to_group(input, group=self.group)
         size, ranks = self.in_features, self.group.world_size
-        check_features(self, input, size // ranks, f"in_features {size} over {ranks} ranks")
+        meaning = f"in_features {size} over {ranks} ranks"
+        check_features(self, input, size // ranks, meaning, self.weight)
         output = row_parallel_linear(
             input,
             self.weight,

@@ -91,7 +91,7 @@ class SequenceParallelMLP(OnGroup):
 
     @disable
     def forward(self, input: Tensor) -> Tensor:
-        linear.check_features(self, input, self.hidden_size, "hidden_size")
+        linear.check_features(self, input, self.hidden_size, "hidden_size", self.up.weight)
         up, gate = self.up, self.gate
         layers = [up] if gate is None else [gate, up]
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]

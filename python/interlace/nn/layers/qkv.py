@@ -89,8 +89,9 @@ class QKVParallelLinear(OnGroup):
 
     @disable
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        check_features(self, input, self.hidden_size, "hidden_size")
+        check_features(self, input, self.hidden_size, "hidden_size", self.q.weight)
         q, k, v = self.q, self.k, self.v
+        q._check_alike(self.group, layer=self)  # k and v are drawn after it
         shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
@@ -102,7 +103,7 @@ class QKVParallelLinear(OnGroup):
                         )
             replicas = self._held.of_replicas(self.copies)
             for part in (k, v):
-                part._check_alike(replicas, "weight", "bias")
+                part._check_alike(replicas, "weight", "bias", layer=self)
             shared = copy_to_group(*shared, group=replicas)
         k_weight, v_weight, k_bias, v_bias = shared
         weights, biases = [q.weight, k_weight, v_weight], [q.bias, k_bias, v_bias]

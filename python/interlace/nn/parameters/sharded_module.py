@@ -8,12 +8,21 @@ number of ranks, and so is what is drawn next. At most one unsharded layer is in
 import abc
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interlace.nn.parameters.sharding import OnGroup, Sharding, layout
 from interlace.runtime.core.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What parameters were initialised from: the ``state`` of torch's generator, if it was used."""
+
+    state: torch.Tensor
+    versions: list[tuple[int, int]]
 
 
 class ShardedModule(OnGroup):
@@ -37,6 +46,7 @@ class ShardedModule(OnGroup):
         super().__init__(group)
         self._shardings: dict[str, Sharding] = {}
         self._found_alike = False
+        self._drawn: _Drawn | None = None
 
     def _add_parameter(
         self, name: str, shape: tuple[int, ...], dim: int | None, copies: int = 1, **made: Any
@@ -65,28 +75,45 @@ class ShardedModule(OnGroup):
         some = next(iter(self._parameters.values()), None)
         if some is None or some.is_meta:
             return
+        before = _generator_state(some.device)
         for name, whole in self._initial(some.device, some.dtype):
             parameter = self._parameters[name]
             assert parameter is not None
             parameter.copy_(self._shardings[name].local(whole.detach()))
+        drew = not torch.equal(before, _generator_state(some.device))
+        counted = not some.is_inference()
+        self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
-    def _check_alike(self, group: Communicator, *names: str) -> None:
-        """Raise on all ranks unless parameters are equal: one host message, before the first forward."""
+    def _versions(self) -> list[tuple[int, int]]:
+        """They change with the values of the parameters."""
+        return [(id(each), each._version) for each in self._parameters.values() if each is not None]
+
+    def _check_alike(self, group: Communicator, *names: str, layer: Any = None) -> None:
+        """Raise on all ranks unless parameters are equal: one host message, before the first forward.
+
+        Those called ``names`` themselves; of the others, which are parts, the state of torch's generator
+        that they were drawn from, if they are still what was drawn. ``layer``: whose part this module is.
+        """
         if self._found_alike or group.world_size == 1:
             return
-        for name in names:
-            parameter = self._parameters.get(name)
-            if parameter is None:
-                continue
-            digests = group.agree(type(self).__name__, _digest(parameter))
-            for rank, digest in enumerate(digests):
-                if digest != digests[0]:
+        kind, drawn = type(layer or self).__name__, self._drawn
+        there = {name: self._parameters.get(name) for name in names}
+        mine = {name: _digest(each) for name, each in there.items() if each is not None}
+        if drawn is not None and drawn.versions == self._versions():
+            mine["state"] = _digest(drawn.state)
+        found = group.agree(kind, mine)
+        said = {name: f"{name} of {kind} has other values" for name in names}
+        said["state"] = f"{kind} was initialised from another state of torch's generator"
+        for what, text in said.items():
+            having = [(rank, own[what]) for rank, own in enumerate(found) if what in own]
+            for rank, digest in having:
+                if digest != having[0][1]:
                     raise ValueError(
-                        f"{name} of {type(self).__name__} has other values on rank {rank} of the group "
-                        "than on rank 0: call torch.manual_seed with one seed on all ranks before the "
-                        "layer is made, or load a state dict"
+                        f"{text} on rank {rank} of the group than on rank {having[0][0]}: call "
+                        "torch.manual_seed with one seed on all ranks before the layer is made, or load a "
+                        "state dict"
                     )
-        self._found_alike = True
+        self._found_alike, self._drawn = True, None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -134,6 +161,10 @@ class ShardedModule(OnGroup):
             own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._attach()
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _digest(tensor: torch.Tensor) -> str:

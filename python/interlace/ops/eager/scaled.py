@@ -45,6 +45,17 @@ Tensor = torch.Tensor
 _scaled_mm: Any = torch._scaled_mm
 
 
+def scaled_mm(
+    input: Tensor, weight: Tensor, *scales: Tensor, bias: Any = None, **options: Any
+) -> Tensor:
+    """``torch._scaled_mm``, which takes no empty matrices."""
+    if input.numel() and weight.numel():
+        product: Tensor = _scaled_mm(input, weight, *scales, bias, **options)
+        return product
+    product = input.new_zeros((len(input), weight.shape[1]), dtype=options["out_dtype"])
+    return product if bias is None else product + bias
+
+
 class GatherOptions(NamedTuple):
     """The arguments of all_gather_scaled_matmul that follow the tensors."""
 
@@ -63,16 +74,15 @@ def multiply(operands: ScaledOperands, options: GatherOptions | ReduceOptions) -
     if by_row:
         input_scale = input_scale.reshape(-1, 1).expand(rows, 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, columns).contiguous()
-    product: Tensor = _scaled_mm(
+    return scaled_mm(
         input.contiguous(),
         weight,
         input_scale,
         weight_scale,
-        bias,
+        bias=bias,
         out_dtype=options.out_dtype or torch.bfloat16,
         use_fast_accum=options.use_fast_accum,
     )
-    return product
 
 
 def is_by_row(input: torch.Tensor, scale: torch.Tensor) -> bool:

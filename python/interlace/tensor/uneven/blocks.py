@@ -48,6 +48,14 @@ def wide(dtype: torch.dtype, accumulate: str | None = "fp32") -> torch.dtype:
     return torch.float32 if narrow and accumulate is not None else dtype
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, in a dtype of that size whose elements torch moves by any of its functions."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
 def empty(communicator: Communicator, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=communicator.place.device)
 

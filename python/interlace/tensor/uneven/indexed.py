@@ -83,7 +83,8 @@ def indexed_all_to_all_v(
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
     whole = blocks.empty(communicator, shape, own.dtype)
     cuts = blocks.along(whole.shape, dim, lengths)
-    sent = [own.index_select(dim, each) for each in picked]
+    bits = blocks.bits(own)  # torch selects numbers of some dtypes only
+    sent = [bits.index_select(dim, each).view(own.dtype) for each in picked]
     into = [blocks.cut(whole, each) for each in cuts]
     in_rank(lambda: _all_to_all(communicator, (into, sent)))
     if not any(each.requires_grad for each in parts):
