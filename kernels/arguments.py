@@ -360,7 +360,7 @@ class Heads(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """``[rows, batches, heads, HEAD_DIM]``, contiguous along the last: queries, or what has their shape."""
+    """``[rows, batches, heads, size]``, contiguous along the last: queries, results, or a cache of keys."""
 
     ptr: Any
     stride: Any
@@ -388,7 +388,7 @@ class Spans(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Results over one part of the keys each, fp32: ``[parts, batches, heads, rows, HEAD_DIM]``, and the
+    """Results over one part of the keys each, fp32: ``[parts, batches, heads, rows, size]``, and the
     logarithms, to base 2, of the sums of exponentials, ``[parts, batches, heads, rows]``."""
 
     ptr: Any
@@ -416,10 +416,13 @@ class RowSums(NamedTuple):
 
 
 class AttentionTiles(NamedTuple):
-    """Constants of an attention: query rows, keys, and the head's size, rounded up to a power of two."""
+    """Constants of an attention: query rows and keys of a tile; ``HEAD_DIM``, the size of a head of queries
+    and keys, and ``VALUE_DIM``, that of values and results; both rounded up to a power of two."""
 
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_D: int
+    BLOCK_V: int
     HEAD_DIM: int
+    VALUE_DIM: int
     INPUT_PRECISION: str

@@ -17,7 +17,9 @@ import triton.language as tl
 
 from interlace.kernels.attention.tiles import (
     first_and_end,
+    head_pointers,
     key_head,
+    load_queries,
     load_rows,
     load_spans,
     part_line,
@@ -25,7 +27,6 @@ from interlace.kernels.attention.tiles import (
     row_mask,
     scores,
     sees,
-    values_offset,
 )
 from interlace.kernels.matmul import tile_offsets
 
@@ -41,6 +42,11 @@ def _load_sums(sums, heads, batch, head, tile_m, TILES: tl.constexpr):
 
 
 @triton.jit
+def _load_grads(grads, rows, batch, head, tile_m, TILES: tl.constexpr):
+    return load_rows(grads, rows, batch, head, tile_m, TILES.VALUE_DIM, TILES.BLOCK_V, TILES)
+
+
+@triton.jit
 def _differentiate_tile(
     query, key, value, grad, acc, lse, delta, valid, scale, TILES: tl.constexpr
 ):
@@ -51,18 +57,20 @@ def _differentiate_tile(
 
 
 @triton.jit
-def _differentiate_run(query, grad, acc, lse, delta, low, high, keys_ptr, stride, to_values, rows, position,
+def _differentiate_run(query, grad, acc, lse, delta, low, high, key_ptr, value_ptr, stride, rows, position,
                        scale, TILES: tl.constexpr):  # fmt: skip
     """Add to ``acc`` what the keys of a run give to the gradient of a tile of queries."""
     offs_d = tl.arange(0, TILES.BLOCK_D)
+    offs_v = tl.arange(0, TILES.BLOCK_V)
     first, end = first_and_end(low, high, rows, position, TILES)
     for n in range(first, end, TILES.BLOCK_N):
         offs_n = n + tl.arange(0, TILES.BLOCK_N)
-        mask = (offs_n < rows)[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
-        pointers = keys_ptr + offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
-        key = tl.load(pointers, mask=mask, other=0.0)
-        valid = sees(low, high, position + offs_n) & (offs_n < rows)[None, :]
-        value = tl.load(pointers + to_values, mask=mask, other=0.0)
+        there, places = offs_n < rows, offs_n.to(tl.int64)[:, None] * stride
+        mask = there[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
+        key = tl.load(key_ptr + places + offs_d[None, :], mask=mask, other=0.0)
+        valid = sees(low, high, position + offs_n) & there[None, :]
+        mask = there[:, None] & (offs_v < TILES.VALUE_DIM)[None, :]
+        value = tl.load(value_ptr + places + offs_v[None, :], mask=mask, other=0.0)
         if key.dtype == tl.float32:
             # Under a condition, or queries and gradients would be held in registers across the loop, as
             # operands of products without tensor cores are: whole rows in every thread.
@@ -81,8 +89,9 @@ def attention_queries_backward_kernel(
 ):
     """What the keys of each part give to the gradient of the queries: its partial results, less a factor.
 
-    Legend: that of ``attention_kernel``; ``grads`` are those of the output, of its shape. ``partials``
-    hold ``dS @ K``; the factor, the scale of the scores, is the same for all. The grid is (tiles, parts).
+    Legend: that of ``attention_kernel``; ``grads`` are those of the output, of its shape. ``partials``,
+    of size D, hold ``dS @ K``; the factor, the scale of the scores, is the same for all. The grid is
+    (tiles, parts).
 
     Ordering: nothing here waits or signals; the stream has waited for the keys before.
 
@@ -92,25 +101,25 @@ def attention_queries_backward_kernel(
     _, row, _, _, part = part_line(parts.ptr, parts.first + tl.program_id(1))
     rows = partials.rows
     tile_m, batch, head = place_of_tile(tl.program_id(0), tl.cdiv(rows, TILES.BLOCK_M), heads)
-    query = load_rows(queries, rows, batch, head, tile_m, TILES)
-    grad = load_rows(grads, rows, batch, head, tile_m, TILES)
+    query = load_queries(queries, rows, batch, head, tile_m, TILES)
+    grad = _load_grads(grads, rows, batch, head, tile_m, TILES)
     low, high = load_spans(spans, rows, batch, tile_m, TILES)
     lse, delta = _load_sums(sums, heads, batch, head, tile_m, TILES)
-    column = (batch * heads.key_heads + key_head(heads, head)).to(tl.int64) * TILES.HEAD_DIM
-    head_ptr = keys.ptr + row * keys.stride + column
-    to_values = values_offset(heads, TILES)
+    part_ptr = keys.ptr + row * keys.stride
+    key_ptr, value_ptr = head_pointers(part_ptr, heads, batch, key_head(heads, head), TILES)
     acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
-    acc = _differentiate_run(query, grad, acc, lse, delta, low, high, head_ptr, keys.stride, to_values,
+    acc = _differentiate_run(query, grad, acc, lse, delta, low, high, key_ptr, value_ptr, keys.stride,
                              part.rows, part.position, scale, TILES)  # fmt: skip
     if part.more_rows > 0:
-        more_ptr = head_ptr + part.rows.to(tl.int64) * keys.stride
-        acc = _differentiate_run(query, grad, acc, lse, delta, low, high, more_ptr, keys.stride, to_values,
-                                 part.more_rows, part.more_position, scale, TILES)  # fmt: skip
+        more = part.rows.to(tl.int64) * keys.stride
+        acc = _differentiate_run(query, grad, acc, lse, delta, low, high, key_ptr + more,
+                                 value_ptr + more, keys.stride, part.more_rows, part.more_position,
+                                 scale, TILES)  # fmt: skip
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
     of_part = part.number * heads.batches * heads.heads + batch * heads.heads + head
     pointers = partials.ptr + (of_part * rows + offs_m)[:, None] * TILES.HEAD_DIM
     pointers += tl.arange(0, TILES.BLOCK_D)[None, :]
-    tl.store(pointers, acc, mask=row_mask(offs_m, rows, TILES))
+    tl.store(pointers, acc, mask=row_mask(offs_m, rows, TILES.HEAD_DIM, TILES.BLOCK_D))
 
 
 @triton.jit(do_not_specialize=["spans", "sums", "parts", "heads"])
@@ -134,13 +143,15 @@ def attention_keys_backward_kernel(
     offs_n = tile_offsets(tl.program_id(0), TILES.BLOCK_N)
     key_rows = part.rows + part.more_rows
     offs_d = tl.arange(0, TILES.BLOCK_D)
-    mask = (offs_n < key_rows)[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
-    places = offs_n[:, None] * keys.stride + offs_d[None, :]
-    column = (batch * heads.key_heads + of_head).to(tl.int64) * TILES.HEAD_DIM
-    to_values = values_offset(heads, TILES)
-    key_ptr = keys.ptr + row * keys.stride + column
-    key = tl.load(key_ptr + places, mask=mask, other=0.0)
-    value = tl.load(key_ptr + to_values + places, mask=mask, other=0.0)
+    offs_v = tl.arange(0, TILES.BLOCK_V)
+    there = (offs_n < key_rows)[:, None]
+    mask = there & (offs_d < TILES.HEAD_DIM)[None, :]
+    mask_v = there & (offs_v < TILES.VALUE_DIM)[None, :]
+    first_row = row * keys.stride
+    places = offs_n[:, None] * keys.stride
+    key_ptr, value_ptr = head_pointers(keys.ptr + first_row, heads, batch, of_head, TILES)
+    key = tl.load(key_ptr + places + offs_d[None, :], mask=mask, other=0.0)
+    value = tl.load(value_ptr + places + offs_v[None, :], mask=mask_v, other=0.0)
     # Positions of the keys: those of one run, then those of the other.
     index = offs_n.to(tl.int32)
     more = part.more_position + index - part.rows
@@ -150,7 +161,7 @@ def attention_keys_backward_kernel(
     first = tl.min(tl.where(index < key_rows, positions, (1 << 31) - 1))
     last = tl.max(positions)
     of_key = tl.full((TILES.BLOCK_N, TILES.BLOCK_D), 0.0, tl.float32)
-    of_value = tl.full((TILES.BLOCK_N, TILES.BLOCK_D), 0.0, tl.float32)
+    of_value = tl.full((TILES.BLOCK_N, TILES.BLOCK_V), 0.0, tl.float32)
     first_head = tl.maximum(of_head * heads.per_key - heads.first_head, 0)
     end_head = tl.minimum((of_head + 1) * heads.per_key - heads.first_head, heads.heads)
     tiles_m = tl.cdiv(sums.rows, TILES.BLOCK_M)
@@ -160,8 +171,8 @@ def attention_keys_backward_kernel(
         low, high = load_spans(spans, sums.rows, batch, tile_m, TILES)
         # Most tiles of queries see none of these keys where the mask is causal or a window.
         if (tl.min(low) <= last) & (tl.max(high) > first):
-            query = load_rows(queries, sums.rows, batch, head, tile_m, TILES)
-            grad = load_rows(grads, sums.rows, batch, head, tile_m, TILES)
+            query = load_queries(queries, sums.rows, batch, head, tile_m, TILES)
+            grad = _load_grads(grads, sums.rows, batch, head, tile_m, TILES)
             lse, delta = _load_sums(sums, heads, batch, head, tile_m, TILES)
             valid = sees(low, high, positions)
             weight = tl.exp2(scores(query, key, valid, scale, TILES) - lse[:, None])
@@ -171,6 +182,6 @@ def attention_keys_backward_kernel(
             of_score = weight * (of_weight - delta[:, None])
             turned = tl.trans(of_score.to(query.dtype))
             of_key = tl.dot(turned, query, of_key, input_precision=TILES.INPUT_PRECISION)
-    out_ptr = output_ptr + row * keys.stride + column + places
-    tl.store(out_ptr, of_key * factor, mask=mask)
-    tl.store(out_ptr + to_values, of_value, mask=mask)
+    key_ptr, value_ptr = head_pointers(output_ptr + first_row, heads, batch, of_head, TILES)
+    tl.store(key_ptr + places + offs_d[None, :], of_key * factor, mask=mask)
+    tl.store(value_ptr + places + offs_v[None, :], of_value, mask=mask_v)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Lot
-from interlace.kernels.attention.tiles import attend_run, attend_tile, load_rows, store_partial
+from interlace.kernels.attention.tiles import attend_run, attend_tile, load_queries, store_partial
 from interlace.kernels.collectives.low_latency import (
     block_epoch,
     end_block,
@@ -30,7 +30,7 @@ _LANES = tl.constexpr(DECODE_LANES)
 @triton.jit(do_not_specialize=["lengths_ptr", "partials", "heads", "pages", "most", "piece"])
 def decode_attention_kernel(
     keys,
-    value_ptr,
+    value,
     queries,
     lengths_ptr,
     partials,
@@ -44,7 +44,7 @@ def decode_attention_kernel(
 ):
     """Partial results of all queries over pieces of ``piece`` keys, a multiple of tiles.
 
-    Legend: ``keys`` and the values are ``[most, batches, heads, D]`` with the same strides; with ``PAGED``
+    Legend: ``keys`` are ``[most, batches, heads, D]``, ``value`` the same of size V; with ``PAGED``
     ``[pages.size, all pages, heads, D]``, of which ``pages`` says which a sequence has, in its order.
     ``queries``: ``[rows, batches, heads, D]``, the heads those of the keys, a row per query head that sees
     it and token. ``lengths``, int64 ``[batches, rows]``: how many of the keys a row sees. The grid is
@@ -64,33 +64,32 @@ def decode_attention_kernel(
     # Of this piece.
     high = tl.minimum(tl.minimum(lengths, most).to(tl.int32) - first, piece)
     rows = tl.maximum(tl.max(high), 0)
-    query = load_rows(queries, partials.rows, batch, head, tile_m, TILES)
-    offset = head.to(tl.int64) * keys.stride_h
-    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
+    query = load_queries(queries, partials.rows, batch, head, tile_m, TILES)
+    key_ptr = keys.ptr + head.to(tl.int64) * keys.stride_h
+    value_ptr = value.ptr + head.to(tl.int64) * value.stride_h
+    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_V), 0.0, tl.float32)
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
     if PAGED:
-        key_ptr = keys.ptr + offset
-        value_ptr += offset
         table_ptr = pages.ptr + batch.to(tl.int64) * pages.stride
-        offs_d = tl.arange(0, TILES.BLOCK_D)
         for n in range(0, rows, TILES.BLOCK_N):
             offs_n = n + tl.arange(0, TILES.BLOCK_N)
             there = offs_n < rows
             token = first + offs_n
             page = tl.load(table_ptr + token // pages.size, mask=there, other=0).to(tl.int64)
-            place = page * keys.stride_b + (token % pages.size).to(tl.int64) * keys.stride
-            places = place[:, None] + offs_d[None, :]
-            mask = there[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
+            index = (token % pages.size).to(tl.int64)
+            key_places = page * keys.stride_b + index * keys.stride
+            value_places = page * value.stride_b + index * value.stride
             valid = offs_n[None, :] < high[:, None]
-            acc, largest, total = attend_tile(query, acc, largest, total, key_ptr + places,
-                                              value_ptr + places, mask, valid, scale, TILES)  # fmt: skip
+            acc, largest, total = attend_tile(query, acc, largest, total, key_ptr, key_places, value_ptr,
+                                              value_places, there, valid, scale, TILES)  # fmt: skip
     else:
-        offset += batch.to(tl.int64) * keys.stride_b + first.to(tl.int64) * keys.stride
+        sequence, index = batch.to(tl.int64), first.to(tl.int64)
+        key_ptr += sequence * keys.stride_b + index * keys.stride
+        value_ptr += sequence * value.stride_b + index * value.stride
         low = tl.full((TILES.BLOCK_M,), 0, tl.int32)
-        acc, largest, total = attend_run(query, acc, largest, total, low, high, keys.ptr + offset,
-                                         value_ptr + offset, keys.stride, rows, 0, scale,
-                                         TILES)  # fmt: skip
+        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr, keys.stride,
+                                         value_ptr, value.stride, rows, 0, scale, TILES)  # fmt: skip
     all_heads = heads.batches * heads.heads
     store_partial(partials, acc, largest, total, number, tl.program_id(1), all_heads, tile_m, TILES)
 
@@ -105,16 +104,17 @@ def decode_exchange_kernel(
     rows,
     epochs_offset,
     words_offset,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """``output`` = the results of all ranks, each row weighted by its sum of exponentials.
 
-    Legend: ``input``, fp32, and ``output`` are ``[rows, HEAD_DIM]``; ``lse`` and ``output_lse``, fp32
+    Legend: ``input``, fp32, and ``output`` are ``[rows, VALUE_DIM]``; ``lse`` and ``output_lse``, fp32
     ``[rows]``, natural logarithms. ``WIDTH``: elements of a row that a program does, a power of two, at
-    most 128; it does ``128 / WIDTH`` rows. The grid: ``ceil(rows * WIDTH / 128) * ceil(HEAD_DIM / WIDTH)``.
+    most 128; it does ``128 / WIDTH`` rows. The grid: ``ceil(rows * WIDTH / 128)`` times
+    ``ceil(VALUE_DIM / WIDTH)``.
 
     Ordering: that of ``kernels/collectives/low_latency.py``: every program sends all its words to every
     other rank and waits for some of each. A program has read its input before it stores.
@@ -132,11 +132,11 @@ def decode_exchange_kernel(
         lane = tl.arange(0, WORDS)
         row = first_row + lane % _LANES // WIDTH
         column = first_column + lane % WIDTH
-        data = (lane < _LANES) & (row < rows) & (column < HEAD_DIM)
+        data = (lane < _LANES) & (row < rows) & (column < VALUE_DIM)
         # Behind the numbers a logarithm for each of the rows.
         of_row = first_row + lane - _LANES
         sums = (lane >= _LANES) & (lane < _LANES + ROWS) & (of_row < rows)
-        own = tl.load(input_ptr + row.to(tl.int64) * HEAD_DIM + column, mask=data, other=0.0)
+        own = tl.load(input_ptr + row.to(tl.int64) * VALUE_DIM + column, mask=data, other=0.0)
         own += tl.load(lse_ptr + of_row, mask=sums, other=0.0)
         words = own.to(tl.int32, bitcast=True)
         lot = Lot(words_offset, epoch, tl.program_id(0))
@@ -173,7 +173,7 @@ def decode_exchange_kernel(
             LN2: tl.constexpr = 0.6931471805599453
             lse = tl.where(nothing, float("-inf"), largest + tl.log2(divisor) * LN2)
             result = (acc / divisor).to(output_ptr.dtype.element_ty)
-            tl.store(output_ptr + row.to(tl.int64) * HEAD_DIM + column, result, mask=data)
+            tl.store(output_ptr + row.to(tl.int64) * VALUE_DIM + column, result, mask=data)
             tl.store(output_lse_ptr + of_row, lse, mask=sums & (first_column == 0))
         end_block(epoch_ptr, epoch, missing)
     # Counted also where it gave up: the launch side waits for programs to end, not to succeed.

@@ -80,7 +80,7 @@ def all_gather_attention_kernel(
                     wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 address = (gathered_ptr + row * keys.stride).to(tl.int64)
             part_ptr = address.to(keys.ptr.dtype)
-            if TILES.HEAD_DIM % 16 == 0:
+            if TILES.HEAD_DIM % 16 == 0 and TILES.VALUE_DIM % 16 == 0:
                 part_ptr = tl.multiple_of(part_ptr, 16)
             for tile in range(program - COPIES.COPIERS, tiles, programs):
                 attend_part(queries, spans, partials, part_ptr, keys.stride, part, heads, tile, scale,
@@ -109,7 +109,7 @@ def attention_kernel(keys, queries, spans, partials, parts, heads, scale, TILES:
 def merge_attention_kernel(partials, output, lse_ptr, heads, count, TILES: tl.constexpr):
     """``output`` = the ``count`` partial results of each row, weighted by their sums of exponentials.
 
-    Legend: ``output`` has the shape of the queries; ``lse``, ``[batches, heads, rows]``, is the natural
+    Legend: ``output`` is ``[rows, batches, heads, V]``; ``lse``, ``[batches, heads, rows]``, is the natural
     logarithm of the whole sums, -inf where a row sees no key, whose output is 0. A program per tile.
 
     Ordering: follows the kernels that made the partial results on their stream. In the order of the parts,
@@ -122,8 +122,8 @@ def merge_attention_kernel(partials, output, lse_ptr, heads, count, TILES: tl.co
     tile_m, batch, head = place_of_tile(tl.program_id(0), tl.cdiv(rows, TILES.BLOCK_M), heads)
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
     inside = offs_m < rows
-    mask = row_mask(offs_m, rows, TILES)
-    offs_d = tl.arange(0, TILES.BLOCK_D)
+    mask = row_mask(offs_m, rows, TILES.VALUE_DIM, TILES.BLOCK_V)
+    offs_v = tl.arange(0, TILES.BLOCK_V)
     lines = (batch * heads.heads + head) * rows + offs_m
     part_lines = rows.to(tl.int64) * heads.batches * heads.heads
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
@@ -131,19 +131,19 @@ def merge_attention_kernel(partials, output, lse_ptr, heads, count, TILES: tl.co
         lse_ptrs = partials.lse_ptr + number * part_lines + lines
         largest = tl.maximum(largest, tl.load(lse_ptrs, mask=inside, other=float("-inf")))
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
+    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_V), 0.0, tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
     for number in range(count):
         at = number * part_lines + lines
         lse = tl.load(partials.lse_ptr + at, mask=inside, other=float("-inf"))
         weight = tl.exp2(lse - base)
-        pointers = partials.ptr + at[:, None] * TILES.HEAD_DIM + offs_d[None, :]
+        pointers = partials.ptr + at[:, None] * TILES.VALUE_DIM + offs_v[None, :]
         acc += weight[:, None] * tl.load(pointers, mask=mask, other=0.0)
         total += weight
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     result = acc / total[:, None]
-    out_ptrs = row_elements(output, batch, head, offs_m, TILES)
+    out_ptrs = row_elements(output, batch, head, offs_m, TILES.BLOCK_V)
     tl.store(out_ptrs, result.to(output.ptr.dtype.element_ty), mask=mask)
     LN2: tl.constexpr = 0.6931471805599453
     lse = tl.where(nothing, float("-inf"), (base + tl.log2(total)) * LN2)

@@ -1,8 +1,8 @@
 """Tiles of an attention: rows of queries, keys, scores, and the online softmax over them.
 
-Legend: queries are ``[rows, batches, heads, D]`` with any strides but the last. Keys and values are
-*packed*: row n is ``[2, batches, key heads, D]``, keys first, so that both travel as one row of a matrix,
-and K and V of a head lie ``batches * key_heads * D`` elements apart.
+Legend: queries are ``[rows, batches, heads, D]`` with any strides but the last, results the same of size
+V. Keys and values are *packed*: row n is the keys ``[batches, key heads, D]``, behind them the values
+``[batches, key heads, V]``, so that both travel as one row of a matrix. D is ``HEAD_DIM``, V ``VALUE_DIM``.
 
 What a query sees is one interval of positions (``Spans``): causal masks, windows and packed sequences
 are all that. Keys know their positions because a part is one or two runs of the whole sequence (two where
@@ -45,25 +45,32 @@ def place_of_tile(tile, tiles_m, heads):
 
 
 @triton.jit
-def row_elements(of, batch, head, offs_m, TILES: tl.constexpr):
-    """Pointers to the elements of rows ``offs_m`` of a head."""
-    offs_d = tl.arange(0, TILES.BLOCK_D)
+def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
+    """Pointers to the elements of rows ``offs_m`` of a head, ``BLOCK`` of each."""
+    offs_d = tl.arange(0, BLOCK)
     # int64 before the products: a batch times its stride may pass 2**31 elements.
     head_ptr = of.ptr + batch.to(tl.int64) * of.stride_b + head.to(tl.int64) * of.stride_h
     return head_ptr + offs_m[:, None] * of.stride + offs_d[None, :]
 
 
 @triton.jit
-def row_mask(offs_m, rows, TILES: tl.constexpr):
-    return (offs_m < rows)[:, None] & (tl.arange(0, TILES.BLOCK_D) < TILES.HEAD_DIM)[None, :]
+def row_mask(offs_m, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of ``BLOCK`` elements of rows ``offs_m`` there are, of heads of ``SIZE``."""
+    return (offs_m < rows)[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
 
 
 @triton.jit
-def load_rows(of, rows, batch, head, tile_m, TILES: tl.constexpr):
-    """A tile of a head's rows; zeros beyond the last."""
+def load_rows(of, rows, batch, head, tile_m, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+              TILES: tl.constexpr):  # fmt: skip
+    """A tile of a head's rows of ``SIZE`` elements; zeros beyond the last."""
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
-    pointers = row_elements(of, batch, head, offs_m, TILES)
-    return tl.load(pointers, mask=row_mask(offs_m, rows, TILES), other=0.0)
+    pointers = row_elements(of, batch, head, offs_m, BLOCK)
+    return tl.load(pointers, mask=row_mask(offs_m, rows, SIZE, BLOCK), other=0.0)
+
+
+@triton.jit
+def load_queries(queries, rows, batch, head, tile_m, TILES: tl.constexpr):
+    return load_rows(queries, rows, batch, head, tile_m, TILES.HEAD_DIM, TILES.BLOCK_D, TILES)
 
 
 @triton.jit
@@ -83,8 +90,11 @@ def key_head(heads, head):
 
 
 @triton.jit
-def values_offset(heads, TILES: tl.constexpr):
-    return heads.batches * heads.key_heads * TILES.HEAD_DIM
+def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
+    """Where the keys, and where the values, of a key head are in the packed row at ``rows_ptr``."""
+    line = (batch * heads.key_heads + of_head).to(tl.int64)
+    values_ptr = rows_ptr + heads.batches * heads.key_heads * TILES.HEAD_DIM
+    return rows_ptr + line * TILES.HEAD_DIM, values_ptr + line * TILES.VALUE_DIM
 
 
 @triton.jit
@@ -109,10 +119,16 @@ def scores(query, key, valid, scale, TILES: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(query, acc, largest, total, key_ptrs, value_ptrs, mask, valid, scale,
-                TILES: tl.constexpr):  # fmt: skip
-    """The online softmax goes on over one tile of keys; state as of ``attend_run``."""
-    key = tl.load(key_ptrs, mask=mask, other=0.0)
+def attend_tile(query, acc, largest, total, key_ptr, key_places, value_ptr, value_places, there, valid,
+                scale, TILES: tl.constexpr):  # fmt: skip
+    """The online softmax goes on over one tile of keys; state as of ``attend_run``.
+
+    ``key_places``, ``value_places``: how far behind the pointers the rows of the tile are, if ``there``.
+    """
+    offs_d = tl.arange(0, TILES.BLOCK_D)
+    mask = there[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
+    # Places are added up before the pointer: with one size and one stride, keys and values share them.
+    key = tl.load(key_ptr + (key_places[:, None] + offs_d[None, :]), mask=mask, other=0.0)
     score = scores(query, key, valid, scale, TILES)
     highest = tl.maximum(largest, tl.max(score, 1))
     # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
@@ -120,29 +136,29 @@ def attend_tile(query, acc, largest, total, key_ptrs, value_ptrs, mask, valid, s
     weight = tl.exp2(score - base[:, None])
     before = tl.exp2(largest - base)
     total = total * before + tl.sum(weight, 1)
-    value = tl.load(value_ptrs, mask=mask, other=0.0)
+    offs_v = tl.arange(0, TILES.BLOCK_V)
+    mask = there[:, None] & (offs_v < TILES.VALUE_DIM)[None, :]
+    value = tl.load(value_ptr + (value_places[:, None] + offs_v[None, :]), mask=mask, other=0.0)
     acc = acc * before[:, None]
     acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=TILES.INPUT_PRECISION)
     return acc, highest, total
 
 
 @triton.jit
-def attend_run(query, acc, largest, total, low, high, key_ptr, value_ptr, stride, rows, position, scale,
-               TILES: tl.constexpr):  # fmt: skip
+def attend_run(query, acc, largest, total, low, high, key_ptr, stride, value_ptr, value_stride, rows,
+               position, scale, TILES: tl.constexpr):  # fmt: skip
     """The online softmax goes on over ``rows`` keys of a head, from ``position`` of the sequence on.
 
     State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, of the
-    weights. ``key_ptr``, ``value_ptr``: the head's first row; rows of both are ``stride`` apart.
+    weights. ``key_ptr``, ``value_ptr``: the head's first row, with the stride of its rows.
     """
-    offs_d = tl.arange(0, TILES.BLOCK_D)
     first, end = first_and_end(low, high, rows, position, TILES)
     for n in range(first, end, TILES.BLOCK_N):
         offs_n = n + tl.arange(0, TILES.BLOCK_N)
-        mask = (offs_n < rows)[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
-        places = offs_n.to(tl.int64)[:, None] * stride + offs_d[None, :]
-        valid = sees(low, high, position + offs_n) & (offs_n < rows)[None, :]
-        acc, largest, total = attend_tile(query, acc, largest, total, key_ptr + places,
-                                          value_ptr + places, mask, valid, scale, TILES)  # fmt: skip
+        there, index = offs_n < rows, offs_n.to(tl.int64)
+        valid = sees(low, high, position + offs_n) & there[None, :]
+        acc, largest, total = attend_tile(query, acc, largest, total, key_ptr, index * stride, value_ptr,
+                                          index * value_stride, there, valid, scale, TILES)  # fmt: skip
     return acc, largest, total
 
 
@@ -158,9 +174,10 @@ def store_partial(
     lse = tl.where(nothing, float("-inf"), largest + tl.log2(total))
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
     lines = (number * all_heads + head).to(tl.int64) * partials.rows + offs_m
-    offs_d = tl.arange(0, TILES.BLOCK_D)
-    pointers = partials.ptr + lines[:, None] * TILES.HEAD_DIM + offs_d[None, :]
-    tl.store(pointers, acc, mask=row_mask(offs_m, partials.rows, TILES))
+    offs_v = tl.arange(0, TILES.BLOCK_V)
+    pointers = partials.ptr + lines[:, None] * TILES.VALUE_DIM + offs_v[None, :]
+    mask = row_mask(offs_m, partials.rows, TILES.VALUE_DIM, TILES.BLOCK_V)
+    tl.store(pointers, acc, mask=mask)
     tl.store(partials.lse_ptr + lines, lse, mask=offs_m < partials.rows)
 
 
@@ -171,22 +188,19 @@ def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, s
     rows = partials.rows
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
     tile_m, batch, head = place_of_tile(tile, tiles_m, heads)
-    query = load_rows(queries, rows, batch, head, tile_m, TILES)
+    query = load_queries(queries, rows, batch, head, tile_m, TILES)
     low, high = load_spans(spans, rows, batch, tile_m, TILES)
-    of_head = key_head(heads, head)
-    column = (batch * heads.key_heads + of_head).to(tl.int64) * TILES.HEAD_DIM
-    key_ptr = keys_ptr + column
-    value_ptr = key_ptr + values_offset(heads, TILES)
-    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_D), 0.0, tl.float32)
+    key_ptr, value_ptr = head_pointers(keys_ptr, heads, batch, key_head(heads, head), TILES)
+    acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_V), 0.0, tl.float32)
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
-    acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr, value_ptr, stride,
-                                     part.rows, part.position, scale, TILES)  # fmt: skip
+    acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr, stride, value_ptr,
+                                     stride, part.rows, part.position, scale, TILES)  # fmt: skip
     if part.more_rows > 0:
         more = part.rows.to(tl.int64) * stride
-        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr + more,
-                                         value_ptr + more, stride, part.more_rows, part.more_position,
-                                         scale, TILES)  # fmt: skip
+        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr + more, stride,
+                                         value_ptr + more, stride, part.more_rows,
+                                         part.more_position, scale, TILES)  # fmt: skip
     all_heads = heads.batches * heads.heads
     of_all = batch * heads.heads + head
     store_partial(partials, acc, largest, total, part.number, of_all, all_heads, tile_m, TILES)

@@ -59,8 +59,9 @@ def distributed_decode(
         guessed, for instance). The same on all ranks.
     kv_cache : keys and values of this rank's part of the sequences, each ``[batch, tokens, heads, size]``,
         read in place; where torch computes, 16 bits are widened and pages put together, as far as
-        ``lengths`` say. Tokens may differ between ranks; heads divide those of ``q``. With ``block_table``
-        each ``[pages, tokens of a page, heads, size]``.
+        ``lengths`` say. Tokens may differ between ranks; heads divide those of ``q``. Heads of keys have
+        the size of those of ``q``, heads of values any size. With ``block_table`` each ``[pages, tokens of
+        a page, heads, size]``.
     lengths : int32 or int64 ``[batch]``, or ``[batch, tokens]``, for every token of ``q``: how many of this
         rank's keys are seen; by default all. What is behind the most that a token of a sequence sees is not
         read (by torch on a GPU it is, without an effect). None at all is fine. Of n new tokens
@@ -75,8 +76,9 @@ def distributed_decode(
 
     Returns
     -------
-    The output, of the shape of ``q``, on all ranks with the same bits: results are merged in the order of
-    the ranks, in fp32. 0 where no rank has a key. No gradients: a backward raises RuntimeError.
+    The output, of the shape of ``q`` with the head size of the values, on all ranks with the same bits:
+    results are merged in the order of the ranks, in fp32. 0 where no rank has a key. No gradients: a
+    backward raises RuntimeError.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.

@@ -162,19 +162,18 @@ class Communicator:
             return
         said = str(error)  # the others name this rank themselves
         self._number(error, own=True)
-        over = self._closed or self._out_of_step
-        if isinstance(error, InterlaceError) or self.world_size == 1 or over or not op:
+        alone = self.world_size == 1 or self._closed or self._out_of_step
+        if isinstance(error, InterlaceError) or alone or not op:
             return
         vars(error)["told"] = id(self)  # an op around this one need not
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        misuse = isinstance(error, (TypeError, ValueError))
-        text = (said if misuse else f"{type(error).__name__}: {said}")[:MESSAGE_LENGTH]
+        named = said if isinstance(error, kind) else f"{type(error).__name__}: {said}"
+        text = named[:MESSAGE_LENGTH]
         message = plain.dumps((op, kind is TypeError, text))  # in place of the terms
         doing = f"{op}, which this rank refused ({kind.__name__}: {text})"
         with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see
-            self.place.submit(
-                lambda: self.place.exchange(message, doing), asynchronous=False
-            ).result()
+            exchange = functools.partial(self.place.exchange, message, doing)
+            self.place.submit(exchange, asynchronous=False).result()
 
     def barrier(self) -> None:
         """Return once every rank has called it, and what their callers had issued has finished."""

@@ -17,10 +17,9 @@ A *record* is a dataclass or NamedTuple that :func:`record` has made known, by i
 
 import dataclasses
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import torch
 
 from interlace.runtime.core.errors import InterlaceError
 
@@ -32,7 +31,9 @@ _COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("
 _LARGEST = 1 << 63
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _LETTERS = {None: b"N", True: b"T", False: b"F"}
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_torch: Any = sys.modules.get("torch")  # who only reads records does without: a dtype is its name
+_Size, _Dtype = (_torch.Size, _torch.dtype) if _torch else (tuple, str)
+_DTYPES = {str(each): each for each in vars(_torch or sys).values() if isinstance(each, _Dtype)}
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
@@ -67,7 +68,7 @@ def _write(value: Any, put: Callable[[bytes], None]) -> None:
         put(b"i" + _INT.pack(value) if small else _text(b"I", b"%d" % value))
     elif value is None or kind is bool:
         put(_LETTERS[value])
-    elif kind in (tuple, list, torch.Size):
+    elif kind in (tuple, list, _Size):
         listed = kind is list
         if len(value) > 1 and set(map(type, value)) == {int}:
             try:
@@ -84,7 +85,7 @@ def _write(value: Any, put: Callable[[bytes], None]) -> None:
         put(_text(b"b", value))
     elif kind is float:
         put(b"f" + _FLOAT.pack(value))
-    elif kind is torch.dtype:
+    elif kind is _Dtype:
         put(_text(b"D", str(value).encode()))
     elif kind is dict:
         put(b"d" + _COUNT.pack(len(value)))
@@ -135,7 +136,7 @@ def _read(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     if letter == b"b":
         return bytes(text), at
     if letter == b"D":
-        return _DTYPES[text.decode()], at
+        return _DTYPES[text.decode()] if _torch else text.decode(), at
     if letter == b"I":
         return int(text), at
     if letter == b"R":

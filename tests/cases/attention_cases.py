@@ -19,11 +19,13 @@ ALGORITHMS = ("fused", "pipelined", "unfused")
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """``lengths``: tokens of each rank. ``heads``: of queries, of keys."""
+    """``lengths``: tokens of each rank. ``heads``: of queries, of keys. ``value_size``: of heads of values,
+    None for that of keys."""
 
     lengths: tuple[int, ...]
     heads: tuple[int, int] = (4, 2)
     size: int = 16
+    value_size: int | None = None
     batch: int = 2
     causal: bool = True
     window: tuple[int, int] | None = None
@@ -41,8 +43,9 @@ class AttentionCase:
         return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32)
 
     def whole(self, number: int, heads: int) -> torch.Tensor:
-        """``[batch, tokens, heads, size]``, the same on all ranks."""
-        return noise(0, number, (self.batch, sum(self.lengths), heads, self.size), self.dtype)
+        """``[batch, tokens, heads, size]``, the same on all ranks: 0 queries, 1 keys, 2 values, 3 grads."""
+        size = self.size if number < 2 or self.value_size is None else self.value_size
+        return noise(0, number, (self.batch, sum(self.lengths), heads, size), self.dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.whole(number, self.heads[number > 0]) for number in range(3)]

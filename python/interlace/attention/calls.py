@@ -71,6 +71,11 @@ class CheckedAttention(NamedTuple):
     method: str
     algorithm: str
 
+    @property
+    def size(self) -> int:
+        """Of the largest heads, of keys or of values."""
+        return max(self.query.shape[3], self.value.shape[3])
+
 
 def tokens_first(tensor: Tensor, layout: str) -> Tensor:
     """``[tokens, batches, heads, size]``, of either layout, and back."""
@@ -111,8 +116,11 @@ def checked(
             raise ValueError(
                 f"{name} must have 4 dimensions ({layout}), got shape {tuple(each.shape)}"
             )
-    if key.shape != value.shape:
-        raise ValueError(f"v has shape {tuple(value.shape)}, k has {tuple(key.shape)}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"v has shape {tuple(value.shape)}, k has {tuple(key.shape)}; "
+            "all but the last dimension must be equal"
+        )
     for dim, what in ((0, layout[0]), (1, layout[1]), (3, "d")):
         if key.shape[dim] != query.shape[dim]:
             raise ValueError(
@@ -122,16 +130,18 @@ def checked(
     heads, key_heads, size = query.shape[2], key.shape[2], query.shape[3]
     if (heads % key_heads) if key_heads else heads:
         raise ValueError(f"k has {key_heads} heads, which does not divide q's {heads}")
-    if not size:
-        raise ValueError(f"q has heads of size 0 (shape {tuple(query.shape)})")
+    for name, each in (("q", query), ("v", value)):
+        if not each.shape[3]:
+            raise ValueError(f"{name} has heads of size 0 (shape {tuple(each.shape)})")
     if algorithm == "fused" and query.dtype not in FUSED_DTYPES:
         raise TypeError(
             f'algorithm="fused" supports float32, float16 and bfloat16, q is {query.dtype}; '
             'use "unfused" or "auto"'
         )
-    if algorithm == "fused" and size > LARGEST_HEAD:
+    if algorithm == "fused" and (largest := max(size, value.shape[3])) > LARGEST_HEAD:
         raise ValueError(
-            f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {size}; use "unfused" or "auto"'
+            f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {largest}; '
+            'use "unfused" or "auto"'
         )
     scale = scale_of(options.scale, size)
     if documents is not None:
@@ -193,6 +203,7 @@ def _agreed(
         ("heads of q", heads),
         ("heads of key", call.key.shape[2]),
         ("the size of heads", size),
+        ("the size of v's heads", call.value.shape[3]),
         ("method", call.method),
         ("causal", call.mask.causal),
         ("scale", call.scale),
@@ -243,7 +254,7 @@ def _name(method: str, algorithm: str) -> str:
 def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
     """Chosen from what all ranks know alike."""
     place, shards = problem.communicator.place, problem.shards
-    size, dtype = call.query.shape[3], call.query.dtype
+    size, dtype = call.size, call.query.dtype
     algorithm = call.algorithm
     if algorithm == "auto":
         if dtype not in FUSED_DTYPES or size > LARGEST_HEAD:
@@ -288,9 +299,9 @@ def _faster(
         return method, algorithm
     *named, by = found.split()
     way = named[0] if named else method
-    (heads, size), key_heads = call.query.shape[2:], call.key.shape[2]
+    heads, key_heads = call.query.shape[2], call.key.shape[2]
     asked = call.method in ("auto", way) and call.algorithm in ("auto", by)
-    kernels = by != "fused" or (call.query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD)
+    kernels = by != "fused" or (call.query.dtype in FUSED_DTYPES and call.size <= LARGEST_HEAD)
     even = way != "ulysses" or not (heads % world_size or key_heads % world_size)
     return (way, by) if asked and kernels and even else (method, algorithm)
 
@@ -323,10 +334,10 @@ def _forward(
     method, algorithm, measured = way_of(problem, call)
     tiles = None
     if algorithm == "fused":
-        rows, size = max(problem.shards.lengths), call.query.shape[3]
+        rows = max(problem.shards.lengths)
         rows = problem.shards.total if method == HEADS else rows
         place, dtype = problem.communicator.place, call.query.dtype
-        tiles = measured.over(choose_attention(place, dtype, size, rows))
+        tiles = measured.over(choose_attention(place, dtype, call.size, rows))
     if method == HEADS:
         return blocks.attention_of_heads(problem, output, lse, tiles)
     if algorithm == "unfused" and method == "ulysses":
@@ -376,7 +387,7 @@ def prepared_backward(
                 unfused = exchange.exchanged_backward_unfused
             return Outcome(None, unfused(problem, result, into))
         tiles = None
-        size, dtype = call.query.shape[3], call.query.dtype
+        size, dtype = call.size, call.query.dtype
         if algorithm == "fused":
             rows, place = max(problem.shards.lengths), communicator.place
             rows = problem.shards.total if method == HEADS else rows

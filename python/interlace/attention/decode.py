@@ -52,6 +52,8 @@ def prepared_decode(
         checks.tensor("kv_cache[1]", value, communicator),
     )
     batches, _, heads, size = query.shape
+    if not size:
+        raise ValueError(f"q has heads of size 0 (shape {shape})")
     for name, each in (("kv_cache[0]", key), ("kv_cache[1]", value)):
         checks.same_dtype(name, each.dtype, "q", query.dtype)
         if each.dim() != 4:
@@ -59,21 +61,27 @@ def prepared_decode(
                 f"{name} must have 4 dimensions (batch, tokens, heads, size), got shape {tuple(each.shape)}"
             )
         paged = block_table is not None
-        if each.shape[3] != size or not (paged or each.shape[0] == batches):
+        other_size = each is key and each.shape[3] != size
+        if other_size or not (paged or each.shape[0] == batches):
             what = "the size of heads" if paged else "batches and the size of heads"
             raise ValueError(
                 f"{name} has shape {tuple(each.shape)}, q has {shape}; {what} must be equal"
             )
-        if each.shape != key.shape:
+        if each.shape[:3] != key.shape[:3]:
             raise ValueError(
-                f"{name} has shape {tuple(each.shape)}, kv_cache[0] has {tuple(key.shape)}"
+                f"{name} has shape {tuple(each.shape)}, kv_cache[0] has {tuple(key.shape)}; "
+                "all but the last dimension must be equal"
             )
+        if not each.shape[3]:
+            raise ValueError(f"{name} has heads of size 0 (shape {tuple(each.shape)})")
     if not key.shape[2] or heads % key.shape[2]:
         raise ValueError(f"kv_cache has {key.shape[2]} heads, which does not divide q's {heads}")
-    if algorithm == "fused" and (query.dtype not in FUSED_DTYPES or size > LARGEST_HEAD):
+    value_size = value.shape[3]
+    largest = max(size, value_size)
+    if algorithm == "fused" and (query.dtype not in FUSED_DTYPES or largest > LARGEST_HEAD):
         raise ValueError(
             'algorithm="fused" takes float32, float16 and bfloat16 and heads of at most '
-            f'{LARGEST_HEAD}, got {query.dtype} and {size}; use "unfused" or "auto"'
+            f'{LARGEST_HEAD}, got {query.dtype} and {largest}; use "unfused" or "auto"'
         )
     pages = None
     if block_table is not None:
@@ -93,20 +101,21 @@ def prepared_decode(
             ("dtype of q", query.dtype),
             ("the shape of q", shape),
             ("heads of kv_cache", key.shape[2]),
+            ("the size of heads of kv_cache[1]", value_size),
             ("scale", problem.scale),
             ("algorithm", algorithm),
             ("configuration", configuration.OVERRIDE.get()),
         )
         communicator.parts(communicator.call_of(OP, terms, None))
         queries, world_size = query.shape[0] * query.shape[1], communicator.world_size
-        named = tuning.Problem(OP, query.dtype, queries, heads, size, world_size)
+        named = tuning.Problem(OP, query.dtype, queries, heads, largest, world_size)
         place, wide = communicator.place, query.dtype == torch.float64
         grouped = problem.by_key_head()
-        made = torch.empty_like(grouped)
+        made = grouped.new_empty(*grouped.shape[:-1], value_size)
         lse = made.new_empty(grouped.shape[:-1], dtype=torch.float64 if wide else torch.float32)
         chosen = algorithm
         if algorithm == "auto":
-            kernels = query.dtype in FUSED_DTYPES and size <= LARGEST_HEAD
+            kernels = query.dtype in FUSED_DTYPES and largest <= LARGEST_HEAD
             kernels = kernels and place.mapped and not place.direct_access
             chosen = "fused" if kernels else "unfused"
             if kernels and place.nodes is None:
@@ -117,7 +126,7 @@ def prepared_decode(
         if math.prod(grouped.shape):
             if chosen == "fused":
                 rows = grouped.shape[2]
-                tiles = choose_attention(place, query.dtype, size, rows, keys=most, decode=True)
+                tiles = choose_attention(place, query.dtype, largest, rows, keys=most, decode=True)
                 tiles = tuning.measured(communicator, named, chosen).over(tiles)
                 event = decode_fused(problem, made, lse, tiles)
             else:

@@ -1,21 +1,19 @@
-"""The command line: its arguments, and which command they go to."""
+"""The command line: its arguments, and which command they go to.
+
+A command is imported when it is called, and so are torch and Triton, which take seconds: help and `inspect`
+do without them.
+"""
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-import triton
-
-from interlace import __version__
-from interlace.cli.bench.command import bench
-from interlace.cli.bench.options import BenchOptions
-from interlace.cli.commands import build, calibrate, check, doctor, inspect, new, verify
-from interlace.cli.demo.workload import DemoOptions
 from interlace.cli.output.consoles import new_console, write
 from interlace.cli.output.options import (
     CommandOptions,
@@ -23,57 +21,102 @@ from interlace.cli.output.options import (
     add_command,
     from_arguments,
 )
-from interlace.cli.tune.command import tune
-from interlace.cli.tune.options import TuneOptions
+from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core.errors import InterlaceError, RankError
 
 
-def _demo(console: Any, options: DemoOptions) -> int:
-    from interlace.cli.demo.command import demo  # needs rich, and the other commands do not
+class Command(NamedTuple):
+    """Where a command is: the file of its options and its own below ``interlace.cli``; its line of help."""
 
-    return demo(console, options)
+    options: str
+    file: str
+    help: str
+
+    def kind(self, name: str) -> type[CommandOptions]:
+        """The class of its options."""
+        kind: type[CommandOptions] = _attribute(self.options, f"{name.capitalize()}Options")
+        return kind
+
+    def function(self, name: str) -> Callable[[Any, Any], int]:
+        function: Callable[[Any, Any], int] = _attribute(self.file, name)
+        return function
 
 
-COMMANDS: dict[str, tuple[type[CommandOptions], Callable[[Any, Any], int]]] = {
-    "demo": (DemoOptions, _demo),
-    "inspect": (inspect.InspectOptions, inspect.inspect),
-    "doctor": (doctor.DoctorOptions, doctor.doctor),
-    "check": (check.CheckOptions, check.check),
-    "build": (build.BuildOptions, build.build),
-    "verify": (verify.VerifyOptions, verify.verify),
-    "new": (new.NewOptions, new.new),
-    "bench": (BenchOptions, bench),
-    "tune": (TuneOptions, tune),
-    "calibrate": (calibrate.CalibrateOptions, calibrate.calibrate),
+def _attribute(file: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"interlace.cli.{file}"), name)
+
+
+def _in_one_file(name: str, help: str) -> Command:
+    return Command(f"commands.{name}", f"commands.{name}", help)
+
+
+COMMANDS = {
+    "demo": Command(
+        "demo.workload", "demo.command", "Run the fused ops on real input and draw what happened"
+    ),
+    "inspect": _in_one_file(
+        "inspect", "Say where every rank of a job is, and who keeps the others waiting"
+    ),
+    "doctor": _in_one_file("doctor", "What this machine offers and which places work"),
+    "check": _in_one_file("check", "Run every kernel against float64 references"),
+    "build": _in_one_file(
+        "build",
+        "Compile every kernel for the named architectures, without a GPU, and judge it",
+    ),
+    "verify": _in_one_file(
+        "verify", "Look for races, failing schedules and broken rules in kernels, without a GPU"
+    ),
+    "new": _in_one_file(
+        "new", "Write a small fused kernel, its launch side, its tests, and a function for verify"
+    ),
+    "bench": Command(
+        "bench.options",
+        "bench.command",
+        "Time an op of interlace, or a kernel of your own, against baselines, and check every result",
+    ),
+    "tune": Command(
+        "tune.options",
+        "tune.command",
+        "Measure which configuration of a fused op is fastest here, and remember it",
+    ),
+    "calibrate": _in_one_file(
+        "calibrate",
+        "Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh",
+    ),
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m interlace``."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of ``python -m interlace``. ``only``: the command whose arguments it has to know."""
     top = argparse.ArgumentParser(
         prog="python -m interlace", description="Collectives that run inside the matmuls they feed."
     )
-    top.add_argument("--version", action="version", version=f"interlace {__version__}")
+    top.add_argument("--version", action="version", version=f"interlace {INTERLACE_VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
-    for name, (kind, _) in COMMANDS.items():
-        add_command(commands, name, kind)
+    for name, command in COMMANDS.items():
+        if only in (None, name):
+            add_command(commands, name, command.help, command.kind(name))
+        else:
+            commands.add_parser(name, help=command.help)
     return top
 
 
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
-    given = parser().parse_args(arguments)
+    called = next((each for each in arguments if not each.startswith("-")), "")
+    top = parser(called)
+    given = top.parse_args(arguments)
     if given.command is None:
-        parser().print_help()
+        top.print_help()
         return 0
-    kind, command = COMMANDS[given.command]
-    options = from_arguments(kind, given)
+    command = COMMANDS[called]
+    options = from_arguments(command.kind(called), given)
     try:
         with _terminable():
             wanted = options.interprets()
             if wanted is not None:
                 need_interpreter(wanted, arguments)
-            return command(new_console(), options)
+            return command.function(called)(new_console(), options)
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
@@ -111,6 +154,8 @@ def _terminable() -> Iterator[None]:
 
 def need_interpreter(wanted: bool, arguments: list[str]) -> None:
     """Start this command again if triton was imported, before arguments were read, for the other way."""
+    import triton
+
     if bool(triton.knobs.runtime.interpret) == wanted:
         return
     environment = dict(os.environ, TRITON_INTERPRET="1" if wanted else "0")

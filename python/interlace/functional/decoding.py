@@ -27,9 +27,9 @@ def distributed_decode(
     """Attention of new tokens to ranks' parts of caches: :func:`interlace.distributed_decode`.
 
     ``q``, ``kv_cache``, ``lengths``, ``block_table``, ``scale`` and ``algorithm`` as there. Returns the
-    output, of the shape of ``q``, and the natural logarithms of the sums of exponentials, ``[batch,
-    heads]`` or ``[batch, heads, tokens]``. A graph has one op for it. No gradients: a
-    backward raises RuntimeError.
+    output, of the shape of ``q`` with the head size of the values, and the natural logarithms of the sums
+    of exponentials, ``[batch, heads]`` or ``[batch, heads, tokens]``. A graph has one op for it. No
+    gradients: a backward raises RuntimeError.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache.

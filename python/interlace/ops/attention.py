@@ -1,9 +1,9 @@
 """The ops of attention over a sharded sequence: kernels, shapes and gradients.
 
-The result is the output, of the query's shape, and the logarithm of every row's sum of exponentials,
-``[batch, heads, tokens]``, fp32 or wider; both have gradients. The backward is an op of its own, which
-computes scores once more: keys travel again, and what the ranks' queries give to the gradients of a rank's
-keys comes back to it.
+The result is the output, of the query's shape but with the size of the values' heads, and the logarithm of
+every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both have gradients. The
+backward is an op of its own, which computes scores once more: keys travel again, and what the ranks'
+queries give to the gradients of a rank's keys comes back to it.
 
 The exchanges of heads around it have each other for gradients: of the input of matmul + all-to-all it is
 all-to-all + matmul with the transposed weight, and the other way round. What came with that, or in the
@@ -40,19 +40,23 @@ BACKWARD_ARGUMENTS = (
 )
 
 
-def results(query: Tensor, layout: str) -> list[Tensor]:
+def results(query: Tensor, value: Tensor, layout: str) -> list[Tensor]:
     """The output and the logarithms of the sums, empty."""
-    if query.dim() != 4:
-        raise ValueError(f"q must have 4 dimensions ({layout}), got shape {tuple(query.shape)}")
+    for name, each in (("q", query), ("v", value)):
+        if each.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions ({layout}), got shape {tuple(each.shape)}"
+            )
     tokens, batches = (1, 0) if layout == "bshd" else (0, 1)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     shape = [query.shape[batches], query.shape[2], query.shape[tokens]]
-    return [query.new_empty(query.shape), query.new_empty(shape, dtype=wide)]
+    output = query.new_empty([*query.shape[:3], value.shape[3]])
+    return [output, query.new_empty(shape, dtype=wide)]
 
 
 def fake(query: Tensor, key: Tensor, value: Tensor, documents: Any, *rest: Any) -> list[Tensor]:
     *given, _ = rest
-    return results(query, AttentionOptions(*given).layout)
+    return results(query, value, AttentionOptions(*given).layout)
 
 
 def fake_backward(grad: Tensor, lse_grad: Any, *rest: Any) -> list[Tensor]:
@@ -63,7 +67,7 @@ def start(communicator: Communicator, *rest: Any) -> Started:
     query, key, value, documents, *given = rest
     options = AttentionOptions(*given)
     with communicator.accepting(calls.FORWARD):
-        made = results(query, options.layout)
+        made = results(query, value, options.layout)
     tensors = (query, key, value, documents, *made)
     return _started(communicator, made, calls.attention, tensors, options)
 
@@ -126,12 +130,13 @@ DECODE_ARGUMENTS = (
 )
 
 
-def decode_results(query: Tensor, *_: Any) -> list[Tensor]:
+def decode_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
     """The output and the logarithms of the sums, empty."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     outer, heads = list(query.shape[:-2]), query.shape[-2]
     shape = [outer[0], heads, *outer[1:]]
-    return [query.new_empty(query.shape), query.new_empty(shape, dtype=wide)]
+    output = query.new_empty([*query.shape[:-1], value.shape[-1]])
+    return [output, query.new_empty(shape, dtype=wide)]
 
 
 def start_decode(communicator: Communicator, *rest: Any) -> Started:

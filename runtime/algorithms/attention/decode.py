@@ -5,8 +5,8 @@
 ``unfused``  torch, and a plain all-gather; any dtype. Where the host knows lengths, sequences that have the
              same together: no more of a cache is read than that, and nothing is copied to be masked
 
-Caches are read where they are: ``[batches, tokens, heads, size]``, any strides but the last, which keys and
-values share; or, with a table of pages, ``[pages, tokens of a page, heads, size]``.
+Caches are read where they are: ``[batches, tokens, heads, size]``, any strides but the last; or, with a
+table of pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may be of another size.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Heads, Pages, Partials, Queries
+from interlace.kernels.arguments import Heads, Pages, Partials
 from interlace.kernels.attention import decode, forward
 from interlace.runtime.algorithms.attention.problem import (
     LOG2E,
@@ -97,9 +97,10 @@ class DecodeProblem:
 
     def from_key_heads(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]`` again."""
-        batches, tokens, heads, size = self.query.shape
+        (batches, tokens, heads, _), size = self.query.shape, output.shape[-1]
         shape = batches, self.key_heads, tokens, heads // self.key_heads
-        output = output.view(*shape, size).permute(0, 2, 1, 3, 4).reshape(self.query.shape)
+        output = output.view(*shape, size).permute(0, 2, 1, 3, 4)
+        output = output.reshape(batches, tokens, heads, size)
         return output, lse.view(shape).transpose(2, 3).reshape(batches, heads, tokens)
 
 
@@ -110,9 +111,10 @@ def exchange_programs(rows: int, size: int) -> int:
     return formulas.ceil_div(rows, each) * formulas.ceil_div(size, width)
 
 
-def fits_words(query: Tensor) -> bool:
-    """Whether one low-latency exchange does for the results of ``query``."""
-    return exchange_programs(query.numel() // query.shape[-1], query.shape[-1]) <= MOST_PROGRAMS
+def fits_words(results: Tensor) -> bool:
+    """Whether one low-latency exchange does for ``results``."""
+    size = results.shape[-1]
+    return exchange_programs(results.numel() // size, size) <= MOST_PROGRAMS
 
 
 def _merge(
@@ -125,7 +127,8 @@ def _merge(
 ) -> KernelLaunch:
     """``output`` and ``lse``, ``[batches, key heads, rows(, size)]``, of ``count`` partial results."""
     batches, heads, rows, size = output.shape
-    tiles = attention_tiles(configuration, size, problem.query.dtype)._replace(BLOCK_M=16)
+    tiles = attention_tiles(configuration, problem.query.shape[3], size, problem.query.dtype)
+    tiles = tiles._replace(BLOCK_M=16)
     arguments = {
         "partials": partials,
         "output": rows_argument(output.permute(2, 0, 1, 3)),
@@ -145,18 +148,15 @@ def own_part(
     query = problem.by_key_head()
     batches, heads, rows, size = query.shape
     key, value = unit_rows(problem.key), unit_rows(problem.value)
-    if key.stride() != value.stride():
-        key, value = key.contiguous(), value.contiguous()
-    tokens = problem.most
-    tiles = attention_tiles(configuration, size, query.dtype)
+    tokens, value_size = problem.most, value.shape[3]
+    tiles = attention_tiles(configuration, size, value_size, query.dtype)
     pieces = formulas.pieces_of(tokens, tiles.BLOCK_N, MOST_PIECES)
     piece = formulas.piece_rows(tokens, tiles.BLOCK_N, MOST_PIECES)
-    made = query.new_empty(pieces, batches, heads, rows, size, dtype=torch.float32)
+    made = query.new_empty(pieces, batches, heads, rows, value_size, dtype=torch.float32)
     partials = Partials(made, query.new_empty(made.shape[:-1], dtype=torch.float32), rows)
-    of_batch, of_token, of_head, _ = key.stride()
     arguments = {
-        "keys": Queries(key, of_token, of_batch, of_head),
-        "value_ptr": value,
+        "keys": rows_argument(key.transpose(0, 1)),
+        "value": rows_argument(value.transpose(0, 1)),
         "queries": rows_argument(query.permute(2, 0, 1, 3)),
         "lengths_ptr": problem.row_lengths(),
         "partials": partials,
@@ -172,7 +172,7 @@ def own_part(
     }
     grid = formulas.ceil_div(rows, tiles.BLOCK_M), batches * heads, pieces
     kernel, options = decode.decode_attention_kernel, launch_options(configuration)
-    output = torch.empty_like(query, dtype=torch.float32)
+    output = query.new_empty(batches, heads, rows, value_size, dtype=torch.float32)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     launches = [
         KernelLaunch(kernel, grid, arguments, OP, **options),
@@ -200,7 +200,7 @@ def decode_fused(
             "output_ptr": output,
             "output_lse_ptr": lse,
             "rows": rows,
-            "HEAD_DIM": size,
+            "VALUE_DIM": size,
             "WIDTH": width,
         }
         programs = exchange_programs(rows, size)
@@ -233,7 +233,7 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
     """By torch, whose partial results are gathered."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
-    mine = torch.zeros_like(query, dtype=wide)
+    mine = query.new_zeros(*query.shape[:-1], problem.value.shape[3], dtype=wide)
     sums = mine.new_full(query.shape[:-1], float("-inf"))
     rows = problem.row_lengths().unsqueeze(2)
     for some, tokens, masked in problem.alike() if problem.key.numel() else ():

@@ -19,6 +19,7 @@ the ranks. What all queries give to a key is one sum here, elsewhere one of sums
 Tensors that travel have tokens first and heads last but one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -33,6 +34,7 @@ from interlace.runtime.algorithms.attention.blocks import (
     differentiate_all,
 )
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult, Blocks
+from interlace.runtime.algorithms.attention.returns import empty_total
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -66,25 +68,39 @@ def _count(heads: slice) -> int:
 
 
 class Piece(NamedTuple):
-    """A tensor that travels: ``[tokens, *between, heads, size]``; ``heads``: those of each rank."""
+    """Tensors that travel as packed rows, one behind another in each: ``[tokens, batches, heads, size]``
+    for each of ``sizes``; ``heads``: those of each rank."""
 
-    between: tuple[int, ...]
-    size: int
+    batches: int
+    sizes: tuple[int, ...]
     dtype: torch.dtype
     heads: Sequence[slice]
 
-    def shape(self, rows: int, rank: int | None = None) -> tuple[int, ...]:
-        """With the heads of ``rank``, or all."""
-        heads = self.heads[-1].stop if rank is None else _count(self.heads[rank])
-        return rows, *self.between, heads, self.size
+    def _lines(self, rank: int | None) -> tuple[int, int]:
+        return self.batches, self.heads[-1].stop if rank is None else _count(self.heads[rank])
+
+    def shape(self, rows: int, rank: int | None = None) -> tuple[int, int]:
+        """Of the packed rows, with the heads of ``rank``, or all."""
+        return rows, math.prod(self._lines(rank)) * sum(self.sizes)
 
     def nbytes(self, rows: int, rank: int | None = None) -> int:
-        return torch.Size(self.shape(rows, rank)).numel() * self.dtype.itemsize
+        return math.prod(self.shape(rows, rank)) * self.dtype.itemsize
+
+    def tensors(self, packed: Tensor, rank: int | None = None) -> list[Tensor]:
+        """Those in packed rows."""
+        lines = self._lines(rank)
+        parts = torch.split(packed, [math.prod(lines) * size for size in self.sizes], 1)
+        shapes = [(len(packed), *lines, size) for size in self.sizes]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def piece(tensor: Tensor, heads: Sequence[slice], dtype: torch.dtype | None = None) -> Piece:
-    _, *between, _, size = tensor.shape
-    return Piece(tuple(between), size, dtype or tensor.dtype, heads)
+def piece(heads: Sequence[slice], *tensors: Tensor, dtype: torch.dtype | None = None) -> Piece:
+    sizes = tuple(each.shape[3] for each in tensors)
+    return Piece(tensors[0].shape[1], sizes, dtype or tensors[0].dtype, heads)
+
+
+Together = Sequence[Tensor]
+"""The tensors of one piece."""
 
 
 def tokens_first(sums: Tensor) -> Tensor:
@@ -99,10 +115,10 @@ def heads_first(moved: Tensor) -> Tensor:
 class HeadWay(Protocol):
     """How heads get to ranks, and back; results are there when the compute stream comes to it."""
 
-    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of each, whose tokens are the own ones, all tokens of this rank's heads."""
+    def to_heads(self, pieces: Sequence[Together]) -> list[Tensor]:
+        """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
 
-    def to_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def to_tokens(self, pieces: Sequence[Together]) -> list[list[Tensor]]:
         """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
 
 
@@ -124,39 +140,42 @@ class ByPushes:
         self._workspace = workspace
         return self
 
-    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_heads(self, pieces: Sequence[Together]) -> list[Tensor]:
         communicator, rank = self._problem.communicator, self._problem.rank
         copying, total = communicator.copying, self._problem.shards.total
         data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
         copying.wait_credits(self._workspace)
         for peer in [rank, *plain.others(communicator)]:
-            for tensor, (each, room) in zip(tensors, self._there, strict=True):
+            for tensors, (each, room) in zip(pieces, self._there, strict=True):
                 theirs = data(peer, room, each.shape(total, peer), each.dtype)[own]
-                part = tensor[..., each.heads[peer], :]
-                if part.numel():
-                    copying.copy(theirs, part, f"heads to rank {peer}")
+                for to, tensor in zip(each.tensors(theirs, peer), tensors, strict=True):
+                    if to.numel():
+                        part = tensor[..., each.heads[peer], :]
+                        copying.copy(to, part, f"heads to rank {peer}")
             if peer != rank:
                 copying.publish(self._workspace, peer, rank)
         communicator.compute.wait_event(copying.record())
         plain.wait_for_all(communicator, self._workspace, 0)
         return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
 
-    def to_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def to_tokens(self, pieces: Sequence[Together]) -> list[list[Tensor]]:
         communicator, rank = self._problem.communicator, self._problem.rank
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
         for peer in [*plain.others(communicator), rank]:
             own = slice(self._begins[peer], self._begins[peer + 1])
-            for part, (each, room) in zip(parts, self._back, strict=True):
+            for tensors, (each, room) in zip(pieces, self._back, strict=True):
                 theirs = data(peer, room, each.shape(lengths[peer]), each.dtype)
-                if part[own].numel():
-                    to = theirs[..., each.heads[rank], :]
-                    compute.copy(to, part[own], f"results to rank {peer}")
+                for to, part in zip(each.tensors(theirs), tensors, strict=True):
+                    if part[own].numel():
+                        mine = to[..., each.heads[rank], :]
+                        compute.copy(mine, part[own], f"results to rank {peer}")
             if peer != rank:
                 compute.publish(self._workspace, peer, len(lengths) + rank)
         plain.wait_for_all(communicator, self._workspace, len(lengths))
         return [
-            data(rank, room, each.shape(lengths[rank]), each.dtype) for each, room in self._back
+            each.tensors(data(rank, room, each.shape(lengths[rank]), each.dtype))
+            for each, room in self._back
         ]
 
 
@@ -181,37 +200,41 @@ class ByEngine:
         if event is not None:
             communicator.compute.wait_event(event)
 
-    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        problem, whole = self._problem, []
+    def to_heads(self, pieces: Sequence[Together]) -> list[Tensor]:
+        problem, whole = self._problem, list[Tensor]()
         rank, lengths, copy = (
             problem.rank,
             problem.shards.lengths,
             problem.communicator.compute.copy,
         )
-        for number, (tensor, each) in enumerate(zip(tensors, self._there, strict=True)):
-            sent = [tensor.new_empty(each.shape(lengths[rank], r)) for r in range(len(lengths))]
-            for made, heads in zip(sent, each.heads, strict=True):
-                copy(made, tensor[..., heads, :], "heads")
-            whole.append(tensor.new_empty(each.shape(sum(lengths), rank)))
+        for number, (tensors, each) in enumerate(zip(pieces, self._there, strict=True)):
+            new = tensors[0].new_empty
+            sent = [new(each.shape(lengths[rank], r)) for r in range(len(lengths))]
+            for peer, (made, heads) in enumerate(zip(sent, each.heads, strict=True)):
+                for to, tensor in zip(each.tensors(made, peer), tensors, strict=True):
+                    copy(to, tensor[..., heads, :], "heads")
+            whole.append(new(each.shape(sum(lengths), rank)))
             self._exchange(torch.split(whole[-1], list(lengths)), sent, f"heads, {number}")
         return whole
 
-    def to_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        problem, whole = self._problem, []
+    def to_tokens(self, pieces: Sequence[Together]) -> list[list[Tensor]]:
+        problem, whole = self._problem, list[list[Tensor]]()
         rank, lengths, copy = (
             problem.rank,
             problem.shards.lengths,
             problem.communicator.compute.copy,
         )
-        for number, (part, each) in enumerate(zip(parts, self._back, strict=True)):
-            dense = part.new_empty(part.shape)
-            copy(dense, part, "tokens")
-            rows = lengths[rank]
-            came = [part.new_empty(each.shape(rows, r)) for r in range(len(lengths))]
+        for number, (tensors, each) in enumerate(zip(pieces, self._back, strict=True)):
+            new, rows = tensors[0].new_empty, lengths[rank]
+            dense = new(each.shape(sum(lengths), rank))
+            for to, tensor in zip(each.tensors(dense, rank), tensors, strict=True):
+                copy(to, tensor, "tokens")
+            came = [new(each.shape(rows, r)) for r in range(len(lengths))]
             self._exchange(came, torch.split(dense, list(lengths)), f"tokens, {number}")
-            whole.append(part.new_empty(each.shape(rows)))
-            for made, heads in zip(came, each.heads, strict=True):
-                copy(whole[-1][..., heads, :], made, "tokens")
+            whole.append(each.tensors(new(each.shape(rows))))
+            for peer, (made, heads) in enumerate(zip(came, each.heads, strict=True)):
+                for to, part in zip(whole[-1], each.tensors(made, peer), strict=True):
+                    copy(to[..., heads, :], part, "tokens")
         return whole
 
 
@@ -222,29 +245,32 @@ class HeadProblem:
         self.problem, rank = problem, problem.rank
         world, query = problem.shards.world_size, problem.query
         self.heads = heads = HeadShards(world, query.shape[2], problem.per_key)
-        self.packed = problem.packed()
-        self.queries, self.keys = piece(query, heads.queries), piece(self.packed, heads.keys)
-        self.sums = Piece((query.shape[1],), 1, problem.wide, heads.queries)
+        self.queries = piece(heads.queries, query)
+        self.keys = piece(heads.keys, problem.key, problem.value)
+        self.results = self.queries._replace(sizes=(problem.value.shape[3],))
+        self.sums = self.queries._replace(sizes=(1,), dtype=problem.wide)
         key, value = (each[:, :, heads.keys[rank]] for each in (problem.key, problem.value))
         all_ranks, first = tuple(range(world)), heads.first[rank]
         self.own = replace(problem, key=key, value=value, first_head=first, ranks=all_ranks)
-        shape = self.queries.shape(problem.shards.total, rank)
+        own_heads = heads.queries[rank]
+        shape = problem.shards.total, query.shape[1], _count(own_heads), query.shape[3]
         self.blocks: Blocks | None = None
-        if torch.Size(shape).numel():
+        if math.prod(shape):
             self.blocks = blocks_of(self.own, configuration, shape)
 
 
 def _attend(own: HeadProblem, way: HeadWay, output: Tensor, lse: Tensor) -> None:
-    copy = own.problem.communicator.compute.copy
-    query, packed = way.to_heads([own.problem.query, own.packed])
-    made = torch.empty_like(query)
+    problem, copy = own.problem, own.problem.communicator.compute.copy
+    rows, packed = way.to_heads([(problem.query,), (problem.key, problem.value)])
+    (query,) = own.queries.tensors(rows, problem.rank)
+    made = query.new_empty(*query.shape[:3], problem.value.shape[3])
     sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
     if own.blocks is not None:
         own.blocks.begin(query)
         attend_to_all(own.own, own.blocks, packed, made, sums)
-    results = way.to_tokens([made, tokens_first(sums)])
-    copy(output, results[0], "results")
-    copy(tokens_first(lse), results[1], "sums")
+    (results,), (logarithms,) = way.to_tokens([(made,), (tokens_first(sums),)])
+    copy(output, results, "results")
+    copy(tokens_first(lse), logarithms, "sums")
 
 
 def exchanged_attention(
@@ -252,7 +278,7 @@ def exchanged_attention(
 ) -> Event:
     """Results come back in the dtype of the queries, logarithms of the sums in fp32 or wider."""
     own = HeadProblem(problem, configuration)
-    way = ByPushes(problem, [own.queries, own.keys], [own.queries, own.sums])
+    way = ByPushes(problem, [own.queries, own.keys], [own.results, own.sums])
 
     def body(workspace: Workspace) -> None:
         _attend(own, way.within(workspace), output, lse)
@@ -263,7 +289,7 @@ def exchanged_attention(
 def exchanged_attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
     own = HeadProblem(problem, None)
     problem.after_the_caller()
-    way = ByEngine(problem, [own.queries, own.keys], [own.queries, own.sums])
+    way = ByEngine(problem, [own.queries, own.keys], [own.results, own.sums])
     _attend(own, way, output, lse)
     return problem.communicator.compute.record()
 
@@ -283,18 +309,24 @@ class _Backward:
     ) -> None:
         self.own, self._result, self._grads = HeadProblem(problem, configuration), result, grads
         more = [] if result.lse_grad is None else [tokens_first(result.lse_grad)]
-        self._tensors = [
-            problem.query, self.own.packed, result.grad, result.output, tokens_first(result.lse), *more,
-        ]  # fmt: skip
+        by_query = [result.grad, result.output, tokens_first(result.lse), *more]
+        both = problem.key, problem.value
+        self._pieces = [(problem.query,), both, *((each,) for each in by_query)]
         own = self.own
-        of_queries = [piece(each, own.heads.queries) for each in self._tensors[2:]]
-        self.there = [own.queries, own.keys, *of_queries]
-        self.of_keys = piece(own.packed, own.heads.copies, problem.wide)
+        self._of_queries = [piece(own.heads.queries, each) for each in by_query]
+        self.there = [own.queries, own.keys, *self._of_queries]
+        self.of_keys = piece(own.heads.copies, *both, dtype=problem.wide)
         self.back = [own.queries, self.of_keys]
 
     def differentiate(self, way: HeadWay) -> None:
         own, rank = self.own, self.own.problem.rank
-        query, packed, grad, output, *sums = way.to_heads(self._tensors)
+        rows, packed, *more = way.to_heads(self._pieces)
+        (query,) = own.queries.tensors(rows, rank)
+        grad, output, *sums = (
+            tensor
+            for each, rows in zip(self._of_queries, more, strict=True)
+            for tensor in each.tensors(rows, rank)
+        )
         of_query = torch.empty_like(query)
         total = own.problem.shards.total
         of_keys = query.new_empty(self.of_keys.shape(total, rank), dtype=self.of_keys.dtype)
@@ -302,21 +334,23 @@ class _Backward:
             result = AttentionResult(grad, output, *map(heads_first, sums))
             own.blocks.begin(query)
             differentiate_all(own.own, own.blocks, packed, result, of_query, of_keys)
-        mine, parts = way.to_tokens([of_query, of_keys])
+        back = (of_query,), self.of_keys.tensors(of_keys, rank)
+        (mine,), parts = way.to_tokens(back)
         own.problem.communicator.compute.copy(self._grads[0], mine, "gradient of the query")
         own.problem.give(self._added(parts), self._grads[1:])
 
-    def _added(self, parts: Tensor) -> Tensor:
+    def _added(self, parts: Sequence[Tensor]) -> Tensor:
         """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
-        heads, packed = self.own.heads, self.own.packed
-        total = torch.empty_like(packed, dtype=parts.dtype)
+        heads, problem = self.own.heads, self.own.problem
+        total = empty_total(problem)
 
         def add_up() -> None:
             total.zero_()
-            for keys, copies in zip(heads.keys, heads.copies, strict=True):
-                total[..., keys, :] += parts[..., copies, :]
+            for to, part in zip(problem.parts_of_rows(total), parts, strict=True):
+                for keys, copies in zip(heads.keys, heads.copies, strict=True):
+                    to[..., keys, :] += part[..., copies, :]
 
-        self.own.problem.communicator.compute.call(add_up, "sums over heads")
+        problem.communicator.compute.call(add_up, "sums over heads")
         return total
 
 

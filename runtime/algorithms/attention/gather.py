@@ -78,8 +78,7 @@ def all_gather_attention_fused(
         copiers = min(configuration.copiers, len(keys.sends), max(1, place.program_limit // 4))
         tiles = blocks.query_tiles
         if keys.sends and not (copiers and tiles):
-            rows = packed.flatten(1)
-            plain.send_by_copy_engine(communicator, workspace, keys.sends, [(rows, 0)])
+            plain.send_by_copy_engine(communicator, workspace, keys.sends, [(packed, 0)])
             copiers = 0
         if tiles:
             resident = max(

@@ -1,5 +1,6 @@
 """Partial results over the keys of one source by Triton kernels, merged; and their gradients."""
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -41,14 +42,11 @@ class KernelBlocks:
         self._problem, self._sources, self._configuration = problem, list(sources), configuration
         self._rows, batches, heads, size = shape
         self._all_heads = batches * heads
-        self.tiles = attention_tiles(configuration, size, problem.query.dtype)
+        value_size, dtype = problem.value.shape[3], problem.query.dtype
+        self.tiles = attention_tiles(configuration, size, value_size, dtype)
         key_heads = problem.key.shape[2]
         self.heads = Heads(batches, heads, key_heads, problem.per_key, problem.first_head)
         self.spans, self.scale = Spans(spans, 0), problem.scale * LOG2E
-        parts = max(1, len(self._sources)), batches, heads, self._rows
-        made = problem.query.new_empty(*parts, size, dtype=torch.float32)
-        lse = problem.query.new_empty(parts, dtype=torch.float32)
-        self.partials = Partials(made, lse, self._rows)
         shards, begins = problem.shards, [0, *accumulate(problem.shards.lengths)]
         # of each source alone, then of all where one's keys follow another's
         self._parts = problem.communicator.table(
@@ -63,6 +61,16 @@ class KernelBlocks:
 
     def begin(self, query: torch.Tensor) -> None:
         self.query = unit_rows(query)
+
+    def _partials(self, size: int) -> Partials:
+        shape = max(1, len(self._sources)), self.heads.batches, self.heads.heads, self._rows
+        new = functools.partial(self._problem.query.new_empty, dtype=torch.float32)
+        return Partials(new(*shape, size), new(shape), self._rows)
+
+    @functools.cached_property
+    def partials(self) -> Partials:
+        """Of the output."""
+        return self._partials(self.tiles.VALUE_DIM)
 
     @property
     def query_tiles(self) -> int:
@@ -97,10 +105,10 @@ class KernelBlocks:
         self._launch(forward.attention_kernel, (self.query_tiles, count), arguments)
 
     def merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """``output``, of the shape of the query, and the logarithm of the sums, ``[b, h, tokens]``."""
+        """``output``, ``[tokens, b, h, v]``, and the logarithm of the sums, ``[b, h, tokens]``."""
         if not self.query_tiles:
             return
-        tiles = self.tiles._replace(BLOCK_M=max(16, MERGED // self.tiles.BLOCK_D))
+        tiles = self.tiles._replace(BLOCK_M=max(16, MERGED // self.tiles.BLOCK_V))
         arguments = {
             "partials": self.partials,
             "output": rows_argument(output),
@@ -125,6 +133,7 @@ class KernelBlocks:
 
         self._problem.communicator.compute.call(prepare, "sums of rows")
         self._sums = RowSums(reach, delta, lse.shape[2])
+        self._of_query = self._partials(self.tiles.HEAD_DIM)
 
     def differentiate(
         self, source: int | None, packed: torch.Tensor, contribution: torch.Tensor
@@ -142,12 +151,12 @@ class KernelBlocks:
             "TILES": self.tiles,
         }
         if self.query_tiles * count:
-            own = {**arguments, "partials": self.partials}
+            own = {**arguments, "partials": self._of_query}
             kernel = backward.attention_queries_backward_kernel
             self._launch(kernel, (self.query_tiles, count), own)
         longest = packed.shape[0] if source is not None else max(self._problem.shards.lengths)
         tiles = formulas.ceil_div(longest, self.tiles.BLOCK_N)
-        of_heads = packed.shape[2] * packed.shape[3]
+        of_heads = self.heads.batches * self.heads.key_heads
         if tiles * of_heads * count:
             more = {"output_ptr": contribution, "factor": self._problem.scale}
             kernel = backward.attention_keys_backward_kernel
@@ -155,10 +164,10 @@ class KernelBlocks:
 
     def query_gradient(self, output: torch.Tensor) -> None:
         """``output`` = the sum of the partial gradients, in the order of the ranks."""
-        parts, scale = self.partials.ptr[: len(self._sources)], self._problem.scale
+        parts, scale = self._of_query.ptr[: len(self._sources)], self._problem.scale
 
         def add_up() -> None:
-            total = torch.zeros_like(self.partials.ptr[0])
+            total = torch.zeros_like(self._of_query.ptr[0])
             for part in parts:
                 total += part
             output.copy_((total * scale).permute(2, 0, 1, 3))

@@ -56,8 +56,9 @@ class StagedKeys:
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
         copying.wait_credits(workspace)
         mine = self._of(workspace, rank)
-        copying.copy(mine[:, 0], problem.key, "stage keys")
-        copying.copy(mine[:, 1], problem.value, "stage values")
+        key, value = problem.keys_and_values(mine)
+        copying.copy(key, problem.key, "stage keys")
+        copying.copy(value, problem.value, "stage values")
         for reader in problem.readers():
             copying.publish(workspace, reader, self._slots + rank)
         compute.wait_event(copying.record())

@@ -1,7 +1,8 @@
 """One attention: its tensors in the form that the algorithms take, and what they may launch with.
 
 Tensors are ``[tokens, batches, heads, head size]`` here, whatever the caller's layout, with any strides but
-the last. Keys and values of a rank travel together, *packed*: ``[tokens, 2, batches, heads, head size]``.
+the last; values, results and their gradients may have another head size than queries and keys. Keys and
+values of a rank travel together, *packed*: ``[tokens, elements]``, of a token all keys and then all values.
 """
 
 import math
@@ -24,7 +25,7 @@ LOG2E = 1.0 / math.log(2.0)
 class AttentionResult(NamedTuple):
     """What a forward has made, with gradients: all that a backward needs beside the problem.
 
-    ``output`` and its ``grad`` are ``[tokens, b, h, d]``, the gradient contiguous along the last; ``lse``,
+    ``output`` and its ``grad`` are ``[tokens, b, h, v]``, the gradient contiguous along the last; ``lse``,
     the natural logarithm of the sums of exponentials, and its gradient, if it has one, ``[b, h, tokens]``.
     """
 
@@ -45,7 +46,8 @@ class AttentionProblem:
     """What every method works on. ``first_head``: see ``kernels/arguments.py``; ``per_key``, too.
 
     ``ranks``: whose tokens all tensors have, one after another; None: the query this rank's, and so the key
-    until it travels. ``heads_first``: packed keys lie in memory as torch's products read them.
+    until it travels. ``heads_first``: packed keys lie in memory as torch's products read them, all keys
+    ``[b, h, tokens, d]`` and then all values.
     """
 
     communicator: Communicator
@@ -77,29 +79,34 @@ class AttentionProblem:
         return self.communicator.rank
 
     @property
-    def key_row(self) -> tuple[int, int, int, int]:
-        """The shape of a packed row."""
-        _, batches, heads, size = self.key.shape
-        return 2, batches, heads, size
-
-    @property
     def row_elements(self) -> int:
-        return math.prod(self.key_row)
+        """Of a packed row."""
+        return sum(math.prod(each.shape[1:]) for each in (self.key, self.value))
 
     def packed(self) -> torch.Tensor:
         """Keys and values of this rank, as they travel."""
-        if self.heads_first:
-            made = torch.stack([each.permute(1, 2, 0, 3) for each in (self.key, self.value)])
-            return made.permute(3, 0, 1, 2, 4)
-        return torch.stack([self.key, self.value], 1)
+        made = self.key.new_empty(self.key.shape[0], self.row_elements)
+        for to, each in zip(self.keys_and_values(made), (self.key, self.value), strict=True):
+            to.copy_(each)
+        return made
 
     def packed_in(self, workspace: Workspace, owner: int, offset: int, rows: int) -> torch.Tensor:
         """So many packed keys in the workspace of ``owner``."""
-        dtype, (_, batches, heads, size) = self.key.dtype, self.key_row
-        if self.heads_first:
-            made = workspace.data(owner, offset, (2, batches, heads, rows, size), dtype)
-            return made.permute(3, 0, 1, 2, 4)
-        return workspace.data(owner, offset, (rows, *self.key_row), dtype)
+        return workspace.data(owner, offset, (rows, self.row_elements), self.key.dtype)
+
+    def keys_and_values(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and the values of what travels: ``[tokens, batches, heads, size]`` each."""
+        if not self.heads_first:
+            return self.parts_of_rows(packed)
+        shapes = [(*each.shape[1:3], len(packed), each.shape[3]) for each in (self.key, self.value)]
+        key, value = torch.split(packed.view(-1), [math.prod(shape) for shape in shapes])
+        return key.view(shapes[0]).permute(2, 0, 1, 3), value.view(shapes[1]).permute(2, 0, 1, 3)
+
+    def parts_of_rows(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`keys_and_values`, of packed rows whatever ``heads_first`` says: so gradients lie."""
+        shapes = [each.shape[1:] for each in (self.key, self.value)]
+        key, value = torch.split(packed, [math.prod(shape) for shape in shapes], 1)
+        return key.view(len(packed), *shapes[0]), value.view(len(packed), *shapes[1])
 
     def sources(self) -> list[int]:
         """The ranks whose keys are seen, in their order."""
@@ -113,8 +120,8 @@ class AttentionProblem:
         """``grads`` of keys and of values = packed sums, on the compute stream."""
 
         def copied() -> None:
-            for index, grad in enumerate(grads):
-                grad.copy_(total[:, index])
+            for grad, part in zip(grads, self.parts_of_rows(total), strict=True):
+                grad.copy_(part)
 
         self.communicator.compute.call(copied, "gradients of the own keys")
 
@@ -148,11 +155,12 @@ def rows_argument(tensor: torch.Tensor) -> Queries:
 
 
 def attention_tiles(
-    configuration: Configuration, head_dim: int, dtype: torch.dtype
+    configuration: Configuration, head_dim: int, value_dim: int, dtype: torch.dtype
 ) -> AttentionTiles:
-    block_d = max(16, 1 << (head_dim - 1).bit_length())
-    blocks = configuration.block_m, configuration.block_n, block_d
-    return AttentionTiles(*blocks, head_dim, input_precision(dtype))
+    """``head_dim``: of queries and keys; ``value_dim``: of values and results."""
+    block_d, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, value_dim))
+    blocks = configuration.block_m, configuration.block_n, block_d, block_v
+    return AttentionTiles(*blocks, head_dim, value_dim, input_precision(dtype))
 
 
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class StagedSums:
     def _of(self, workspace: Workspace, maker: int, owner: int) -> Tensor:
         problem, lengths = self._problem, self._problem.shards.lengths
         begin = sum(lengths[:owner]) * problem.row_elements * problem.wide.itemsize
-        shape = lengths[owner], *problem.key_row
+        shape = lengths[owner], problem.row_elements
         return workspace.data(maker, self._offset + begin, shape, problem.wide)
 
     def room(self, workspace: Workspace, source: int) -> Tensor:
@@ -103,7 +103,7 @@ class RingSums:
     def _of(self, workspace: Workspace, maker: int, step: int) -> Tensor:
         problem = self._problem
         owner = (maker - step) % self._steps
-        shape = problem.shards.lengths[owner], *problem.key_row
+        shape = problem.shards.lengths[owner], problem.row_elements
         return workspace.data(maker, self._buffers[step % 2], shape, problem.wide)
 
     def room(self, workspace: Workspace, source: int) -> Tensor:
@@ -149,5 +149,5 @@ class RingSums:
 
 
 def empty_total(problem: AttentionProblem) -> Tensor:
-    shape = problem.shards.lengths[problem.rank], *problem.key_row
+    shape = problem.shards.lengths[problem.rank], problem.row_elements
     return problem.key.new_empty(shape, dtype=problem.wide)

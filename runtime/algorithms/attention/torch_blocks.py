@@ -1,8 +1,9 @@
 """Partial results over the keys of one source by torch: as ``kernel_blocks.py``, for any dtype.
 
 On a CPU the products are those of torch's own flash attention, which takes a causal mask and masks as
-tensors. Where a mask is causal only, keys are seen wholly, not at all, or as a triangle, so nobody makes a
-mask. Operands of 16 bits are widened first: partial results are fp32.
+tensors, and one size of heads: where values have another than keys, the smaller is filled up with zeros.
+Where a mask is causal only, keys are seen wholly, not at all, or as a triangle, so nobody makes a mask.
+Operands of 16 bits are widened first: partial results are fp32.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
 from interlace.runtime.algorithms.attention.shards import NO_LIMIT
@@ -85,12 +87,16 @@ class TorchBlocks:
             begin += shards.lengths[rank]
         return found
 
-    def _heads_first(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+    def _heads_first(self, packed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values, ``[b, h, tokens, size]``, widened, rows dense: products are of these."""
-        both = packed.permute(1, 2, 3, 0, 4)
-        if both.dtype != self._wide or both.stride(-2) != both.shape[-1]:
-            both = both.new_empty(both.shape, dtype=self._wide).copy_(both)
-        return self._groups(both[0]), self._groups(both[1])
+        key, value = (self._groups(self._dense(each)) for each in packed)
+        return key, value
+
+    def _dense(self, key: Tensor) -> Tensor:
+        key = key.permute(1, 2, 0, 3)
+        if key.dtype != self._wide or key.stride(-2) != key.shape[-1]:
+            key = key.new_empty(key.shape, dtype=self._wide).copy_(key)
+        return key
 
     def _groups(self, key: Tensor) -> Tensor:
         """A head of keys for every head of queries, where these are no equal groups of all of them."""
@@ -110,7 +116,9 @@ class TorchBlocks:
         """(rows of queries, mask, whether it is causal, the keys, the values) that meet."""
         pairs = self._pairs(source)
         if pairs:
-            keys = self._heads_first(packed[: max(count for _, count, _ in pairs)])
+            most = max(count for _, count, _ in pairs)
+            both = self._problem.keys_and_values(packed)
+            keys = self._heads_first([each[:most] for each in both])
         for rows, count, relation in pairs:
             mask = self._mask(source) if relation == MASKED else None
             if mask is None or bool(mask.any()):
@@ -177,7 +185,8 @@ class TorchBlocks:
     def _differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
         def run() -> None:
             of_query = self._of_query[source] = []
-            sums = [RowTotal(each) for each in contribution.permute(1, 2, 3, 0, 4)]
+            parts = self._problem.parts_of_rows(contribution)
+            sums = [RowTotal(each.permute(1, 2, 0, 3)) for each in parts]
             for rows, mask, causal, key, value in self._seen(source, packed):
                 of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
                 delta = None if self._delta is None else self._delta[:, :, rows]
@@ -185,7 +194,8 @@ class TorchBlocks:
                 grads = differentiated(query, key, value, of, delta, mask, causal, scale)
                 of_query.append((rows, grads[0]))
                 for total, made in zip(sums, grads[1:], strict=True):
-                    total.add(slice(0, key.shape[2]), self._of_key_heads(made, packed.shape[3]))
+                    of_keys = self._of_key_heads(made, self._problem.key.shape[2])
+                    total.add(slice(0, key.shape[2]), of_keys)
             for total in sums:
                 total.end()
 
@@ -220,15 +230,15 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def attended(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``[b, h, m, d]``: the output, and the natural logarithm of the sums, -inf for what sees nothing."""
+    """``[b, h, m, v]``: the output, and the natural logarithm of the sums, -inf for what sees nothing."""
     if query.is_cpu:
         added = None if mask is None else _added(mask, query.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=added, scale=scale
+            *_of_one_size(query, key, value), 0.0, causal, attn_mask=added, scale=scale
         )
         if mask is not None:  # it says 0 where nothing is seen
             lse = lse.masked_fill(~mask.any(-1), float("-inf"))
-        return out, lse
+        return out[..., : value.shape[-1]], lse
     score = _scores(query, key, mask, causal, scale)
     lse = score.logsumexp(-1)
     base = torch.where(lse == float("-inf"), 0, lse)
@@ -253,17 +263,29 @@ def differentiated(
     grad, out, lse = of
     if query.is_cpu and delta is None:
         added = None if mask is None else _added(mask, query.dtype)
-        made: tuple[Tensor, Tensor, Tensor]
+        padded = _of_one_size(grad, query, key, value, out)
         made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, causal, attn_mask=added, scale=scale
+            *padded, lse, 0.0, causal, attn_mask=added, scale=scale
         )
-        return made
+        of_query, of_key, of_value = (
+            each[..., : of.shape[-1]] for each, of in zip(made, (query, key, value), strict=True)
+        )
+        return of_query, of_key, of_value
     delta = (grad * out).sum(-1) if delta is None else delta
     score = _scores(query, key, mask, causal, scale)
     weight = torch.exp(score - lse.unsqueeze(-1))
     whole = _repeated(key, query), _repeated(value, query)
     of_score = weight * (grad @ whole[1].mT - delta.unsqueeze(-1)) * scale
     return of_score @ whole[0], of_score.mT @ query, weight.mT @ grad
+
+
+def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """With zeros behind the heads that are smaller than others: torch's kernel knows one size."""
+    size = max(each.shape[-1] for each in tensors)
+    return [
+        each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1]))
+        for each in tensors
+    ]
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

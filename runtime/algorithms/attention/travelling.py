@@ -58,9 +58,9 @@ def gathered_by_engine(problem: AttentionProblem) -> dict[int, Tensor]:
     packed = problem.packed()
     if problem.shards.world_size == 1:
         return {0: packed}
-    whole = packed.new_empty(problem.shards.total, *problem.key_row)
+    whole = packed.new_empty(problem.shards.total, problem.row_elements)
     parts = torch.split(whole, list(lengths))
-    terms = (("rows", lengths), ("row", problem.key_row), ("dtype", packed.dtype))
+    terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", packed.dtype))
     call = Call(problem.op, terms)
     event = communicator.engine.all_gather(call, [part.view(-1) for part in parts], packed.view(-1))
     if event is not None:
@@ -113,7 +113,7 @@ def attention_backward_unfused(
     communicator, lengths = problem.communicator, problem.shards.lengths
     blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
     dtype = problem.wide
-    whole = problem.key.new_zeros(problem.shards.total, *problem.key_row, dtype=dtype)
+    whole = problem.key.new_zeros(problem.shards.total, problem.row_elements, dtype=dtype)
     parts = torch.split(whole, list(lengths))
     problem.after_the_caller()
     blocks.begin_backward(result)
@@ -126,7 +126,7 @@ def attention_backward_unfused(
         # an engine begins with what the caller has issued, which the contributions are then among
         event = communicator.compute.record()
         communicator.place.hold_current(event, f"the gradients of {problem.op}")
-        terms = (("rows", lengths), ("row", problem.key_row), ("dtype", dtype))
+        terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", dtype))
         call = Call(f"{problem.op} of keys", terms)
         flat = [part.view(-1) for part in parts]
         ended = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")

@@ -14,7 +14,13 @@ from interlace.runtime.compiler.catalogue import Entry
 
 def _attention(made: Callable[..., Iterable[Entry]]) -> Make:
     return lambda arch, options: list(
-        made(arch, options.dtype, options.head_dim, **options.overrides)
+        made(
+            arch,
+            options.dtype,
+            options.head_dim,
+            value_size=options.value_dim or None,
+            **options.overrides,
+        )
     )
 
 
@@ -22,7 +28,7 @@ def _of_heads(grids: dict[str, str], *, backward: bool = False, **more: str) -> 
     """Keys of all ranks are there: nothing is sent. ``first`` and ``num_parts`` may say which are taken."""
     return BundleOp(
         _attention(functools.partial(catalogue.heads_kernels, backward=backward)),
-        ("head_dim",),
+        ("head_dim", "value_dim"),
         grids,
         {
             "all_heads": "batches * heads",
@@ -46,10 +52,10 @@ def _of_heads(grids: dict[str, str], *, backward: bool = False, **more: str) -> 
 ATTENTION = {
     "context_parallel_attention": BundleOp(
         _attention(catalogue.gathered_attention),
-        ("head_dim",),
+        ("head_dim", "value_dim"),
         {
             "all_gather_attention_kernel": "persistent_grid(COPIERS, tiles, resident)",
-            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_D)) * all_heads",
+            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_V)) * all_heads",
         },
         {
             "all_heads": "batches * heads",
@@ -57,7 +63,7 @@ ATTENTION = {
             "tiles": "ceil_div(partials_rows, BLOCK_M) * all_heads",
             "chunk_size": "max(1, ceil_div(max(rows), CHUNKS))",
             "slots": "chunk_slots(rows, chunk_size)",
-            "data_bytes": "gathered_bytes(rows, 2 * batches * key_heads * HEAD_DIM * ITEMSIZE)",
+            "data_bytes": "gathered_bytes(rows, batches * key_heads * (HEAD_DIM + VALUE_DIM) * ITEMSIZE)",
             "sends": "send_lines(rank, world_size, rows, chunk_size)",
             "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
             "parts": "key_part_lines(rank, world_size, rows, chunk_size)",
@@ -75,7 +81,7 @@ ATTENTION = {
     "attention_of_heads": _of_heads(
         {
             "attention_kernel": "[tiles, num_parts]",
-            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_D)) * all_heads",
+            "merge_attention_kernel": f"ceil_div(partials_rows, max(16, {MERGED} // BLOCK_V)) * all_heads",
         },
         count="world_size",
     ),
@@ -90,7 +96,7 @@ ATTENTION = {
     ),
     "distributed_decode": BundleOp(
         _attention(catalogue.decode_kernels),
-        ("head_dim",),
+        ("head_dim", "value_dim"),
         {
             "decode_attention_kernel": "[ceil_div(query_rows, BLOCK_M), batches * heads, count]",
             "merge_attention_kernel": "ceil_div(query_rows, BLOCK_M) * batches * heads",
@@ -106,7 +112,7 @@ ATTENTION = {
             "pages_stride": "0",
             "pages_size": "0",
             "rows": "batches * heads * query_rows",
-            "blocks": f"ceil_div(rows, {DECODE_LANES} // WIDTH) * ceil_div(HEAD_DIM, WIDTH)",
+            "blocks": f"ceil_div(rows, {DECODE_LANES} // WIDTH) * ceil_div(VALUE_DIM, WIDTH)",
             **WORDS,
         },
         conditions=(*RANKS, f"0 < blocks <= {MOST_PROGRAMS}"),

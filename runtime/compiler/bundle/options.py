@@ -34,10 +34,10 @@ class KernelOptions:
     ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
     "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
     and, with ``quantize``, "fp8" or "fp8_static", are made fp8; ``gather`` "none", or which of them all
-    ranks get, "normed" or "both" with the sums. ``head_dim`` is of an attention; ``topk`` are slots of a
-    token, ``experts`` those of a rank. For ``rows`` per rank, ``columns`` and ``inner`` the tiles are
-    chosen; where the last two are multiples of 16, so they must be at every launch. ``overrides`` are
-    values of the configuration.
+    ranks get, "normed" or "both" with the sums. ``head_dim`` is of an attention, ``value_dim`` of its
+    values, 0 for the same; ``topk`` are slots of a token, ``experts`` those of a rank. For ``rows`` per
+    rank, ``columns`` and ``inner`` the tiles are chosen; where the last two are multiples of 16, so they
+    must be at every launch. ``overrides`` are values of the configuration.
     """
 
     dtype: str = "bf16"
@@ -52,6 +52,7 @@ class KernelOptions:
     quantize: str = ""
     gather: str = "none"
     head_dim: int = 128
+    value_dim: int = 0
     topk: int = catalogue.TOPK
     experts: int = catalogue.EXPERTS
     overrides: dict[str, int] = field(default_factory=dict)

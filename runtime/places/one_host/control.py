@@ -46,7 +46,6 @@ is several times as slow as writing what has meanwhile left its cache.
 import struct
 from collections.abc import Sequence
 
-from interlace.runtime.places.one_host.atomics import Words
 from interlace.runtime.places.one_host.bell import Bell, wake
 from interlace.runtime.places.one_host.cores import CoreSpread
 from interlace.runtime.places.one_host.segment import Mapping
@@ -112,6 +111,10 @@ class Control:
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
         self._bytes = [mapping.array().data for mapping in mappings]
+        from interlace.runtime.places.one_host.atomics import (
+            Words,
+        )  # needs Triton; `inspect` does not
+
         self.words = [Words(each.data_address, each.array().data) for each in mappings]
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]

@@ -29,13 +29,16 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
-from interlace.runtime.core.memory import Array
+
+if TYPE_CHECKING:  # `inspect` reads segments without torch
+    import numpy.typing as npt
+
+    from interlace.runtime.core.memory import Array
 
 MAGIC = b"ilace\x00\x00\x01"
 LAYOUT_VERSION = 1
@@ -251,7 +254,7 @@ def left_in_groups(groups: str, top: Path) -> Iterator[int]:
                     yield left + int(stat.get(cache, 0))
 
 
-class SharedRanges(dict[int, tuple[int, int, list[Array]]]):
+class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
     """The caller's arrays that a group shares, numbered alike on all ranks, while this rank has its own.
 
     ``interlace.symmetric_memory`` shares them. A collective on a tensor that lies in one needs no staging:

@@ -11,7 +11,7 @@ from multi.attention import attention_ranks as ranks
 CASES = {
     "fused": AttentionCase((18, 5), size=16, batch=1, heads=(2, 1)),
     "pipelined": AttentionCase((130, 0, 77), size=64, dtype=torch.bfloat16, layout="sbhd"),
-    "unfused": AttentionCase((9, 20, 4), dtype=torch.float64, window=(6, 0)),
+    "unfused": AttentionCase((9, 20, 4), value_size=8, dtype=torch.float64, window=(6, 0)),
 }
 
 

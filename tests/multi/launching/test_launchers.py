@@ -338,3 +338,37 @@ def test_manifests_have_their_form() -> None:
                 assert (program, rest) == ("python", ["job.py"])
     script = folder / "job.sbatch"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+FAILING = """
+import interlace, torch
+
+def one_op():
+    if interlace.get_rank() == 1:
+        raise RuntimeError("no such file")
+    interlace.all_reduce(torch.ones(4))
+
+interlace.barrier()
+one_op()
+"""
+
+
+@thorough
+def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
+    """The other one prints where it called interlace, and nothing of what is within."""
+    (tmp_path / "fails.py").write_text(FAILING)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run([*command, str(tmp_path / "fails.py")], capture_output=True, text=True)
+    _, root = done.stderr.split("Root Cause")
+    assert re.search(r"rank +: 1 ", root)
+    assert "AbortedError: rank 1 aborted" in done.stderr and "no such file" in done.stderr
+    assert 'fails.py", line 7, in one_op' in done.stderr
+    assert "INTERLACE_DEBUG=debug shows them" in done.stderr
+    assert not re.search(r'File ".*/interlace/', done.stderr)

@@ -18,7 +18,7 @@ from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, ch
 from interlace import nn
 from interlace.attention_reference import AttentionReference, visible
 from support import failure, poisoned, slow_rank, starved
-from tiers import thorough
+from tiers import few, thorough
 
 EVEN = AttentionCase((6, 6, 6))
 UNEVEN = AttentionCase((19, 0, 34), heads=(3, 1), size=20, layout="sbhd", scale=0.3)
@@ -26,6 +26,8 @@ WINDOW = AttentionCase(
     (20, 41, 7), (2, 2), causal=False, balance="contiguous", window=(9, 3), copiers=0
 )
 PACKED = AttentionCase((20, 33, 10), causal=True, cu_seqlens=(0, 5, 5, 40, 58), batch=1)
+LATENT = AttentionCase((19, 0, 14), heads=(3, 1), size=24, value_size=16, batch=1, copiers=0)
+LARGER = AttentionCase((6, 13), size=8, value_size=20, causal=False, window=(5, 3), layout="sbhd")
 WIDE = AttentionCase((18, 18), size=80, dtype=torch.bfloat16, tiles=(32, 16))
 CASES = {"even": EVEN, "uneven": UNEVEN, "window": WINDOW, "packed": PACKED, "wide": WIDE}
 
@@ -52,6 +54,28 @@ def test_kernels_agree_with_the_whole_sequence(name: str, method: str) -> None:
 def test_torch_agrees_with_the_whole_sequence(name: str, method: str, algorithm: str) -> None:
     with poisoned():
         check(CASES[name], method, algorithm)
+
+
+WAYS = tuple(itertools.product(METHODS, ALGORITHMS))
+
+
+KEPT = *((method, "fused") for method in METHODS), ("ring", "pipelined"), ("ulysses", "unfused")
+
+
+@pytest.mark.parametrize(("method", "algorithm"), few(WAYS, *KEPT))
+def test_values_of_another_head_size(method: str, algorithm: str) -> None:
+    """Larger keys, as in DeepSeek's latent attention, and larger values."""
+    with poisoned():
+        for case in (LATENT, LARGER):
+            check(case, method, algorithm)
+
+
+@thorough
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_values_of_another_head_size_of_every_dtype(dtype: torch.dtype) -> None:
+    for case, (method, algorithm) in itertools.product((LATENT, LARGER), WAYS):
+        if dtype != torch.float64 or algorithm != "fused":
+            check(replace(case, dtype=dtype), method, algorithm)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
@@ -99,12 +123,18 @@ def test_methods_and_schedules_have_the_same_bits() -> None:
             assert all(map(torch.equal, mine, other))
 
 
-def test_the_reference_is_torch_s() -> None:
-    query, key, value = (torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3))
+@pytest.mark.parametrize("value_size", [8, 5])
+def test_the_reference_is_torch_s(value_size: int) -> None:
+    query, key, value, grad = (
+        torch.randn(1, 2, 9, size, dtype=torch.float64) for size in (8, 8, value_size, value_size)
+    )
+    leaves = [each.clone().requires_grad_() for each in (query, key, value)]
     for mask in (visible(9, causal=True), visible(9, window=(2, 1))):
         known = AttentionReference(query, key, value, mask, 8**-0.5)
-        right = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        torch.testing.assert_close(known.output()[0], right)
+        right = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        torch.testing.assert_close(known.output()[0], right.detach())
+        grads = torch.autograd.grad(right, leaves, grad)
+        torch.testing.assert_close(tuple(each for each, _ in known.gradients(grad)), grads)
 
 
 def test_a_wrong_result_is_beyond_the_bound() -> None:
@@ -193,6 +223,19 @@ ZEROS = torch.zeros(1, 4, 2, 8)
             {name: torch.zeros(1, 4, 1, 300) for name in "qkv"} | {"algorithm": "fused"},
             ValueError,
             'algorithm="fused" takes heads of at most 256, got 300',
+        ),
+        (
+            {"v": torch.zeros(1, 4, 2, 300), "algorithm": "fused"},
+            ValueError,
+            'algorithm="fused" takes heads of at most 256, got 300',
+        ),
+        ({"v": torch.zeros(1, 4, 8)}, ValueError, "v must have 4 dimensions (bshd), got shape (1, 4, 8)"),
+        ({"v": torch.zeros(1, 4, 2, 0)}, ValueError, "v has heads of size 0 (shape (1, 4, 2, 0))"),
+        ({"k": torch.zeros(1, 4, 2, 9)}, ValueError, "k has d = 9 (shape (1, 4, 2, 9)), q has d = 8"),
+        (
+            {"v": (ZEROS, torch.zeros(1, 4, 2, 16))},
+            ValueError,
+            "the size of v's heads differs between ranks: 8 on rank 0, 16 on rank 1",
         ),
     ],
 )  # fmt: skip

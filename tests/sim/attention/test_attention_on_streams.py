@@ -23,7 +23,7 @@ from sim.cuda.test_cuda_streams import RUNS, read
 from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
 from stand_ins.fake_driver import install
 
-CASE = AttentionCase((7, 4, 6), heads=(6, 3), batch=1)
+CASE = AttentionCase((7, 4, 6), heads=(6, 3), value_size=24, batch=1)
 FOUR = replace(CASE, lengths=(7, 4, 6, 3))  # of fewer none waits for room around a ring
 COPY_ENGINE, COPIERS, RING = ("all_gather", 0), ("all_gather", 1), ("ring", 0)
 WAYS = COPY_ENGINE, COPIERS, RING, ("ulysses", 0)
@@ -43,7 +43,8 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
             for method, copiers in ways:
                 # there at once: keys are packed by torch, which the stand-in does not put on a stream
                 tensors = [each[:, places] for each in (query, key, value * (number + 1))]
-                made = torch.full_like(tensors[0], math.nan), torch.empty(1, 6, len(places))
+                shape = *tensors[0].shape[:3], CASE.value_size
+                made = torch.full(shape, math.nan), torch.empty(1, 6, len(places))
                 given = default_group(), (*tensors, None, *made)
                 options = AttentionOptions(method, causal=True, algorithm="fused")
                 with override(block_m=16, block_n=16, copiers=copiers, chunks=2):

@@ -20,8 +20,12 @@ from support import failure, noise, poisoned
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
-def cache(rank: int, tokens: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [noise(rank, number, (2, tokens, heads, size), dtype) for number in (1, 2)]
+def cache(
+    rank: int, tokens: int, heads: int, size: int, dtype: torch.dtype, value_size: int | None = None
+) -> list[torch.Tensor]:
+    """Keys and values; ``value_size``: of heads of values, None for that of keys."""
+    sizes = size, size if value_size is None else value_size
+    return [noise(rank, n, (2, tokens, heads, each), dtype) for n, each in enumerate(sizes, 1)]
 
 
 def decoded(
@@ -127,6 +131,44 @@ def test_pages_and_guessed_tokens(algorithm: str, dtype: torch.dtype) -> None:
         output, lse = (each[b : b + 1] for each in found[0])
         assert reference.worst_ratio(output.transpose(1, 2), *known.output()) <= 1
         assert reference.worst_ratio(lse, *known.sums()) <= 1
+
+
+@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+@pytest.mark.parametrize("sizes", [(24, 16), (8, 20)])
+def test_values_of_another_head_size(sizes: tuple[int, int], algorithm: str) -> None:
+    """A cache of its own for each, one that has the values within the keys, and pages."""
+    size, value_size = sizes
+    query = noise(9, 0, (2, 4, size), F32)
+
+    def on_rank() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        keys, values = cache(interlace.get_rank(), 24, 2, size, F32, value_size)
+        table = torch.tensor([[2, 0, 1], [5, 3, 4]])
+        pages = [torch.empty(6, 8, 2, each.shape[3]) for each in (keys, values)]
+        for made, whole in zip(pages, (keys, values), strict=True):
+            made[table.flatten()] = whole.reshape(made.shape)
+        how: Any = {"algorithm": algorithm, "return_lse": True}
+        with override(block_m=16, block_n=16):
+            found = [
+                interlace.distributed_decode(query, (keys, values), **how),
+                interlace.distributed_decode(query, pages, block_table=table, **how),
+            ]
+            if value_size < size:
+                latent = keys, keys[..., :value_size]
+                found.append(interlace.distributed_decode(query, latent, **how))
+        return found
+
+    found = interlace.run(on_rank, 2)
+    for mine, others in zip(*found, strict=True):
+        assert all(map(torch.equal, mine, others))
+    caches = [cache(rank, 24, 2, size, F32, value_size) for rank in range(2)]
+    keys, values = (torch.cat(each, 1).transpose(1, 2) for each in zip(*caches, strict=True))
+    mask = torch.ones(1, 48, dtype=torch.bool)
+    shown = [values, values, keys[..., :value_size]][: len(found[0])]
+    for (output, lse), seen in zip(found[0], shown, strict=True):
+        known = AttentionReference(query.unsqueeze(2), keys, seen, mask, size**-0.5)
+        assert output.shape == (2, 4, value_size)
+        assert reference.worst_ratio(output.unsqueeze(2), *known.output()) <= 1
+        assert reference.worst_ratio(lse.unsqueeze(2), *known.sums()) <= 1
 
 
 class LargestMade(TorchDispatchMode):
@@ -247,6 +289,10 @@ def test_calls_behind_each_other_have_no_race() -> None:
          "kv_cache[0] has shape (3, 3, 4, 8), q has (2, 4, 8); batches and the size of heads must"),
         ((2, 4, 8), (2, 3, 4, 8), {"values": (2, 5, 4, 8)}, ValueError,
          "kv_cache[1] has shape (2, 5, 4, 8), kv_cache[0] has (2, 3, 4, 8)"),
+        ((2, 4, 8), (2, 3, 4, 8), {"values": (2, 3, 4, 0)}, ValueError,
+         "kv_cache[1] has heads of size 0 (shape (2, 3, 4, 0))"),
+        ((2, 4, 8), (2, 3, 4, 8), {"values": (2, 3, 4, 300), "algorithm": "fused"}, ValueError,
+         "heads of at most 256, got torch.float32 and 300"),
         ((2, 4, 8), (7, 3, 4, 9), {"block_table": torch.tensor([[1], [2]])}, ValueError,
          "kv_cache[0] has shape (7, 3, 4, 9), q has (2, 4, 8); the size of heads must"),
         ((2, 4, 8), (2, 3, 4, 8), {"lengths": torch.tensor([4, 0])}, ValueError, "must be within 0..3"),
@@ -292,6 +338,15 @@ def test_shapes_that_differ_are_told_as_they_were_given() -> None:
         interlace.distributed_decode(q, (cached, cached))
 
     text = "the shape of q differs between ranks: (2, 2, 4, 8) on rank 0, (2, 4, 8) on rank 1"
+    assert text in str(failure(on_rank, 2))
+
+
+def test_sizes_of_values_that_differ_are_told() -> None:
+    def on_rank() -> None:
+        keys, size = torch.zeros(2, 3, 4, 8), 4 + interlace.get_rank()
+        interlace.distributed_decode(torch.zeros(2, 4, 8), (keys, torch.zeros(2, 3, 4, size)))
+
+    text = "the size of heads of kv_cache[1] differs between ranks: 4 on rank 0, 5 on rank 1"
     assert text in str(failure(on_rank, 2))
 
 

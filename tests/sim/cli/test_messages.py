@@ -2,6 +2,9 @@
 
 import contextlib
 import pathlib
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -37,11 +40,21 @@ def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_help_of_a_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, (kind, _) in main.COMMANDS.items():
+    for name, command in main.COMMANDS.items():
         with pytest.raises(SystemExit) as ended:
             main.run([name, "--help"])
         printed = capsys.readouterr().out
-        assert ended.value.code == 0 and (kind.__doc__ or "").splitlines()[0] in printed
+        first = (command.kind(name).__doc__ or "").splitlines()[0]
+        assert ended.value.code == 0 and first in printed and command.help == first.rstrip(".")
+
+
+@pytest.mark.parametrize("given", ["", "--help", "--version", "inspect --help", "inspect nothing"])
+def test_help_and_inspect_import_neither_torch_nor_triton(given: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "interlace", *given.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    imported = set(re.findall(r"\|\s+(\w+)(?:\.[\w.]+)?$", done.stderr, re.MULTILINE))
+    assert "interlace" in imported and not imported & {"torch", "triton"}
+    assert done.returncode == (2 if given == "inspect nothing" else 0), done.stderr[-300:]
 
 
 def test_brackets_of_an_error_are_printed(

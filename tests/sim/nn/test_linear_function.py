@@ -5,7 +5,7 @@ import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ import interlace
 from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
 from interlace.groups.groups import resolve
 from interlace.nn import DeferredWeightGradients, column_parallel_linear, row_parallel_linear
-from interlace.nn.functions import weight_gradients
+from interlace.nn.functions import linear_gradients, weight_gradients
 from interlace.runtime.core.work import Work
 from support import noise
 
@@ -393,3 +393,38 @@ def test_what_one_rank_does_wrong_all_ranks_are_told(
     for each in told:
         assert each is not None and each[0] is kind
         assert re.search(text, each[1])
+
+
+@pytest.mark.parametrize("layer", ["column", "row"])
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_what_fails_within_a_layer_on_one_rank_fails_on_all(layer: str, step: str) -> None:
+    def on_rank() -> str:
+        x = torch.ones(4, 2, requires_grad=True)
+        weight = torch.ones(2, 2, requires_grad=True)
+
+        def multiplied() -> torch.Tensor:
+            if layer == "row":
+                return row_parallel_linear(x, weight, group=None)
+            return column_parallel_linear(x, [weight], group=None)[0]
+
+        found = multiplied()
+        own, grad = x.detach().to(torch.float32), torch.ones_like(found)
+        failing = interlace.get_rank() == 1
+        full = mock.Mock(side_effect=RuntimeError("memory is full"))
+        at = {
+            "forward": (linear_gradients, "_compute_dtype"),
+            "backward": (weight_gradients, "gradient"),
+        }
+        with mock.patch.object(*at[step], full) if failing else nullcontext():
+            try:
+                if step == "forward":
+                    multiplied()
+                else:
+                    found.backward(grad)
+                interlace.all_reduce(own)
+            except (RuntimeError, ValueError) as error:
+                return str(error)
+        return "nothing"
+
+    for said in interlace.run(on_rank, 2):
+        assert "memory is full" in said and "on rank 1" in said

@@ -400,3 +400,16 @@ def uneven() -> str:
 def test_sequences_that_do_not_divide() -> None:
     for text in interlace.run(uneven, 2):
         assert "3" in text and "2" in text and text != "nothing"
+
+
+@pytest.mark.parametrize(
+    "text", [text for text in LAYERS if "initialised" in text and "Embed" not in text]
+)
+def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> None:
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        LAYERS[text]()(torch.ones(4, 2, dtype=torch.bfloat16))
+
+    layer = text.partition(" ")[0]
+    said = f"input is torch.bfloat16, weight of {layer} is torch.float32 (on rank"
+    assert said in str(failure(on_rank, 4))

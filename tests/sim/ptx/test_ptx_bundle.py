@@ -327,6 +327,11 @@ def distributed_decode(rank: int) -> Case:
     arguments = {
         **{"keys_ptr": key, "value_ptr": value, "keys_stride": heads * size},
         **{"keys_stride_b": tokens * heads * size, "keys_stride_h": size, "queries_ptr": query},
+        **{
+            "value_stride": heads * size,
+            "value_stride_b": tokens * heads * size,
+            "value_stride_h": size,
+        },
         **{"queries_stride": size, "queries_stride_b": 4 * size, "queries_stride_h": 2 * size},
         **{"lengths_ptr": lengths.repeat(2), "partials_ptr": torch.empty(32, heads, 2, size)},
         **{"partials_lse_ptr": torch.empty(32, heads, 2), "batches": 1, "heads": heads},

@@ -89,6 +89,9 @@ class BuildOptions(CommandOptions):
     head_dim: int | None = option(
         None, type=positive_int, metavar="N", help="of attention; default 128"
     )
+    value_dim: int | None = option(
+        None, type=positive_int, metavar="N", help="of its values; default that of keys"
+    )
     topk: int | None = option(None, type=positive_int, metavar="N", help="of a token; default 8")
     experts: int | None = option(
         None, type=positive_int, metavar="N", help="of a rank, at the most; default 2"

@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeVar
 
-from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.tuning.chips import BUILDABLE
 
 MOST = 1 << 24
@@ -25,7 +24,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class CommandOptions:
-    """Arguments of a command. The docstring of the class is its description, the first line its help."""
+    """Arguments of a command. The docstring of the class is its description."""
 
     epilog: ClassVar[str] = ""
 
@@ -44,12 +43,12 @@ class CommandParser(argparse.ArgumentParser):
         return given, unknown
 
 
-def add_command(commands: Any, name: str, kind: type[CommandOptions]) -> None:
+def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
     """The command ``name``, an argument for every field of ``kind``: ``world_size`` is ``--world-size``."""
     text = inspect.getdoc(kind) or ""
     parser = commands.add_parser(
         name,
-        help=text.partition("\n")[0].rstrip("."),
+        help=line,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=text,
         epilog=kind.epilog,
@@ -82,6 +81,8 @@ def positive_int(text: str) -> int:
 
 def world_size(text: str) -> int:
     """For ``type=``: a number of ranks."""
+    from interlace.kernels.signal import MAX_WORLD_SIZE  # brings Triton along
+
     size = positive_int(text)
     if size > MAX_WORLD_SIZE:
         raise argparse.ArgumentTypeError(f"must be within 1..{MAX_WORLD_SIZE}, got {size}")

@@ -81,7 +81,8 @@ def context_parallel_attention(
     ----------
     q : this rank's queries, ``[batch, tokens, heads, size]`` ("bshd") or ``[tokens, batch, heads, size]``
         ("sbhd"). Any strides. Ranks may have different numbers of tokens, also none.
-    k, v : keys and values of the same tokens; their heads divide those of ``q`` (grouped queries).
+    k, v : keys and values of the same tokens; their heads divide those of ``q`` (grouped queries). Heads
+        of ``k`` have the size of those of ``q``, heads of ``v`` any size, the same on all ranks.
     method : how keys meet queries. "all_gather": keys of all ranks come to each. "ring": from rank to rank,
         with room for two ranks' keys. "ulysses": an all-to-all gives each rank all tokens of some heads.
         "auto" takes that which moves least.
@@ -94,13 +95,15 @@ def context_parallel_attention(
     balance : which tokens a rank has. "contiguous": the first rank's, the second's ... "zigzag": of 2 W
         chunks rank r has r and 2 W - 1 - r, which gives all ranks the same work under a causal mask; a
         rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
-    algorithm : "fused" (Triton kernels, heads of at most 256), "pipelined" (torch, on the keys of a rank as
-        soon as they are there), "unfused" (torch, after a plain all-gather, whatever the method), "auto".
+    algorithm : "fused" (Triton kernels, heads of at most 256, those of ``v`` too), "pipelined" (torch, on
+        the keys of a rank as soon as they are there), "unfused" (torch, after a plain all-gather, whatever
+        the method), "auto".
     return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads, tokens]``.
 
     Returns
     -------
-    The output of this rank's tokens, of the shape of ``q``, or ``(output, lse)``.
+    The output of this rank's tokens, of the shape of ``q`` with the head size of ``v``, or
+    ``(output, lse)``.
 
     What is computed over the keys of each rank is kept apart in fp32 and merged in the order of the ranks:
     a result has the same bits in every run and schedule, and with every method of "fused". Differentiable;
@@ -178,8 +181,8 @@ def attention_of_heads(
     other parameters : as for :func:`context_parallel_attention`; ``balance`` says which tokens of the
         sequence a rank's are.
 
-    Returns the output, of the shape of ``q``. Differentiable. Raises ValueError or TypeError naming the
-    argument, both values and the rank, on all ranks.
+    Returns the output, of the shape of ``q`` with the head size of ``v``. Differentiable. Raises ValueError
+    or TypeError naming the argument, both values and the rank, on all ranks.
 
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, put in its order.
 

@@ -5,7 +5,8 @@ the rows of one rank's shard together.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,23 @@ class Layer:
         if communicator.world_size == 1:
             return Layer(None, 0, False, **options)
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
+
+
+def _on_all_ranks(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A step of an autograd function which, where it fails on one rank, fails on all as ``op``."""
+
+    def around(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(ctx: Any, *given: Any) -> Any:
+            layer = given[0] if isinstance(given[0], Layer) else ctx.layer
+            if layer.communicator is None:
+                return step(ctx, *given)
+            with layer.communicator.accepting(op):
+                return step(ctx, *given)
+
+        return run
+
+    return around
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
@@ -97,6 +115,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     """Arguments: the layer, the number of weights, the input, the weights, the biases."""
 
     @staticmethod
+    @_on_all_ranks("column_parallel_linear")
     def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
         dtype = _compute_dtype(input)
         own = input.to(dtype)
@@ -126,6 +145,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_on_all_ranks("column_parallel_linear, backward")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         layer: Layer = ctx.layer
         kept, *weights = ctx.saved_tensors
@@ -180,6 +200,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
     """Arguments: the layer, the input, the weight, the bias."""
 
     @staticmethod
+    @_on_all_ranks("row_parallel_linear")
     def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
         dtype = _compute_dtype(input)
         own, matrix = input.to(dtype), weight.to(dtype)
@@ -203,6 +224,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_on_all_ranks("row_parallel_linear, backward")
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer: Layer = ctx.layer
         kept, weight = ctx.saved_tensors

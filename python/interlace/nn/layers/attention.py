@@ -32,8 +32,9 @@ class ContextParallelAttention(OnGroup):
     Takes the place of Megatron-core's ``DotProductAttention`` (with ``context_parallel_size`` above 1), or
     of TransformerEngine's, between the projections. The options are those of the function.
 
-    Forward: ``q``, ``k`` and ``v``, ``[batch, tokens, heads, size]`` or as ``layout`` says, and
-    ``cu_seqlens``, ``[n + 1]``. Raises what the function does, of its options when it is made.
+    Forward: ``q``, ``k`` and ``v``, ``[batch, tokens, heads, size]`` or as ``layout`` says, ``v`` with any
+    size of heads, and ``cu_seqlens``, ``[n + 1]``. Raises what the function does, of its options when it
+    is made.
 
     >>> def attended():
     ...     layer, x = nn.ContextParallelAttention(causal=True), torch.zeros(1, 2, 1, 4)

@@ -1,0 +1,76 @@
+"""Errors that nobody has caught: their printed traceback, and the word to torchrun of who failed first.
+
+Of an error that interlace raises on purpose, the frames within interlace are not printed. A rank that ends
+because another one has failed lets torchrun find that one first: torchrun calls the root cause what it saw
+first, and counts in seconds.
+"""
+
+import atexit
+import json
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from interlace.runtime.compat.environment import debugging
+from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
+
+LATER = 3  # seconds; torchrun ends all processes as soon as it has seen one fail
+_AROUND = ("concurrent.futures", "contextlib", "functools", "threading")  # of what is hidden
+
+
+def install() -> None:
+    """Let uncaught errors go through here, to whoever printed them before."""
+    before = sys.excepthook
+
+    def uncaught(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        hidden = 0
+        if not debugging():
+            hidden = _hide(error)
+        before(kind, error, error.__traceback__ if hidden else trace)
+        if hidden:
+            note = f"{hidden} frames of interlace are not shown; INTERLACE_DEBUG=debug shows them"
+            print(note, file=sys.stderr)
+        if isinstance(error, (AbortedError, PeerDiedError)):
+            _follow(str(error))
+
+    sys.excepthook = uncaught
+
+
+def _hide(error: BaseException | None) -> int:
+    """Take frames of interlace out of the traceback of ``error``, and of its causes; how many."""
+    count, seen = 0, set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, InterlaceError) or "told" in vars(error):
+            kept, hidden, last = [], 0, False
+            trace = error.__traceback__
+            while trace is not None:
+                name = str(trace.tb_frame.f_globals.get("__name__", ""))
+                last = name.startswith("interlace.") or (last and name.startswith(_AROUND))
+                hidden += last
+                kept += [] if last else [trace]
+                trace = trace.tb_next
+            if kept and hidden:
+                count += hidden
+                for each in reversed(kept):
+                    trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+                error.__traceback__ = trace
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return count
+
+
+def _follow(text: str) -> None:
+    """Another rank is to blame: say so in torchrun's file, and let that rank end before this one."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    stamp = str(int(time.time()) + LATER)
+    said: dict[str, Any] = {"message": text, "extraInfo": {"timestamp": stamp}}
+    if not os.path.exists(path):
+        with open(path, "w") as file:
+            json.dump({"message": said}, file)
+    atexit.register(time.sleep, LATER)  # what is to be printed comes before
