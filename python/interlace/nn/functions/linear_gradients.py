@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,6 +22,7 @@ from interlace.runtime.algorithms.operands import multiply, rows_of, unrows
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Layer:
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
 
 
-def _on_all_ranks(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _on_all_ranks(op: str) -> Callable[[Step], Step]:
     """A step of an autograd function which, where it fails on one rank, fails on all as ``op``."""
 
-    def around(step: Callable[..., Any]) -> Callable[..., Any]:
+    def around(step: Step) -> Step:
         @functools.wraps(step)
         def run(ctx: Any, *given: Any) -> Any:
             layer = given[0] if isinstance(given[0], Layer) else ctx.layer
@@ -56,7 +57,7 @@ def _on_all_ranks(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             with layer.communicator.accepting(op):
                 return step(ctx, *given)
 
-        return run
+        return cast(Step, run)
 
     return around
 
