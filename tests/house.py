@@ -93,10 +93,11 @@ FOLDERS = {
         "interlace/arguments runtime/compat runtime/compiler runtime/core runtime/places/hosts "
         "runtime/places/shm/machine_code runtime/tuning"
     ),
+    "interlace/cli": "interlace/cli/output runtime/compat runtime/core",
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",
     "interlace/collectives": (
         "interlace/arguments interlace/groups runtime/algorithms runtime/compat runtime/core "
-        "runtime/engines"
+        "runtime/engines runtime/numerics"
     ),
     "interlace/fused": (
         "interlace/arguments interlace/collectives runtime/algorithms runtime/algorithms/experts "
@@ -179,10 +180,10 @@ FOLDERS = {
     ),
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (
-        "interlace interlace/arguments interlace/collectives interlace/compile interlace/experts "
-        "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
-        "interlace/symmetric_memory interlace/tensor interlace/verify python runtime/compat runtime/core "
-        "runtime/tuning"
+        "interlace interlace/arguments interlace/cli interlace/collectives interlace/compile "
+        "interlace/experts interlace/functional interlace/groups interlace/integrations interlace/nn "
+        "interlace/ops interlace/symmetric_memory interlace/tensor interlace/verify python runtime/compat "
+        "runtime/core runtime/start runtime/tuning"
     ),
     "interlace/benchmark/timing": "face interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",
@@ -224,10 +225,6 @@ FOLDERS = {
         "face interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "
         "interlace/benchmark/timing interlace/cli/bench interlace/cli/output "
         "interlace/fused runtime/tuning"
-    ),
-    "interlace/cli": (
-        "face interlace/cli/bench interlace/cli/commands interlace/cli/demo "
-        "interlace/cli/output interlace/cli/tune runtime/core"
     ),
     "program": "interlace/cli",
 }

@@ -13,13 +13,15 @@ import signal as _signal
 import sys as _sys
 import typing as _typing
 
-if (
-    _sys.argv[:1] == ["-m"]
-    and _sys.orig_argv[-len(_sys.argv) :][:1] == ["interlace"]
-    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-):
-    # Ctrl-C while the command imports ends it without a traceback; main() takes this back.
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+if _sys.argv[:1] == ["-m"] and (_called := _sys.orig_argv[-len(_sys.argv) :])[:1] == [
+    "interlace"
+]:  # python -m interlace
+    if _called[1:2] == ["inspect"] or {*_called[1:2]} <= {"-h", "--help", "--version"}:
+        # they need nothing of what follows, which takes seconds
+        _sys.exit(_importlib.import_module("interlace.cli.main").run(_called[1:]))
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        # Ctrl-C while the command imports ends it without a traceback; main() takes this back.
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 from interlace.runtime.compat.environment import check_environment as _check_environment
 
@@ -117,8 +119,10 @@ try:
     from interlace.runtime.core.hooks import HookedOp
     from interlace.runtime.core.place import timeout
     from interlace.runtime.core.work import Work
+    from interlace.runtime.start import uncaught as _uncaught
     from interlace.runtime.tuning.configuration import override as configured
     from interlace.symmetric_memory import registration as _torch_kernels
+    from interlace.symmetric_memory.registration import take_over_symm_mem
     from interlace.tracing import trace
 finally:
     if _collected:
@@ -127,6 +131,7 @@ finally:
 __version__ = _INTERLACE_VERSION
 
 _write_log()
+_uncaught.install()
 _warn_of_untried()
 _interlace_backend.register()
 _torch_kernels.register()
@@ -246,6 +251,7 @@ __all__ = [
     "shutdown",
     "split_group",
     "symmetric_memory",
+    "take_over_symm_mem",
     "timeout",
     "trace",
 ]

@@ -18,6 +18,7 @@ VARIABLES = {
     "INTERLACE_CALIBRATION": "the file of this machine's figures, or `off`, see [tensors](tensor.md)",
     "INTERLACE_RECORD": "the folder of what failed ranks did last, or `off`, see [records](record.md)",
     "INTERLACE_MACHINE_CODE": "`0`: collectives on a CPU are done by Python and torch alone",
+    "INTERLACE_SYMM_MEM": "`1`: torch's fused ops run on interlace, see [torch.compile](compile.md)",
     "INTERLACE_TRACEBACK": "not empty: errors of `python -m interlace` come with a traceback",
     "INTERLACE_WITHOUT_NVSHMEM": "`1`: tests that need NVSHMEM's device library are skipped",
     "INTERLACE_UNTRIED": "set by interlace: the warning of untried releases was given",
@@ -68,6 +69,11 @@ def _nearest(name: str, likeness: float) -> str:
     words = [each.removeprefix("INTERLACE_") for each in for_users]
     found = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, 1, likeness)
     return f"INTERLACE_{found[0]}" if found else ""
+
+
+def debugging() -> bool:
+    """Whether somebody looks for a fault of interlace, and wants to see all of it."""
+    return os.environ.get("INTERLACE_DEBUG", "").lower() == "debug"
 
 
 def write_log() -> None:

@@ -10,13 +10,15 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from interlace.compile.fusion import check_policy, fuse
+from interlace.compile.fusion import Pattern, check_policy, fuse
+from interlace.compile.graph_nodes import AnyGraph, graph_of
 from interlace.compile.norms import keep_sums, know_eps
 from interlace.compile.prediction import Machine
 from interlace.compile.report import Report
 
 log = logging.getLogger("interlace.compile")
 CODEGENS = ("inductor", "aot_eager")
+OWN_OPTIONS = ("policy", "machine", "on_report", "patterns")
 
 
 class FusionPass(CustomGraphPass):
@@ -24,7 +26,8 @@ class FusionPass(CustomGraphPass):
 
     ``policy``: "auto" fuses what is predicted to be faster so, "always" whatever can be, "never" nothing.
     ``machine`` replaces the prediction's numbers. ``on_report`` is called with the Report of every graph;
-    every graph also gets one line in the log of "interlace.compile".
+    every graph also gets one line in the log of "interlace.compile". ``patterns``: rewrites of your own, of
+    class :class:`Pattern`.
 
     Raises ValueError for another policy. It is a pass of ``torch.fx`` graphs:
 
@@ -41,21 +44,33 @@ class FusionPass(CustomGraphPass):
         policy: str = "auto",
         machine: Machine | None = None,
         on_report: Callable[[Report], None] | None = None,
+        patterns: Sequence[Pattern] = (),
     ) -> None:
         check_policy(policy)
         self.policy, self.machine, self.on_report = policy, machine, on_report
+        self.patterns = tuple(patterns)
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, program: AnyGraph) -> None:
+        graph = graph_of(program)
         before = "" if self.on_report is None else code_of(graph)
-        report = fuse(graph, policy=self.policy, machine=self.machine, name=graph_kind(graph))
+        report = fuse(
+            program,
+            policy=self.policy,
+            machine=self.machine,
+            name=graph_kind(graph),
+            patterns=self.patterns,
+        )
         log.info("interlace: %s", report.summary())
         if self.on_report is not None:
             report.before, report.after = before, code_of(graph)
             self.on_report(report)
 
     def uuid(self) -> Any:
-        """A key of what the pass does to a graph, for Inductor's cache; None if someone wants reports."""
-        if self.on_report is not None:
+        """A key of what the pass does to a graph, for Inductor's cache; None for what is not cached.
+
+        That is where someone wants reports, or has patterns, of whose code nothing is known.
+        """
+        if self.on_report is not None or self.patterns:
             return None
         return _sources(), self.policy, repr(self.machine)
 
@@ -106,11 +121,11 @@ def backend(
     """The function that ``torch.compile(backend="interlace")`` calls. ``options``:
 
     ``codegen``: "inductor" (default), or "aot_eager", which runs the ops one by one. ``policy``,
-    ``machine``, ``on_report``: of :class:`FusionPass`. All others are Inductor's.
+    ``machine``, ``on_report``, ``patterns``: of :class:`FusionPass`. All others are Inductor's.
     """
     settings = dict(options or {})
     codegen = settings.pop("codegen", "inductor")
-    own = {key: settings.pop(key) for key in ("policy", "machine", "on_report") if key in settings}
+    own = {key: settings.pop(key) for key in OWN_OPTIONS if key in settings}
     if codegen not in CODEGENS:
         raise ValueError(f"codegen must be one of {', '.join(CODEGENS)}, got {codegen!r}")
     fusion = FusionPass(**own)

@@ -34,8 +34,12 @@ from interlace.groups import specs
 
 @dataclass(frozen=True)
 class Collective:
-    """``kind``: "all_gather", "reduce_scatter" or "all_reduce". ``input`` is what the user's code gave,
-    ``result`` what it gets, both in the form in which ``dim`` is the one that is gathered or scattered."""
+    """A collective of a graph, as a :class:`Pattern` gets it.
+
+    ``kind``: "all_gather", "reduce_scatter" or "all_reduce". ``start`` is the node that starts it.
+    ``input`` is what the user's code gave, ``result`` what it gets, both in the form in which ``dim`` is
+    the dimension that is gathered or scattered. ``size`` and ``name`` are the group's.
+    """
 
     kind: str
     start: fx.Node

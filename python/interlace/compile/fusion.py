@@ -11,7 +11,9 @@ silently: every collective is a :class:`Candidate` in the :class:`Report`.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,8 +21,16 @@ from torch import fx
 from interlace.compile import graph_nodes as nodes
 from interlace.compile import norms
 from interlace.compile.collectives import Collective, at, find, others
+from interlace.compile.composites import decompose
 from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
-from interlace.compile.prediction import Machine, machine_for, predict
+from interlace.compile.prediction import (
+    Machine,
+    Prediction,
+    Times,
+    machine_for,
+    predict,
+    why_not,
+)
 from interlace.compile.report import Candidate, Report
 from interlace.compile.rewrite import fuse_gather, fuse_reduction, fuse_rows
 from interlace.runtime.tuning.auto import FUSED_DTYPES
@@ -33,21 +43,72 @@ OPS = {
 }
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """A rewrite of your own for the fusion pass, which then decides about it and reports it as its own.
+
+    The pass finds the collectives, in each form in which they come, and asks ``find`` about each, before
+    it tries what interlace has. The first pattern that finds something decides.
+
+    Attributes
+    ----------
+    name : what it becomes, in reports.
+    find : of a :class:`Collective`, what you need to rewrite it, or None if it is not yours.
+    rewrite : of the collective and what ``find`` returned: changes the graph in place. Let others read new
+        nodes instead of ``collective.result``; nodes that nobody reads are removed afterwards, and put in
+        order. :func:`call` makes a node that knows its shape, which Inductor needs.
+    predict : of the collective, what ``find`` returned and a :class:`Machine`: a :class:`Prediction`, which
+        policy "auto" goes by. Without one, "auto" rewrites what ``find`` finds.
+
+    >>> aten = torch.ops.aten
+    >>> def find(collective):
+    ...     readers = list(collective.result.users)
+    ...     alone = collective.kind == "all_gather" and len(readers) == 1
+    ...     return readers[0] if alone and readers[0].target is aten.relu.default else None
+    >>> def rewrite(collective, relu):
+    ...     with relu.graph.inserting_before(collective.start):
+    ...         shard = interlace.compile.call(aten.relu.default, (collective.input,), relu)
+    ...     collective.start.replace_input_with(collective.input, shard)
+    ...     relu.replace_all_uses_with(collective.result)
+    >>> before = Pattern("relu, all_gather", find, rewrite)
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def layer(x):
+    ...     return torch.relu(functional.all_gather(x, group=interlace.GroupSpec("tp", 4)))
+    >>> graph = make_fx(layer, tracing_mode="fake")(torch.ones(4, 8)).graph
+    >>> fuse(graph, patterns=[before]).summary()
+    'inference graph: fused 1 of 1 collectives (relu, all_gather 1)'
+    >>> [str(node.target).split(".")[-2] for node in graph.nodes if node.op == "call_function"]
+    ['relu', 'all_gather', 'wait_tensor']
+    """
+
+    name: str
+    find: Callable[[Collective], Any]
+    rewrite: Callable[[Collective, Any], None]
+    predict: Callable[[Collective, Any, Machine], Prediction] | None = None
+
+
 def check_policy(policy: str) -> None:
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 def fuse(
-    graph: fx.Graph,
+    graph: nodes.AnyGraph,
     *,
     policy: str = "auto",
     machine: Machine | None = None,
     name: str = "inference",
+    patterns: Sequence[Pattern] = (),
 ) -> Report:
     """Fuse what can be and, with policy "auto", is predicted to be faster so. In place; says what it did.
 
-    Raises ValueError for another policy.
+    ``graph``: a torch.fx.Graph, a GraphModule, which is compiled again, or what ``torch.export.export``
+    returned, decomposed or not. In a graph with collectives composite ops (``linear``, ``matmul``) become
+    the ops that torch computes them by. What the graph returns keeps its names, so a program can be saved.
+    ``patterns``: each :class:`Pattern` of your own, which come before interlace's.
+
+    Raises ValueError for another policy, TypeError for another ``graph``.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
@@ -57,15 +118,38 @@ def fuse(
     'inference graph: fused 1 of 1 collectives (all_gather_matmul 1)'
     """
     check_policy(policy)
+    module = getattr(graph, "graph_module", graph)
+    report = _fuse(nodes.graph_of(graph), policy, machine, name, patterns)
+    if isinstance(module, fx.GraphModule):
+        module.recompile()
+    return report
+
+
+def _fuse(
+    graph: fx.Graph,
+    policy: str,
+    machine: Machine | None,
+    name: str,
+    patterns: Sequence[Pattern],
+) -> Report:
     report = Report(name)
     replaced: set[fx.Node] = set()
+    names = nodes.output_names(graph)
     if policy != "never":
+        if find(graph):
+            decompose(graph)
         nodes.without_copies(graph)
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for found in collectives:
         # what it reads may have been replaced since: a gather's input is what was normed before
         collective = at(found.start) or found
+        candidate = _by_pattern(patterns, collective, policy, machine)
+        if candidate is not None:
+            report.candidates.append(candidate)
+            if candidate.fused:
+                replaced |= {collective.start, *collective.start.users}
+            continue
         candidate, products, norm = _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused:
@@ -81,7 +165,38 @@ def fuse(
         nodes.in_order(graph)
         # torch takes waits for impure; those of what was replaced are not
         graph.eliminate_dead_code(lambda node: node not in replaced and node.is_impure())
+    nodes.restore_output_names(graph, names)
     return report
+
+
+def _by_pattern(
+    patterns: Sequence[Pattern], collective: Collective, policy: str, machine: Machine | None
+) -> Candidate | None:
+    """What becomes of ``collective`` by the first pattern that finds something; None without one."""
+    for pattern in patterns:
+        found = pattern.find(collective)
+        if found is None:
+            continue
+        times: Times = (None, None)
+        if pattern.predict is not None:
+            device = nodes.value(collective.input).device
+            times = pattern.predict(collective, found, machine or machine_for(device))
+        reason = why_not(policy, times)
+        where = nodes.source_line(collective.start)
+        if not reason:
+            pattern.rewrite(collective, found)
+        return Candidate(
+            collective=collective.kind,
+            where=where,
+            op=pattern.name,
+            shape="x".join(map(str, nodes.shape(collective.input))),
+            matmuls=0,
+            fused=not reason,
+            reason=reason,
+            unfused_seconds=times[0],
+            fused_seconds=times[1],
+        )
+    return None
 
 
 def _other(node: fx.Node) -> Candidate:
@@ -100,7 +215,7 @@ def _consider(
 ) -> tuple[Candidate, list[GraphProduct], norms.GraphNorm | None]:
     """Whether it is fused and why; its matmuls, and the norm of what it reduces."""
     norm, notes = _norm_of(collective)
-    times: tuple[float, float] | tuple[None, None] = (None, None)
+    times: Times = (None, None)
     products: list[GraphProduct] = []
     reason = ""
     try:
@@ -110,10 +225,8 @@ def _consider(
             products = _reduced_products(collective, norm)
         _check(collective, products)
         times = _times(collective, products, machine)
-        if policy == "never":
-            raise Unfit('policy is "never"')
-        if policy == "auto" and times[0] is not None and times[1] >= times[0]:
-            raise Unfit("predicted to be slower fused")
+        if left := why_not(policy, times):
+            raise Unfit(left)
     except Unfit as error:
         reason = str(error)
     if products and (products[0].scales is not None or products[0].batch):
@@ -168,11 +281,12 @@ def _gather_products(
     products, others = readers(collective.result)
     later = {product.node for product in products}
     kept: list[GraphProduct] = []
-    notes = [f"left out {node.name}: {why}" for node, why in others]
+    notes = [f"left out {_placed(node)}: {why}" for node, why in others]
     for product in products:
         needed = [each for each in (product.right, product.bias) if each is not None]
         if nodes.ancestors(needed) & (later | {collective.result}):
-            notes.append(f"left out {product.node.name}: its weight comes from the gathered tensor")
+            place = _placed(product.node)
+            notes.append(f"left out {place}: its weight comes from the gathered tensor")
         else:
             kept.append(product)
     if not kept:
@@ -181,9 +295,13 @@ def _gather_products(
     for product in kept[:]:
         if product.kind != kept[0].kind:
             kept.remove(product)
-            first = kept[0].node.name
-            notes.append(f"left out {product.node.name}: of another kind than {first}")
+            place, first = _placed(product.node), kept[0].node.name
+            notes.append(f"left out {place}: of another kind than {first}")
     return [_with_own_scale(product, collective, gathers) for product in kept], tuple(notes)
+
+
+def _placed(node: fx.Node) -> str:
+    return f"{node.name} at {nodes.source_line(node)}"
 
 
 def _with_own_scale(
@@ -261,9 +379,7 @@ def _check_batch(collective: Collective, product: GraphProduct) -> None:
         raise Unfit("a batch of weights, beside a reshape")
 
 
-def _times(
-    collective: Collective, products: list[GraphProduct], machine: Machine | None
-) -> tuple[float, float] | tuple[None, None]:
+def _times(collective: Collective, products: list[GraphProduct], machine: Machine | None) -> Times:
     """Predicted, for the shapes that were traced; None if these are not known, or there is no matmul."""
     if not products:
         return None, None
@@ -276,16 +392,15 @@ def _times(
     rows = math.prod(lengths[:-1])
     if gathers and collective.dim != len(lengths) - 1:
         rows *= collective.size
-    itemsize, size = nodes.value(whole).element_size(), collective.size
-    total = math.prod(lengths) * itemsize * (size if gathers else 1)
-    passes = 2 if collective.kind == "all_reduce" else 1
-    several = len(products) > 1 and not gathers
-    biased = any(product.bias is not None for product in products)
     return predict(
-        machine or machine_for(nodes.value(whole).device),
-        flops=2 * rows * sum(product.inner * product.columns for product in products),
-        nbytes=passes * total * (size - 1) // size,
-        extra_nbytes=rows * sum(product.inner for product in products) * itemsize if several else 0,
-        extra_collectives=int(biased and not gathers),
-        calls=max(1, products[0].batch),
+        collective.kind,
+        rows,
+        sum(product.columns for product in products) if gathers else products[0].columns,
+        products[0].inner if gathers else sum(product.inner for product in products),
+        collective.size,
+        dtype=nodes.value(whole).dtype,
+        machine=machine or machine_for(nodes.value(whole).device),
+        bias=any(product.bias is not None for product in products),
+        terms=len(products),
+        batch=max(1, products[0].batch),
     )

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import traceback
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,8 +23,24 @@ _LIBRARIES = tuple(  # the folders of torch and of interlace
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (str(torch.__file__), os.path.dirname(__file__))
 )
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 CONVERTS: Any = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+AnyGraph = fx.Graph | fx.GraphModule | torch.export.ExportedProgram
+
+
+def graph_of(program: AnyGraph) -> fx.Graph:
+    """The graph of a module or of an exported program; TypeError for another thing."""
+    if isinstance(program, fx.Graph):
+        return program
+    if isinstance(program, fx.GraphModule | torch.export.ExportedProgram):
+        return program.graph
+    raise TypeError(
+        "graph must be a torch.fx.Graph, a torch.fx.GraphModule or a torch.export.ExportedProgram, got "
+        f"{type(program).__name__}"
+    )
 
 
 def is_call(node: Any, *targets: Any) -> bool:
@@ -68,17 +86,50 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> fx.Node:
-    """A new node where the graph inserts, with its value, and the origin of ``like``."""
+    """A new node where the graph inserts: a call of an op, with its value, and the origin of ``like``.
+
+    ``args`` may have nodes, whose ``meta["val"]`` the op gets; ``options`` are its keyword arguments.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> graph = make_fx(torch.relu, tracing_mode="fake")(torch.ones(4, 8)).graph
+    >>> relu = next(node for node in graph.nodes if node.op == "call_function")
+    >>> with graph.inserting_after(relu):
+    ...     total = call(torch.ops.aten.sum.dim_IntList, (relu, [0]), relu)
+    >>> total.meta["val"].shape
+    torch.Size([8])
+    """
     name = target._schema.name.split("::")[1] if hasattr(target, "_schema") else None
     node = like.graph.create_node("call_function", target, args, options, name=name)
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"):
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
+    node.meta.update(origin_of(like))
     values = torch.utils._pytree.tree_map_only(fx.Node, lambda each: each.meta["val"], args)
     mode = detect_fake_mode([each for each in torch.utils._pytree.tree_leaves(values)])
     with contextlib.nullcontext() if mode is None else mode:
         node.meta["val"] = target(*values, **options)
     return node
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """The part of the ``meta`` of ``node`` that says where it comes from, for nodes in its place."""
+    keys = "stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
+def output_names(graph: fx.Graph) -> list[str]:
+    """The names of what the graph returns, one after the other; "" for what is no node."""
+    leaves = torch.utils._pytree.tree_leaves(graph.output_node().args)
+    return [each.name if isinstance(each, fx.Node) else "" for each in leaves]
+
+
+def restore_output_names(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Give what the graph returns the ``names`` that :func:`output_names` had before a rewrite.
+
+    An exported program finds its results by these names. A name that another node still has stays there.
+    """
+    taken = {node.name for node in graph.nodes}
+    leaves = torch.utils._pytree.tree_leaves(graph.output_node().args)
+    for node, name in zip(leaves, names, strict=True):
+        if name and name not in taken:
+            node.name = name
 
 
 def chain_of_reshapes(node: fx.Node) -> Iterable[fx.Node]:
@@ -158,15 +209,49 @@ def in_order(graph: fx.Graph) -> None:
 
 
 def source_line(node: fx.Node) -> str:
-    """Where the user's code made ``node``: "file.py:12"; in torch or here if that is all that is known."""
+    """Where the user's code made ``node``, and in which module: "model.py:12 (layers.0.w1)".
+
+    Frames of libraries are left out. Where there are no others, as in an nn.Sequential with hooks, it is
+    the line that has the graph compiled now. Of a node without frames and module it is the node's name.
+    """
     frames = []
     for line in str(node.meta.get("stack_trace") or "").splitlines():
         text = line.strip()
         if text.startswith("File "):
             path, _, rest = text.removeprefix("File ").partition(", line ")
             frames.append((path.strip('"'), rest.split(",")[0]))
-    if not frames:
-        return node.name
-    users = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
-    path, number = (users or frames)[-1]
-    return f"{os.path.basename(path)}:{number}"
+    module = _module_name(node)
+    known = [frame for frame in frames if not _of_library(frame[0])]
+    if not known and (frames or module):
+        known = _users_frames() or frames
+    place = node.name
+    if known:
+        path, number = known[-1]
+        place = f"{os.path.basename(path)}:{number}"
+    return f"{place} ({module})" if module else place
+
+
+def _users_frames() -> list[tuple[str, str]]:
+    """The frames of this thread that are not of libraries, the innermost last."""
+    frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()]
+    return [frame for frame in frames if not _of_library(frame[0])]
+
+
+def _of_library(path: str) -> bool:
+    """Whether a file is of torch, of interlace, of Python, or of no file, as code that torch writes."""
+    if path.startswith(_LIBRARIES) or path.startswith(("<frozen", "<eval_with_key>")):
+        return True
+    return path.startswith(_PYTHON) and "-packages" + os.sep not in path
+
+
+def _module_name(node: fx.Node) -> str:
+    """The module that ``node`` is of, by its name in the model; "" for the model itself and outside of one.
+
+    Dynamo writes ``L['self'].layers.0``, from the variable of the model on, torch.export ``layers.0``.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    if not paths:
+        return ""
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", paths[-1])
+    return re.sub(r"^[LG]\['[^']*'\](\.|$)", "", path)

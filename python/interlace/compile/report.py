@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 class Candidate:
     """One collective of a graph and its matmuls.
 
+    ``where`` is the line of the user's code and the module, as "model.py:12 (layers.0.w1)".
     ``op`` is what it became, or would have; ``matmuls`` how many of them; ``reason`` why it was left as it
     is, empty if it was fused. Times are predictions, in seconds, None where there was nothing to predict.
     ``notes`` are matmuls that were left out of a fused one, with why.

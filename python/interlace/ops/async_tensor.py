@@ -1,6 +1,7 @@
 """AsyncTensor: what a functional op returns, a tensor that waits by itself when it is first used."""
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -326,10 +327,18 @@ def wrapped(inner: torch.Tensor) -> torch.Tensor:
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, of any shape, as a plain one, complete; itself if it is one already.
 
-    Raises what its op failed with: :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on.
-    Semantics: ``torch.distributed._functional_collectives.wait_tensor``.
+    What torch's functional collectives return is waited for, too. Raises what its op failed with:
+    :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on. Semantics:
+    ``torch.distributed._functional_collectives.wait_tensor``.
 
     >>> interlace.run(lambda: functional.wait(functional.all_reduce(torch.ones(1))), 2)
     [tensor([2.]), tensor([2.])]
     """
-    return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
+    started: Any = tensor
+    return started.wait() if isinstance(tensor, (AsyncTensor, *_of_torch())) else tensor
+
+
+def _of_torch() -> tuple[type, ...]:
+    """torch's class for the same; none before it was imported, which interlace does not do for it."""
+    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    return () if module is None else (module.AsyncCollectiveTensor,)

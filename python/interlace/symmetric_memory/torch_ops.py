@@ -1,8 +1,9 @@
-"""``torch.ops.symm_mem.*`` on CPU tensors, with torch's own arguments, shapes, strides and dtypes.
+"""``torch.ops.symm_mem.*`` by interlace, with torch's own arguments, shapes, strides and dtypes.
 
 Code written for torch's ops, and torch's compiler with ``_micro_pipeline_tp``, runs with them where there
-is no GPU. A group's name is that of any group of torch, whatever its backend, or of interlace's.
-Registered by ``registration.py``. Inputs need not lie in symmetric memory.
+is no GPU, and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is that of any group of
+torch, whatever its backend, or of interlace's. Registered by ``registration.py``. Inputs need not lie in
+symmetric memory.
 
 ==============================  ======================================================================
 op                              is
@@ -28,9 +29,9 @@ from interlace.groups.groups import resolve
 from interlace.ops.eager import fused, plain, shapes
 from interlace.ops.eager.pending import Started, finish
 from interlace.ops.eager.pending import register as register_work
+from interlace.ops.eager.scaled import scaled_mm
 from interlace.runtime.core.communicator import Communicator
 
-_scaled_mm: Any = torch._scaled_mm
 _BY_NUMBER = {
     5: torch.float16,
     6: torch.float32,
@@ -40,6 +41,11 @@ _BY_NUMBER = {
 }  # c10::ScalarType; torch's own table has the numbers of fp8 wrong (2.13)
 
 Tensor = torch.Tensor
+
+
+def _ranks(group_name: str, tensor: Tensor) -> Communicator:
+    """The ranks of the group, on the device of ``tensor``: a group of torch may serve two kinds."""
+    return resolve(group_name).on(tensor)
 
 
 def _now(started: Started) -> Tensor:
@@ -56,7 +62,7 @@ def fused_all_gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     if torch.is_grad_enabled() and any(each.requires_grad for each in (A, *Bs)):
         checks.warn_without_gradients("torch.ops.symm_mem.fused_all_gather_matmul")
-    communicator = resolve(group_name)
+    communicator = _ranks(group_name, A)
     last = gather_dim % A.dim() == A.dim() - 1
     if not Bs or A.dtype not in checks.FLOAT_DTYPES:
         whole, dim = _gathered(communicator, A, gather_dim), 0 if last else gather_dim
@@ -83,7 +89,7 @@ def fused_matmul_reduce_scatter(
 ) -> Tensor:
     if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
         checks.warn_without_gradients("torch.ops.symm_mem.fused_matmul_reduce_scatter")
-    communicator = resolve(group_name)
+    communicator = _ranks(group_name, A)
     if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
         return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
     started = fused.matmul_reduce_scatter(
@@ -108,7 +114,7 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: Sequence[Any],
     use_fast_accum: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    communicator = resolve(group_name)
+    communicator = _ranks(group_name, A)
     with communicator.accepting("fused_all_gather_scaled_matmul"):
         for name, values in (
             ("B_scales", B_scales),
@@ -143,8 +149,8 @@ def fused_all_gather_scaled_matmul(
     options = zip(Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True)
     products = []
     for B, B_scale, bias, result_scale, out_dtype, fast in options:
-        product = _scaled_mm(
-            rows.flatten(0, -2), B, scale, B_scale, bias, result_scale,
+        product: Any = scaled_mm(
+            rows.flatten(0, -2), B, scale, B_scale, bias=bias, scale_result=result_scale,
             out_dtype=out_dtype, use_fast_accum=fast,
         )  # fmt: skip
         products.append(product.unflatten(0, rows.shape[:-1]).movedim(0, dim))
@@ -166,7 +172,7 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    communicator = resolve(group_name)
+    communicator = _ranks(group_name, A)
     with communicator.accepting("fused_scaled_matmul_reduce_scatter"):
         scale = A_scale
         if A_scale.numel() != 1:
@@ -176,8 +182,9 @@ def fused_scaled_matmul_reduce_scatter(
                     f"(A shape: {A.shape}, A_scale shape: {A_scale.shape})"
                 )
             scale = A_scale.flatten(0, -2).contiguous()
-        product = _scaled_mm(
-            A.flatten(0, -2).contiguous(), B, scale, B_scale, bias, result_scale, out_dtype, use_fast_accum
+        product = scaled_mm(
+            A.flatten(0, -2).contiguous(), B, scale, B_scale, bias=bias, scale_result=result_scale,
+            out_dtype=out_dtype, use_fast_accum=use_fast_accum,
         )  # fmt: skip
         lengths = A.shape[:-1] if output_shape is None else output_shape[:-1]
         whole = product.view(*lengths, B.shape[1])
@@ -185,17 +192,17 @@ def fused_scaled_matmul_reduce_scatter(
 
 
 def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
-    return _in_flight(plain.all_gather(resolve(group_name), tensor, 0))
+    return _in_flight(plain.all_gather(_ranks(group_name, tensor), tensor, 0))
 
 
 def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _in_flight(plain.reduce_scatter(resolve(group_name), tensor, reduce_op, 0))
+    return _in_flight(plain.reduce_scatter(_ranks(group_name, tensor), tensor, reduce_op, 0))
 
 
 def one_shot_all_reduce(
     input: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None
 ) -> Tensor:
-    return _now(plain.all_reduce(resolve(group_name), input, reduce_op, out=out))
+    return _now(plain.all_reduce(_ranks(group_name, input), input, reduce_op, out=out))
 
 
 def one_shot_all_reduce_copy(symm_buffer: Tensor, *arguments: Any) -> Tensor:
@@ -217,17 +224,17 @@ def multimem_one_shot_reduce_out(
     input: Tensor, reduce_op: str, root: int, group_name: str, out: Tensor
 ) -> Tensor:
     """Into ``out`` of rank ``root``; others' are left as they are."""
-    communicator = resolve(group_name)
+    communicator = _ranks(group_name, input)
     reduced = _now(plain.reduce(communicator, input, reduce_op, root))
     return out.copy_(reduced) if communicator.rank == root else out
 
 
 def multimem_all_gather_out(input: Tensor, group_name: str, out: Tensor) -> Tensor:
-    return _now(plain.all_gather(resolve(group_name), input, 0, out=out))
+    return _now(plain.all_gather(_ranks(group_name, input), input, 0, out=out))
 
 
 def reduce_scatter_out(
     input: Tensor, group_name: str, split_last_dim: bool, output: Tensor
 ) -> Tensor:
     dim = -1 if split_last_dim else 0
-    return _now(plain.reduce_scatter(resolve(group_name), input, "sum", dim, out=output))
+    return _now(plain.reduce_scatter(_ranks(group_name, input), input, "sum", dim, out=output))

@@ -24,7 +24,15 @@ from interlace.tensor.mesh.shards import (
     spec_to_bytes,
     unpad_tensor,
 )
-from interlace.tensor.mesh.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, explain
+from interlace.tensor.mesh.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    explain,
+)
 from interlace.tensor.mesh.topology import MeshTopoInfo
 from interlace.tensor.uneven.collectives import all_gather_v, gather_v, scatter_v
 from interlace.tensor.uneven.indexed import indexed_all_to_all_v
@@ -36,6 +44,9 @@ __all__ = [
     "MeshTopoInfo",
     "Placeholder",
     "PlaceholderError",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
     "ShardedTensor",

@@ -99,7 +99,7 @@ def piece(heads: Sequence[slice], *tensors: Tensor, dtype: torch.dtype | None = 
     return Piece(tensors[0].shape[1], sizes, dtype or tensors[0].dtype, heads)
 
 
-Together = Sequence[Tensor]
+PieceParts = Sequence[Tensor]
 """The tensors of one piece."""
 
 
@@ -115,10 +115,10 @@ def heads_first(moved: Tensor) -> Tensor:
 class HeadWay(Protocol):
     """How heads get to ranks, and back; results are there when the compute stream comes to it."""
 
-    def to_heads(self, pieces: Sequence[Together]) -> list[Tensor]:
+    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
         """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
 
-    def to_tokens(self, pieces: Sequence[Together]) -> list[list[Tensor]]:
+    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
         """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
 
 
@@ -140,7 +140,7 @@ class ByPushes:
         self._workspace = workspace
         return self
 
-    def to_heads(self, pieces: Sequence[Together]) -> list[Tensor]:
+    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
         communicator, rank = self._problem.communicator, self._problem.rank
         copying, total = communicator.copying, self._problem.shards.total
         data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
@@ -158,7 +158,7 @@ class ByPushes:
         plain.wait_for_all(communicator, self._workspace, 0)
         return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
 
-    def to_tokens(self, pieces: Sequence[Together]) -> list[list[Tensor]]:
+    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
         communicator, rank = self._problem.communicator, self._problem.rank
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
@@ -200,7 +200,7 @@ class ByEngine:
         if event is not None:
             communicator.compute.wait_event(event)
 
-    def to_heads(self, pieces: Sequence[Together]) -> list[Tensor]:
+    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
         problem, whole = self._problem, list[Tensor]()
         rank, lengths, copy = (
             problem.rank,
@@ -217,7 +217,7 @@ class ByEngine:
             self._exchange(torch.split(whole[-1], list(lengths)), sent, f"heads, {number}")
         return whole
 
-    def to_tokens(self, pieces: Sequence[Together]) -> list[list[Tensor]]:
+    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
         problem, whole = self._problem, list[list[Tensor]]()
         rank, lengths, copy = (
             problem.rank,

@@ -5,7 +5,7 @@ A module of its own, because new processes import it.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -133,7 +133,9 @@ def leaves(made: Any) -> list[Any]:
     return [made]
 
 
-def differences(got: Any, expected: Any, *, values: bool) -> list[str]:
+def differences(
+    got: Any, expected: Any, *, values: bool, compared: Sequence[str] = ("shape", "dtype", "stride")
+) -> list[str]:
     """What of shape, strides, dtype and numbers differs."""
     found = []
     pairs = list(zip(leaves(got), leaves(expected), strict=True))
@@ -142,7 +144,7 @@ def differences(got: Any, expected: Any, *, values: bool) -> list[str]:
             if mine is not theirs:
                 found.append(f"output {number}: {mine} instead of {theirs}")
             continue
-        for what in ("shape", "dtype", "stride"):
+        for what in compared:
             a, b = getattr(mine, what), getattr(theirs, what)
             a, b = (a(), b()) if what == "stride" else (a, b)
             if a != b:
@@ -318,3 +320,134 @@ def contextlib_all(calls: list[str], kernels: Any) -> Any:
         kernel = counted(calls, name, getattr(kernels, name))
         stack.enter_context(mock.patch.object(kernels, name, kernel))
     return stack
+
+
+# -- graphs of Inductor's pass, with the patterns of torch's own tests of it ----------------------------
+
+
+def gathered_fp8(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """Along ``dim``; of dim 1 as DTensor and torchao do it for fp8."""
+    whole = all_gather(x, 0, group)
+    if dim == 0:
+        return whole
+    chunks = [each.view(torch.uint8) for each in whole.chunk(dist.get_world_size())]
+    return torch.cat(chunks, dim=dim).view(x.dtype)
+
+
+def scaled_mm(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
+    product = torch._scaled_mm(rows, w, s, t, out_dtype=torch.float32)
+    return product.view(*x.shape[:-1], -1) if x.dim() > 2 else product
+
+
+def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """By name: the op that Inductor's pass makes of it, or "" if that depends on torch; and its inputs."""
+    size, half = dist.get_world_size(), torch.tensor(0.5)
+    w, w2, w3 = (numbers(6, n * size, seed=n) for n in (1, 2, 3))
+    fp8_w = numbers(16 * size, 32, dtype=FP8, seed=4).t()
+    plain, scaled = "fused_all_gather_matmul", "fused_all_gather_scaled_matmul"
+    reducing, scaled_reducing = "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"
+    x2, x3 = numbers(4, 6), numbers(2, 4, 6)
+    y2, y3 = numbers(2 * size, 6), numbers(2 * size, 3 * size, 6)
+    fp2, fp3 = numbers(4, 32, dtype=FP8), numbers(2, 4, 32, dtype=FP8)
+    fq2, fq3 = numbers(4 * size, 32, dtype=FP8), numbers(2 * size, 4 * size, 32, dtype=FP8)
+
+    def gather(dim: int, kept: bool) -> Callable[..., Any]:
+        def function(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+            whole = all_gather(x, dim, group)
+            return [whole if kept else None, *(whole @ each for each in weights)]
+
+        return function
+
+    def scatter(dim: int, op: str = "avg") -> Callable[..., Any]:
+        return lambda x, w: reduce_scatter(x @ w, op, dim, group)
+
+    def scaled_gather(dim: int, kept: bool) -> Callable[..., Any]:
+        def function(*args: torch.Tensor) -> Any:
+            whole = gathered_fp8(args[0], dim, group)
+            return whole.float() if kept else None, scaled_mm(whole, *args[1:])
+
+        return function
+
+    def scaled_scatter(dim: int) -> Callable[..., Any]:
+        return lambda *args: reduce_scatter(scaled_mm(*args), "avg", dim, group)
+
+    def by_row(dim: int) -> Callable[..., Any]:
+        def function(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> Any:
+            rows = torch.reciprocal(s.reshape(-1, 1))
+            product = torch._scaled_mm(
+                x.reshape(-1, x.shape[-1]), w, rows, t, out_dtype=torch.bfloat16
+            )
+            return reduce_scatter(product.view(*x.shape[:-1], -1), "sum", dim, group)
+
+        return function
+
+    def mlp(x: torch.Tensor, w: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(torch.relu(all_gather(x, 0, group) @ w) @ w2, "sum", 0, group)
+
+    found: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
+        "many weights": (plain, gather(0, False), (x2, w, w2, w3)),
+        "mlp": (f"{plain} {reducing}", mlp, (x2, w, numbers(size, 5, seed=6))),
+    }
+    for kept in (False, True):
+        for dim, x in ((0, x2), (0, x3), (1, x3), (1, numbers(4, 3))):
+            expected = "" if dim else plain
+            weight = w if x.shape[-1] == 6 else numbers(3 * size, 5, seed=5)
+            name = f"gather {dim} of {tuple(x.shape)}, kept {kept}"
+            found[name] = expected, gather(dim, kept), (x, weight)
+        for dim, x in ((0, fp2), (0, fp3), (1, fp3)):
+            name = f"scaled gather {dim} of {tuple(x.shape)}, kept {kept}"
+            found[name] = scaled, scaled_gather(dim, kept), (x, fp8_w, half, half)
+    for dim, x in ((0, y2), (1, y2), (0, y3), (1, y3), (2, y3)):
+        found[f"scatter {dim} of {tuple(x.shape)}"] = "" if dim else reducing, scatter(dim), (x, w)
+    for dim, x in ((0, fq2), (0, fq3), (1, fq3)):
+        arguments = (x, fp8_w, half, half)
+        found[f"scaled scatter {dim} of {tuple(x.shape)}"] = (
+            scaled_reducing,
+            scaled_scatter(dim),
+            arguments,
+        )
+    if TORCH >= (2, 13):  # before, a CPU multiplies no rows with scales
+        arguments = fq3, fp8_w, scales(*fq3.shape[:2], 1), scales(1, fp8_w.shape[1])
+        for dim in (0, 1):
+            found[f"scatter {dim} by row"] = scaled_reducing, by_row(dim), arguments
+    return found
+
+
+def graphs(path: str) -> dict[str, list[str]]:
+    """By pattern, what is wrong: other ops than Inductor's pass should make, or results than unfused."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from interlace.symmetric_memory import torch_ops
+
+    found, calls = {}, []
+    with world(path) as group, contextlib_all(calls, torch_ops):
+        interlace.take_over_symm_mem()
+        try:
+            for name, (expected, function, inputs) in patterns(group).items():
+                traced = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)
+                remove_noop_ops(traced.graph)
+                view_to_reshape(traced)
+                with mock.patch.object(torch_symm_mem, "_is_test_mode", True):
+                    micro_pipeline_tp_pass(traced.graph)
+                traced.recompile()
+                calls.clear()
+                got = traced(*inputs)
+                # torch's op has the gathered dimension outermost; Inductor restores what a graph returns
+                wrong = differences(
+                    waited(got), waited(function(*inputs)), values=True, compared=("shape", "dtype")
+                )
+                if expected and calls != expected.split():
+                    wrong.append(f"calls {calls}")
+                found[name] = wrong
+        finally:
+            interlace.take_over_symm_mem(False)
+    return found
+
+
+def waited(results: Any) -> list[Any]:
+    wait = torch.ops._c10d_functional.wait_tensor
+    return [None if each is None else wait(each) for each in leaves(results)]

@@ -75,6 +75,13 @@ def test_inductors_own_pass(tmp_path: Path) -> None:
         assert right == [True] * 2
 
 
+def test_graphs_of_inductors_own_pass(tmp_path: Path) -> None:
+    """The patterns of torch's own tests of ``micro_pipeline_tp_pass``: their ops run here, as unfused."""
+    for found in on_ranks(symm_mem_ranks.graphs, 2, tmp_path):
+        assert len(found) >= 23
+        assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
 @thorough
 @pytest.mark.parametrize("first", ["interlace", "torch.distributed._symmetric_memory"])
 def test_order_of_imports(first: str) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import interlace
+import interlace.compile
 import interlace.tensor as styles
 
 WIDTH, INNER, SEQUENCE = 8, 16, 4
@@ -273,6 +274,8 @@ def in_other_forms(mesh: DeviceMesh) -> None:
 
 
 def cases(world_size: int) -> dict[str, Callable[[DeviceMesh], None]]:
+    from multi.tensor import shared_gather_ranks as shared  # which takes what is above
+
     made: dict[str, Callable[[DeviceMesh], None]] = {}
     for dim, bias, scattered, local in (
         (0, True, True, True),
@@ -284,9 +287,13 @@ def cases(world_size: int) -> dict[str, Callable[[DeviceMesh], None]]:
     ):
         name = f"feed forward, dim {dim}, bias {bias}, scattered {scattered}, local {local}"
         made[name] = lambda mesh, a=(dim, bias, scattered, local): feed_forward(mesh, *a)  # type: ignore[misc]
+    for prepared, local in ((True, True), (True, False), (False, True), (False, False)):
+        name = f"one gather, prepared {prepared}, local {local}"
+        made[name] = lambda mesh, a=(prepared, local): shared.one_gather(mesh, *a)  # type: ignore[misc]
     for function in (
-        other_output_layouts, dtensor_inputs, fallbacks, embeddings_and_norms, autocast, optimizers,
-        in_other_forms,
+        shared.nothing_is_kept, shared.gathered_again, shared.read_by_others,
+        shared.prepared_in_torchs_way, shared.prepared_outputs_and_kwargs, other_output_layouts,
+        dtensor_inputs, fallbacks, embeddings_and_norms, autocast, optimizers, in_other_forms,
     ):  # fmt: skip
         made[function.__name__] = function
     return made

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import interlace
-from multi.tensor import style_ranks
+from multi.tensor import shared_gather_ranks, style_ranks
 from tiers import thorough
 
 
@@ -34,6 +34,14 @@ def failures(
 def test_as_torchs(failures: list[dict[str, str]], name: str) -> None:
     for rank, failure in enumerate(failures):
         assert not failure[name], f"rank {rank}: {failure[name]}"
+
+
+@thorough
+def test_a_graph_has_one_gather_of_a_prepared_input(tmp_path: pathlib.Path) -> None:
+    for fused in interlace.run(
+        shared_gather_ranks.compiled, 2, str(tmp_path / "store"), place="shm"
+    ):
+        assert ("all_gather_matmul", 3) in fused, fused
 
 
 def test_refused_modules(tmp_path: pathlib.Path) -> None:

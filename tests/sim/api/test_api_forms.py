@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as torch_functional
+import torch.distributed.tensor._collective_utils as mesh_utils
 from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
 import torch_names
+from interlace import functional
 from interlace.groups.groups import default_group
 from support import laid_out, payload
 
@@ -52,6 +55,31 @@ def test_torch_s_names_and_keywords() -> None:
         assert torch.equal(part, total)
 
     interlace.run(on_rank, 3)
+
+
+def classes_of(module: Any, model: Any) -> set[str]:
+    """The public classes of ``module`` of which ``model`` has one of the same name."""
+    return {n for n in module.__all__ if isinstance(getattr(model, n, None), type)}
+
+
+def test_objects_of_torch() -> None:
+    """Who has a class that is named as torch's takes torch's objects; topologies: tensor/test_costs.py."""
+    assert classes_of(interlace, dist) == {"P2POp", "ReduceOp", "Work"}  # no function takes a Work
+    assert classes_of(interlace.tensor, mesh_utils) == {"MeshTopoInfo"}
+    dist.init_process_group("interlace", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, y = torch.arange(2.0), torch.zeros(2)
+        messages = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]
+        for work in interlace.batch_isend_irecv(messages):
+            work.wait()
+        interlace.all_reduce(y, op=dist.ReduceOp(dist.ReduceOp.SUM))
+        assert torch.equal(x, y)
+        started = torch_functional.all_reduce(x, "sum", dist.group.WORLD)
+        assert type(started) is torch_functional.AsyncCollectiveTensor
+        waited = functional.wait(started)
+        assert type(waited) is torch.Tensor and torch.equal(waited, x)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

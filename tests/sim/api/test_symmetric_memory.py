@@ -314,6 +314,17 @@ def test_ops_of_torch_take_turns(name: str) -> None:
     assert isinstance(torch.ops.symm_mem.one_shot_all_reduce, torch._ops.OpOverloadPacket)
 
 
+def test_torchs_compiler_looks_through_the_ops_that_were_used() -> None:
+    """Also while ranks are simulated, where functions stand for these."""
+    assert torch.ops.symm_mem.one_shot_all_reduce.op_overloads()
+
+    def on_rank() -> list[str]:
+        names = [name for name in torch.ops.symm_mem if name == "one_shot_all_reduce"]
+        return [each for name in names for each in getattr(torch.ops.symm_mem, name).op_overloads()]
+
+    assert interlace.run(on_rank, 2) == [[], []]
+
+
 def test_observers_are_told_of_buffers_and_pads() -> None:
     class Allocations(Observer):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ One op of each kind runs on two ranks, in a process per place that has imported 
 at ``sys.modules`` after each op, so that a failure names the op.
 """
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ def fused_ops() -> Ops:
 
 
 def functional_ops() -> Ops:
+    torch.manual_seed(0)
     one, layer = torch.ones(2, requires_grad=True), interlace.nn.ColumnParallelLinear(4, 2)
     wait = functional.wait
     return {
@@ -141,6 +143,13 @@ def in_process(path: str) -> Found:
         dist.destroy_process_group()
 
 
+def ops_of_torch() -> Found:
+    """Which torch defines when they are asked for."""
+    names = interlace.symmetric_memory.registration.TAKEN_OVER
+    ops = {name: functools.partial(getattr, torch.ops.symm_mem, name) for name in names}
+    return imported_by(lambda: ops)
+
+
 def checked_for_races() -> Found:
     def checked() -> None:
         assert interlace.verify.races(lambda: plain_ops()["all_reduce"](), 2, seeds=1).clean
@@ -174,13 +183,13 @@ def in_place(place: str) -> list[Any]:
         return interlace.run(on_rank, 2, place="ptx", arch=90)
     if place == "compiled":
         return interlace.run(compiled, 1)
-    return [*interlace.run(on_rank, 2), checked_for_races()]
+    return [ops_of_torch(), *interlace.run(on_rank, 2), checked_for_races()]
 
 
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("sim", [{}, {}, {}]),
+        ("sim", [{}, {}, {}, {}]),
         pytest.param("compiled", [["all_reduce", "wait"]], marks=thorough),
         pytest.param("shm", [{}, {}], marks=thorough),
         pytest.param("ptx", [{}, {}], marks=thorough),

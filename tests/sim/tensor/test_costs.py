@@ -82,22 +82,23 @@ def test_as_torchs_functions(devices_per_host: int) -> None:
             with pytest.raises(type(error)):
                 tensor.redistribute_cost(one, other)
             continue
-        found = tensor.redistribute_cost(one, other)
-        assert found == expected, (one, other)
-        finite += 0 < found < math.inf
         topo, theirs = (
             MeshTopoInfo.build_from_mesh(mesh),
             torch_model.MeshTopoInfo.build_from_mesh(mesh),
         )
+        for given in (None, topo, theirs):
+            found = tensor.redistribute_cost(one, other, mesh_topo=given)
+            assert found == expected, (one, other, given)
+        finite += 0 < found < math.inf
         assert topo.source == "torch"
         for name in ("mesh_dim_devices", "mesh_dim_bandwidth", "mesh_dim_latency"):
             assert getattr(topo, name) == getattr(theirs, name)
         dim, gib = draw.randrange(mesh.ndim), draw.random()
-        for name in ("allgather_cost", "allreduce_cost", "reduce_scatter_cost"):
-            assert getattr(tensor, name)(gib, topo, dim) == getattr(torch_model, name)(
-                gib, theirs, dim
-            )
-        assert tensor.alltoall_cost(gib, topo, dim) == torch_model.allgather_cost(gib, theirs, dim)
+        for name in ("allgather_cost", "allreduce_cost", "reduce_scatter_cost", "alltoall_cost"):
+            of_torch = name.replace("alltoall", "allgather")  # torch has no other formula for it
+            expected = getattr(torch_model, of_torch)(gib, theirs, dim)
+            for each in (topo, theirs):
+                assert getattr(tensor, name)(gib, each, dim) == expected
     assert finite > 30
 
 
@@ -108,11 +109,18 @@ def test_one_step() -> None:
         for target in (Shard(1), Replicate(), Partial()):
             one, other = (spec(mesh, [Replicate(), each], shape) for each in (current, target))
             expected = torch_model.one_step_redistribute_cost(one, other)
-            assert tensor.one_step_redistribute_cost(one, other) == expected
+            theirs = torch_model.MeshTopoInfo.build_from_mesh(mesh)
+            for given in (None, theirs):
+                assert tensor.one_step_redistribute_cost(one, other, mesh_topo=given) == expected
     with pytest.raises(ValueError, match="must differ in one placement"):
         tensor.one_step_redistribute_cost(
             spec(mesh, [Shard(0), Shard(0)], shape), spec(mesh, [Replicate()] * 2, shape)
         )
+
+
+def test_no_topology() -> None:
+    with pytest.raises(TypeError, match=r"mesh_topo must be a MeshTopoInfo, .*, got DeviceMesh"):
+        tensor.allgather_cost(1.0, init_device_mesh("cpu", (8,)), 0)  # type: ignore[arg-type]
 
 
 def test_other_meshes_and_missing_metadata() -> None:

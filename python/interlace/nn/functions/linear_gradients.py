@@ -22,7 +22,7 @@ from interlace.runtime.algorithms.operands import multiply, rows_of, unrows
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
-Step = TypeVar("Step", bound=Callable[..., Any])
+StepOfFunction = TypeVar("StepOfFunction", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Layer:
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
 
 
-def _on_all_ranks(op: str) -> Callable[[Step], Step]:
+def _on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
     """A step of an autograd function which, where it fails on one rank, fails on all as ``op``."""
 
-    def around(step: Step) -> Step:
+    def around(step: StepOfFunction) -> StepOfFunction:
         @functools.wraps(step)
         def run(ctx: Any, *given: Any) -> Any:
             layer = given[0] if isinstance(given[0], Layer) else ctx.layer
@@ -57,7 +57,7 @@ def _on_all_ranks(op: str) -> Callable[[Step], Step]:
             with layer.communicator.accepting(op):
                 return step(ctx, *given)
 
-        return cast(Step, run)
+        return cast(StepOfFunction, run)
 
     return around
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from interlace import functional
 from interlace.arguments.checks import FLOAT_DTYPES
 from interlace.groups.specs import GroupSpec
+from interlace.tensor.mesh import shared_gathers
 
 Placements = tuple[Placement, ...]
 DimLayout = int | str  # see layout_of()
@@ -45,7 +46,7 @@ class Style:
         return self.mesh.size(0)
 
 
-class _Unfused(Exception):
+class Unfused(Exception):
     """Why torch's way is taken."""
 
 
@@ -59,7 +60,7 @@ class FusedLinear(nn.Linear):
         """nn.Linear under the style; ``input``: a local tensor of ``input_layouts``, or a DTensor."""
         try:
             output, found = self._fused(input)
-        except _Unfused as why:
+        except Unfused as why:
             self._say(f"torch's {self._style.name}: {why}")
             return self._as_torch(input)
         # rows of a product come sequence by sequence; who takes a view of [b, s, h] expects torch's order
@@ -95,24 +96,24 @@ class FusedLinear(nn.Linear):
 
     @abc.abstractmethod
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
-        """The local output and its layout. Raises _Unfused before anything has run."""
+        """The local output and its layout. Raises Unfused before anything has run."""
 
     def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         """The local input, and its layout."""
         style = self._style
         if input.dim() < 2:
-            raise _Unfused("the input has less than 2 dimensions")
+            raise Unfused("the input has less than 2 dimensions")
         layout = style.input_layout
         local = input
         if isinstance(input, DTensor):
             if input.device_mesh != style.mesh:
-                raise _Unfused("the input is on another mesh")
+                raise Unfused("the input is on another mesh")
             layout = from_start(layout_of(input.placements[0]), input.dim())
             if isinstance(layout, int):
                 _even("the input's", input.shape[layout], layout, style.ranks)
             local = input.to_local()
         if local.dtype not in FLOAT_DTYPES:
-            raise _Unfused(f"the input is {local.dtype}")
+            raise Unfused(f"the input is {local.dtype}")
         return local, from_start(layout, input.dim())
 
     def _operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -129,19 +130,43 @@ class FusedLinear(nn.Linear):
 
 
 class ColwiseLinear(FusedLinear):
-    """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul."""
+    """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul.
+
+    By the first one of those that read it; the others multiply what that has gathered.
+    """
 
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
+        if isinstance(input, shared_gathers.Ungathered):
+            input = input.for_linear()
         local, layout = self._local(input)
         if not isinstance(layout, int) or layout == last:
-            text = f"the input is {_text(layout)}, not sharded by sequence: nothing to gather"
-            raise _Unfused(text)
+            raise Unfused(self._nothing_to_gather(input, layout))
         _even("out_features", self.weight.shape[0], 0, style.ranks)
+        gathered = shared_gathers.find(input, self, layout, style.group)
+        if gathered is not None:
+            self._say(f"matmul; another linear has gathered the input over dimension {layout}")
+            gathered, weight, bias = self._operands(gathered)
+            return nn.functional.linear(gathered, weight.t(), bias), last
         local, weight, bias = self._operands(local)
         self._say(f"all_gather_matmul over dimension {layout}")
-        output = functional.all_gather_matmul(local, weight, layout, bias=bias, group=style.group)
-        return functional.wait(output), last
+        if not shared_gathers.can_share():
+            output = functional.all_gather_matmul(
+                local, weight, layout, bias=bias, group=style.group
+            )
+            return functional.wait(output), last
+        gathered, output = functional.all_gather_matmul(
+            local, weight, layout, bias=bias, group=style.group, return_gathered=True
+        )
+        gathered, output = functional.wait(gathered), functional.wait(output)
+        shared_gathers.keep(input, self, gathered, output, layout, style.group)
+        return output, last
+
+    def _nothing_to_gather(self, input: torch.Tensor, layout: DimLayout) -> str:
+        text = f"the input is {_text(layout)}, not sharded by sequence: nothing to gather"
+        if layout == REPLICATED and isinstance(input, DTensor):
+            text += "; what torch's PrepareModuleInput gathers, that of interlace.tensor leaves to linears"
+        return text
 
 
 class RowwiseLinear(FusedLinear):
@@ -152,7 +177,7 @@ class RowwiseLinear(FusedLinear):
         local, layout = self._local(input)
         wanted = from_start(style.output_layout, input.dim())
         if layout != last:
-            raise _Unfused(f"the input is {_text(layout)}, not sharded by features")
+            raise Unfused(f"the input is {_text(layout)}, not sharded by features")
         _even("in_features", self.weight.shape[1], 1, style.ranks)
         if wanted == REPLICATED:
             self._say("matmul_all_reduce")
@@ -160,7 +185,7 @@ class RowwiseLinear(FusedLinear):
             return made, wanted
         if not isinstance(wanted, int) or wanted == last:
             text = f"the output is to be {_text(wanted)}"
-            raise _Unfused(f"{text}, neither replicated nor sharded by sequence")
+            raise Unfused(f"{text}, neither replicated nor sharded by sequence")
         _even("the output's", local.shape[wanted], wanted, style.ranks)
         local, weight, bias = self._operands(local)
         self._say(f"matmul_reduce_scatter over dimension {wanted}")
@@ -224,10 +249,23 @@ def from_start(layout: DimLayout, ndim: int) -> DimLayout:
     return layout + ndim if isinstance(layout, int) and layout < 0 else layout
 
 
+def gathered_dim(shard: DTensor, wanted: Placement, mesh: DeviceMesh) -> int:
+    """The dimension along which a linear gathers ``shard``; Unfused if it is not to be gathered so."""
+    layout = from_start(layout_of(shard.placements[0]), shard.dim())
+    if shard.device_mesh != mesh or mesh.ndim != 1:
+        raise Unfused("the input is on another mesh")
+    if not isinstance(layout, int) or layout == shard.dim() - 1 or not wanted.is_replicate():
+        raise Unfused(
+            f"from {_text(layout)} to {_text(layout_of(wanted))}, no gather of a sequence"
+        )
+    _even("the input's", shard.shape[layout], layout, mesh.size(0))
+    return layout
+
+
 def _text(layout: DimLayout) -> str:
     return f"Shard({layout})" if isinstance(layout, int) else layout
 
 
 def _even(what: str, length: int, dim: int, ranks: int) -> None:
     if length % ranks:
-        raise _Unfused(f"{what} length {length} of dimension {dim} is not divided by {ranks} ranks")
+        raise Unfused(f"{what} length {length} of dimension {dim} is not divided by {ranks} ranks")

@@ -9,21 +9,23 @@ With n ranks on the dimension, B GiB, and of the topology a base, a latency per 
 
 torch has no formula for all_to_all: from shard to shard it takes that of all_gather and 1 us more. Where
 the topology was measured, the line of the op itself counts instead. ``redistribute_cost`` takes the steps
-that DTensor of the installed torch would take.
+that DTensor of the installed torch would take. A topology may be one of torch's own ``MeshTopoInfo``.
 """
 
 import math
 from typing import Any
 
 from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.tensor.mesh.shards import spec_to_bytes
-from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
+from interlace.tensor.mesh.topology import GIB, MeshTopoInfo, Topology, interlace_topology
 
 PENALTY = 1.0  # torch's, us: from shard to shard it would rather gather
 
 
-def _ring_us(op: str, bytes_gb: float, topo: MeshTopoInfo, mesh_dim: int, rounds: int) -> float:
+def _ring_us(op: str, bytes_gb: float, mesh_topo: Topology, mesh_dim: int, rounds: int) -> float:
+    topo = interlace_topology(mesh_topo)
     measured = topo.us(op, bytes_gb, mesh_dim)
     if measured is not None:
         return measured
@@ -33,7 +35,7 @@ def _ring_us(op: str, bytes_gb: float, topo: MeshTopoInfo, mesh_dim: int, rounds
     return latency + (bytes_gb * hops / ranks) / topo.mesh_dim_bandwidth[mesh_dim] * 1e6
 
 
-def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def allgather_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
     """Microseconds of an all-gather along ``mesh_dim``; ``bytes_gb``: GiB of the gathered tensor.
 
     Semantics: ``torch.distributed.tensor._collective_utils.allgather_cost``.
@@ -45,7 +47,7 @@ def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
     return _ring_us("all_gather", bytes_gb, mesh_topo, mesh_dim, 1)
 
 
-def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def reduce_scatter_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
     """Microseconds of a reduce-scatter along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
 
     Semantics: ``torch.distributed.tensor._collective_utils.reduce_scatter_cost``.
@@ -57,7 +59,7 @@ def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int)
     return _ring_us("reduce_scatter", bytes_gb, mesh_topo, mesh_dim, 1)
 
 
-def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def allreduce_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
     """Microseconds of an all-reduce along ``mesh_dim``; ``bytes_gb``: GiB of a rank's tensor.
 
     Semantics: ``torch.distributed.tensor._collective_utils.allreduce_cost``.
@@ -69,7 +71,7 @@ def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> f
     return _ring_us("all_reduce", bytes_gb, mesh_topo, mesh_dim, 2)
 
 
-def alltoall_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+def alltoall_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
     """Microseconds of an all-to-all along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
 
     Every rank sends each of the n - 1 others its n-th part. torch has no such function.
@@ -103,15 +105,20 @@ def _step(
     return 0.0, gib / ranks if current.is_replicate() and target.is_shard() else gib
 
 
+def _topology(mesh: DeviceMesh, topo: Topology | None) -> MeshTopoInfo:
+    return MeshTopoInfo.build_from_mesh(mesh) if topo is None else interlace_topology(topo)
+
+
 def redistribute_cost(
-    current_spec: Any, target_spec: Any, *, mesh_topo: MeshTopoInfo | None = None
+    current_spec: Any, target_spec: Any, *, mesh_topo: Topology | None = None
 ) -> float:
     """Microseconds of communication from one ``DTensorSpec`` to another.
 
     0 from a replicated tensor, to an equal layout, and on a rank outside the mesh; infinite between meshes,
-    from a shard to a partial sum, between kinds of partial sums. ``mesh_topo``: by default that of
-    :meth:`MeshTopoInfo.build_from_mesh`. Raises ValueError if a spec has no tensor_meta. Semantics and,
-    with torch's topology, figures: ``torch.distributed.tensor._collective_utils.redistribute_cost``.
+    from a shard to a partial sum, between kinds of partial sums. ``mesh_topo``, interlace's or torch's: by
+    default that of :meth:`MeshTopoInfo.build_from_mesh`. Raises ValueError if a spec has no tensor_meta.
+    Semantics and, with torch's topology, figures:
+    ``torch.distributed.tensor._collective_utils.redistribute_cost``.
 
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> from torch.distributed.tensor import Replicate, Shard
@@ -136,7 +143,7 @@ def redistribute_cost(
         return 0.0
     if current.shard_order is None or target.shard_order is None:
         return math.inf
-    topo = MeshTopoInfo.build_from_mesh(current.mesh) if mesh_topo is None else mesh_topo
+    topo = _topology(current.mesh, mesh_topo)
     gib = spec_to_bytes(current) / current.num_shards / GIB
     steps = _gen_transform_infos_non_cached if _are_we_tracing() else _gen_transform_infos
     cost = 0.0
@@ -147,7 +154,7 @@ def redistribute_cost(
 
 
 def one_step_redistribute_cost(
-    current_spec: Any, target_spec: Any, *, mesh_topo: MeshTopoInfo | None = None
+    current_spec: Any, target_spec: Any, *, mesh_topo: Topology | None = None
 ) -> float:
     """The cost as :func:`redistribute_cost`, for specs that differ in one placement at most.
 
@@ -171,6 +178,6 @@ def one_step_redistribute_cost(
             "one_step_redistribute_cost: specs must differ in one placement, got "
             f"{current_spec.placements} and {target_spec.placements}"
         )
-    topo = MeshTopoInfo.build_from_mesh(current_spec.mesh) if mesh_topo is None else mesh_topo
+    topo = _topology(current_spec.mesh, mesh_topo)
     gib = spec_to_bytes(current_spec) / current_spec.num_shards / GIB
     return _step(*pairs[differing[0]], topo, differing[0], gib)[0]

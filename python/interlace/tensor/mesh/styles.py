@@ -11,22 +11,25 @@ RowwiseParallel    Shard(-1)               Shard(sequence dim)      matmul_reduc
 RowwiseParallel    Shard(-1)               Replicate()              matmul_all_reduce
 =================  ======================  =======================  ===========================
 
-and the gradient of its input is the other one. What is not in this table, and what does not fit (lengths
-that the ranks do not divide, subclasses of nn.Linear with a forward of their own), runs as torch's style
-does. :func:`explain` says what ran, and why.
+and the gradient of its input is the other one. Linears that read the same input share one gather
+(``shared_gathers.py``), also if a PrepareModuleInput has it replicated. What is not in this table, and
+what does not fit (lengths that the ranks do not divide, subclasses of nn.Linear with a forward of their
+own), runs as torch's style does. :func:`explain` says what ran, and why.
 """
 
+import copy
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import style as torch_style
 
 from interlace.groups.specs import GroupSpec, describe
-from interlace.tensor.mesh import fused_linears
+from interlace.tensor.mesh import fused_linears, shared_gathers
 
-_EXPLANATION = "_interlace_style"
+_EXPLANATION, _OF_OUTPUT = "_interlace_style", "_interlace_output_style"
 
 
 class ColwiseParallel(torch_style.ColwiseParallel):
@@ -84,6 +87,111 @@ class SequenceParallel(torch_style.SequenceParallel):
         return super()._apply(module, device_mesh)
 
 
+class PrepareModuleInput(torch_style.PrepareModuleInput):
+    """Convert and redistribute the inputs of a module: torch's style, but linears inside fuse its gathers.
+
+    Options as torch's: ``input_layouts``, ``desired_input_layouts``, ``input_kwarg_layouts``,
+    ``desired_input_kwarg_layouts``, ``use_local_output`` (False). An input that is sharded by sequence and
+    is to be replicated is not gathered at once. The first ColwiseParallel linear that reads it gathers it
+    while it multiplies, for those behind it too. Any other op that reads it has it gathered before.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()).input_layouts
+    (Shard(dim=1),)
+    """
+
+    _module: nn.Module
+    _said: list[str]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        setattr(module, _EXPLANATION, f"not called yet; {self!r}")
+
+        def prepare(called: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
+            if torch.compiler.is_compiling():  # and what then gathers is the compiler's to fuse
+                return self._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
+            call = copy.copy(self)  # of a style, which several modules may have
+            call._module, call._said = called, []
+            made = call._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
+            call._explain()
+            return made
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
+    ) -> Any:
+        keeps = input_layout is None or desired_layout in (None, input_layout)
+        if keeps or torch.compiler.is_compiling():
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        place = len(self._said)
+        try:
+            shard, dim = self._shard(input, mesh, input_layout, desired_layout)
+        except fused_linears.Unfused as why:
+            self._said.append(f"torch's PrepareModuleInput: {why}")
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        self._said.append(f"left to linears: the gather of the input over dimension {dim}")
+
+        def gathered_for(reader: str) -> None:
+            self._said[place] = f"all_gather of the input over dimension {dim}: {reader} reads it"
+            self._explain()
+
+        return shared_gathers.Ungathered.of(shard, gathered_for)
+
+    def _shard(
+        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
+    ) -> tuple[DTensor, int]:
+        """The shard that linears gather, and along which dimension; raises Unfused if they do not."""
+        if not shared_gathers.can_share():
+            raise fused_linears.Unfused("the call is traced")
+        if self.use_local_output:
+            raise fused_linears.Unfused("use_local_output=True: the module gets no DTensor")
+        if not any(
+            isinstance(each, fused_linears.ColwiseLinear) for each in self._module.modules()
+        ):
+            raise fused_linears.Unfused("no linear inside has interlace's ColwiseParallel")
+        shard = input
+        if not isinstance(input, DTensor):
+            shard = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
+        return shard, fused_linears.gathered_dim(shard, desired_layout, mesh)
+
+    def _explain(self) -> None:
+        text = "; ".join(self._said) or "torch's PrepareModuleInput: no layout changes"
+        setattr(self._module, _EXPLANATION, text)
+
+
+class PrepareModuleOutput(torch_style.PrepareModuleOutput):
+    """Convert and redistribute the outputs of a module: torch's style.
+
+    Options as torch's: ``output_layouts``, ``desired_output_layouts``, ``use_local_output`` (True).
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)).output_layouts
+    (Replicate(),)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        setattr(
+            module, _OF_OUTPUT, "torch's PrepareModuleOutput: the linears inside do not know of it"
+        )
+        return super()._apply(module, device_mesh)
+
+
+class PrepareModuleInputOutput(torch_style.PrepareModuleInputOutput):
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` of one module; options as torch's.
+
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> layouts = {"output_layouts": Replicate(), "desired_output_layouts": Shard(0)}
+    >>> PrepareModuleInputOutput(**layouts).prepare_module_output.use_local_output
+    True
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.prepare_module_input.__class__ = PrepareModuleInput
+        self.prepare_module_output.__class__ = PrepareModuleOutput
+
+
 def explain(module: nn.Module) -> dict[str, str]:
     """By name, every part of ``module`` that a style of interlace was applied to: what its forward runs.
 
@@ -97,8 +205,10 @@ def explain(module: nn.Module) -> dict[str, str]:
     for name, each in module.named_modules():
         if isinstance(each, fused_linears.FusedLinear):
             found[name] = each.explain()
-        elif hasattr(each, _EXPLANATION):
-            found[name] = getattr(each, _EXPLANATION)
+        elif texts := [
+            getattr(each, key) for key in (_EXPLANATION, _OF_OUTPUT) if hasattr(each, key)
+        ]:
+            found[name] = "; ".join(texts)
     return found
 
 

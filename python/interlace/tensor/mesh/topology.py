@@ -135,6 +135,24 @@ class MeshTopoInfo:
         return "\n".join(lines)
 
 
+Topology = MeshTopoInfo | utilities.MeshTopoInfo
+
+
+def interlace_topology(topo: Topology) -> MeshTopoInfo:
+    """``topo``; of torch's class of that name, one with the same figures, which are torch's then.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(topo, MeshTopoInfo):
+        return topo
+    if not isinstance(topo, utilities.MeshTopoInfo):
+        raise TypeError(
+            f"mesh_topo must be a MeshTopoInfo, interlace's or torch's, got {type(topo).__name__}"
+        )
+    figures = (topo.mesh_dim_devices, topo.mesh_dim_bandwidth, topo.mesh_dim_latency)
+    return MeshTopoInfo(topo.mesh, *figures)
+
+
 def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
     if given is None:
         return otherwise

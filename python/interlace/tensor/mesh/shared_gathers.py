@@ -1,0 +1,193 @@
+"""One gather for all linears that read the same sequence-sharded input: q, k and v, or w1 and w3.
+
+The first of them multiplies while it gathers, and its op gives the gathered input too. The others multiply
+that, and in backward their gradients of it are added before one reduce-scatter::
+
+    wq(x)   all_gather_matmul(x, Wq) -> q, X        wk(x)   X @ Wk        wv(x)   X @ Wv
+
+``X`` is kept for ``x``, the same tensor object, and no longer than that lives. ``x`` is gathered anew for a
+linear that has read ``X`` already, after a backward through the op, after ``x`` has changed, under another
+autocast or gradient mode, and when activation checkpointing calls the linears again. So a forward and its
+recomputation run the same ops, and all ranks decide alike.
+
+:class:`Ungathered` is what a module reads of which a PrepareModuleInput says that its input is gathered. It
+is a replicated DTensor to all that ask, but each rank has its shard alone until an op reads it.
+
+``X`` may not lead back to ``x``, or both would live for ever. It does if ``x`` is a leaf that requires a
+gradient: of these only the last one of a thread has its ``X`` kept.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from interlace.runtime.compat.torch_modes import modes_active
+
+Tensor = torch.Tensor
+
+
+class _Kept:
+    """A gathered input, when it may be taken, and the linears that have read it."""
+
+    def __init__(self, gathered: Tensor, state: tuple[Any, ...]) -> None:
+        self.gathered: Tensor | None = gathered
+        self.state, self.readers = state, list[Any]()
+
+
+class _OwnGathers(threading.local):
+    def __init__(self) -> None:
+        self.kept: Any = WeakTensorKeyDictionary()
+        self.leaf: Any = None  # weak: the last input that is a leaf
+
+
+_own = _OwnGathers()
+
+
+def can_share() -> bool:
+    """Whether tensors are what they seem; a compiler sees a whole graph, and fuses gathers itself."""
+    return not (torch.compiler.is_compiling() or modes_active())
+
+
+def find(input: Tensor, reader: Any, *how: Any) -> Tensor | None:
+    """The gathered ``input``, for a linear that has not read it yet; ``how``: it was gathered."""
+    kept = _own.kept.get(input) if can_share() else None
+    if kept is None or kept.gathered is None or kept.state != _state(input, how):
+        return None
+    if any(each() is reader for each in kept.readers):
+        return None
+    kept.readers.append(weakref.ref(reader))
+    gathered: Tensor = kept.gathered
+    return gathered
+
+
+def keep(input: Tensor, reader: Any, gathered: Tensor, output: Tensor, *how: Any) -> None:
+    """Have :func:`find` find ``gathered``, which ``reader`` made of ``input`` together with ``output``."""
+    kept = _Kept(gathered, _state(input, how))
+    kept.readers.append(weakref.ref(reader))
+    weak = weakref.ref(kept)
+
+    def forget(_: Tensor) -> None:
+        if (found := weak()) is not None:
+            found.gathered = None
+
+    for each in (gathered, output):
+        if each.requires_grad:
+            # the op's backward frees what it has saved
+            each.register_hook(forget)  # type: ignore[no-untyped-call]
+    if input.is_leaf and input.requires_grad:
+        before = None if _own.leaf is None else _own.leaf()
+        if before is not None:
+            _own.kept.pop(before, None)
+        _own.leaf = weakref.ref(input)
+    _own.kept[input] = kept
+
+
+def _state(input: Tensor, how: tuple[Any, ...]) -> tuple[Any, ...]:
+    local = input._local_tensor if isinstance(input, DTensor) else input
+    version = None if local.is_inference() else local._version
+    kind = local.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (*how, version, autocast, *_pass())
+
+
+def _pass() -> tuple[bool, int]:
+    """What tells a forward from its recomputation, which runs inside a backward."""
+    return torch.is_grad_enabled(), torch._C._current_graph_task_id()
+
+
+class _Later(torch.autograd.Function):
+    """From a shard to an :class:`Ungathered`: a gradient of what is replicated becomes one of the shard."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: DTensor) -> DTensor:
+        ctx.placements = shard.placements
+        spec = DTensorSpec(shard.device_mesh, (Replicate(),), tensor_meta=shard._spec.tensor_meta)
+        local = shard._local_tensor.detach()
+        made: DTensor = DTensor.__new__(Ungathered, local, spec, requires_grad=False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad.redistribute(placements=ctx.placements)
+
+
+class Ungathered(DTensor):
+    """A replicated DTensor of which each rank has its shard until an op reads it."""
+
+    shard: DTensor
+    _say: Callable[[str], None]
+    _wholes: dict[tuple[bool, int], DTensor]
+
+    @staticmethod
+    def of(shard: DTensor, say: Callable[[str], None]) -> "Ungathered":
+        """``say`` is called with the name of each op that has the shard gathered for itself."""
+        made: Any = _Later.apply(shard)  # type: ignore[no-untyped-call]
+        made.shard, made._say, made._wholes = shard, say, {}
+        return made  # type: ignore[no-any-return]
+
+    def for_linear(self) -> DTensor:
+        """The shard, which a linear gathers while it multiplies; if it is gathered already, that."""
+        return self._wholes.get(_pass(), self.shard)
+
+    def whole(self, reader: str) -> DTensor:
+        """The gathered tensor, for the op ``reader``."""
+        made = self._wholes.get(_pass())
+        if made is None:
+            self._say(reader)
+            made = self.shard.redistribute(placements=self.placements)
+            if made.requires_grad == (self.shard.requires_grad and torch.is_grad_enabled()):
+                self._wholes[_pass()] = made
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map_only(Ungathered, lambda each: each.whole(name), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self.whole("to_local")._local_tensor
+
+    @_local_tensor.setter
+    def _local_tensor(self, tensor: Tensor) -> None:
+        """Set by DTensor's constructor; the shard's."""
+
+    def to_local(self, **options: Any) -> Tensor:
+        """The whole tensor."""
+        return self.whole("to_local").to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole tensor."""
+        return self.whole("full_tensor").full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As of the whole tensor."""
+        return self.whole("redistribute").redistribute(*args, **options)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Ungathered(shard={self.shard!r})"
+
+
+_class: Any = Tensor
+_METADATA: frozenset[Any] = frozenset(
+    {
+        _class.shape.__get__, _class.dtype.__get__, _class.device.__get__, _class.ndim.__get__,
+        _class.layout.__get__, _class.requires_grad.__get__, _class.is_leaf.__get__,
+        _class.grad_fn.__get__, Tensor.size, Tensor.stride, Tensor.dim, Tensor.ndimension,
+        Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
+    }
+)  # fmt: skip

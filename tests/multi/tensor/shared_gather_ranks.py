@@ -1,0 +1,284 @@
+"""Ranks of test_styles.py: linears that share a gather of their input, which may be prepared for them."""
+
+import gc
+import unittest.mock
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as torch_styles
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import interlace
+import interlace.compile
+import interlace.tensor as styles
+from interlace import functional
+from interlace.tensor.mesh import shared_gathers
+from multi.tensor.style_ranks import INNER, SEQUENCE, WIDTH, both, sequence, shape_of
+
+
+class Attention(nn.Module):
+    """q, k and v read the same input; ``reads`` is what the module itself does with it."""
+
+    def __init__(self, reads: Callable[[Any], Any] = lambda x: 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reads = reads
+        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, INNER, bias=name != "k") for name in "qkv")
+        self.wo = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Any, scale: Any = 1) -> Any:
+        batch, length, _ = x.shape
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        assert q.shape[:2] == (batch, length) or not isinstance(x, DTensor)
+        return self.wo(torch.tanh(q) * k + v) * scale + self.reads(x)
+
+
+class Block(nn.Module):
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(*args)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(self.norm(x))
+
+
+def attention_plan(kind: Any, prepare: Any = None, local: bool = True) -> dict[str, Any]:
+    """As torchtitan's with ``prepare`` for the module; without, each linear has a shard for its input."""
+    options = {"input_layouts": Shard(1)} if prepare is None else {}
+    linears = {f"attention.w{name}": kind.ColwiseParallel(**options) for name in "qkv"}
+    return {
+        "norm": kind.SequenceParallel(use_local_output=local),
+        **({} if prepare is None else {"attention": prepare}),
+        **linears,
+        "attention.wo": kind.RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def gathering(kind: Any, **options: Any) -> Any:
+    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    return kind.PrepareModuleInput(**layouts, **options)
+
+
+GATHERED = "all_gather_matmul over dimension 1"
+SHARED = "matmul; another linear has gathered the input over dimension 1"
+OF_LINEARS = {"attention.wq": GATHERED, "attention.wk": SHARED, "attention.wv": SHARED}
+
+
+def counted() -> Any:
+    """The fused gathers that run in a ``with``."""
+    real = functional.all_gather_matmul
+    return unittest.mock.patch.object(functional, "all_gather_matmul", side_effect=real)
+
+
+def one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
+    """One for q, k and v in each forward, and in a recomputation one again; without a gradient, too."""
+
+    def plan(kind: Any) -> dict[str, Any]:
+        return attention_plan(kind, gathering(kind) if prepared else None, local)
+
+    with counted() as gathers:
+        module, said = both(mesh, Block, plan, sequence(1))
+        assert gathers.call_count == 2, gathers.call_count
+        assert {name: said[name] for name in OF_LINEARS} == OF_LINEARS, said
+        if prepared:
+            text = "left to linears: the gather of the input over dimension 1"
+            assert said["attention"] == text
+        x = sequence(1)()
+        for _ in range(2):
+            with torch.no_grad():
+                expected = module(x)
+        assert gathers.call_count == 4, gathers.call_count
+        for call in (module, module.attention):  # a leaf that requires a gradient
+            y = sequence(1)().requires_grad_()
+            checkpoint(call, y, use_reentrant=False).sum().backward()
+        assert gathers.call_count == 8, gathers.call_count
+        torch.testing.assert_close(module(x), expected)
+
+
+def nothing_is_kept(mesh: DeviceMesh) -> None:
+    """A gathered input lives no longer than the input, though nobody calls backward."""
+    plan = attention_plan(styles, gathering(styles))
+    module = torch_styles.parallelize_module(Block(), mesh, plan)
+    found = []
+
+    def watch(_: Any, inputs: Any, output: Any) -> None:
+        found.append(weakref.ref(shared_gathers._own.kept[inputs[0].shard]))
+
+    module.attention.wq.register_forward_hook(watch)
+    gc.disable()  # nothing is to wait for the collector
+    try:
+        for _ in range(2):
+            module(sequence(1)())
+            assert found[-1]() is None
+    finally:
+        gc.enable()
+
+
+def gathered_again(mesh: DeviceMesh) -> None:
+    """Another linear takes nothing from before a backward, without gradients, or of old rows."""
+    torch.manual_seed(0)
+    plan = {name: styles.ColwiseParallel(input_layouts=Shard(1)) for name in "01"}
+    pair = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER))
+    first, second = torch_styles.parallelize_module(pair, mesh, plan)
+    with counted() as gathers:
+        x = sequence(1)()
+        first(x).sum().backward()
+        second(x).sum().backward()
+        assert gathers.call_count == 2
+        for loss in [first(x).sum(), first(x).sum()]:  # two steps, with a backward each
+            loss.backward()
+        assert gathers.call_count == 4
+        x = sequence(1)().requires_grad_()
+        with torch.no_grad():
+            first(x)
+        second(x).sum().backward()
+        assert gathers.call_count == 6 and x.grad is not None
+        x = torch.zeros(shape_of(1))
+        with torch.no_grad():
+            first(x)
+            x.add_(1)
+            found = second(x)[0, 0]
+        assert gathers.call_count == 8
+        weight, bias = second.weight.to_local(), second.bias.to_local()
+        torch.testing.assert_close(found, weight.sum(1) + bias)
+    leaves = []
+    for _ in range(2):  # that require a gradient, and have no backward
+        x = sequence(1)().requires_grad_()
+        leaves.append(weakref.ref(x))
+        first(x)
+        del x
+    assert leaves[0]() is None
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def read_by_others(mesh: DeviceMesh) -> None:
+    """An op that is no linear sees what torch's style gives it, and explain says what it was."""
+
+    def local(x: DTensor) -> torch.Tensor:
+        """Its first rows; each rank's loss has a gradient of its own for them."""
+        return x.to_local(grad_placements=[Partial()])[:, :SEQUENCE].mean()
+
+    def check(reads: Callable[[Any], Any], name: str) -> None:
+        def plan(kind: Any) -> dict[str, Any]:
+            return attention_plan(kind, gathering(kind))
+
+        _, said = both(mesh, lambda: Block(reads), plan, sequence(1))
+        text = f"all_gather of the input over dimension 1: {name} reads it"
+        assert said["attention"] == text, said
+        assert said["attention.wq"] == GATHERED
+
+    check(local, "to_local")
+    check(lambda x: local(torch.relu(x)), "relu")
+    check(lambda x: local(Doubled.apply(x)), "mul")
+    check(lambda x: x.redistribute(placements=[Shard(1)]).to_local(), "redistribute")
+    module = torch_styles.parallelize_module(
+        Block(), mesh, attention_plan(styles, gathering(styles))
+    )
+    seen: list[Any] = []
+    module.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    module(sequence(1)())
+    assert isinstance(seen[0], DTensor) and seen[0].placements == (Replicate(),)
+    assert seen[0].shape == (3, SEQUENCE * dist.get_world_size(), WIDTH) == tuple(seen[0].size())
+    assert "Ungathered" in repr(seen[0]) and not seen[0]._wholes
+
+
+def prepared_in_torchs_way(mesh: DeviceMesh) -> None:
+    """Where a PrepareModuleInput leaves no gather to linears, explain says why."""
+    for make, reason in (
+        (lambda k: gathering(k, use_local_output=True), "the module gets no DTensor"),
+        (
+            lambda k: k.PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(1)
+            ),
+            "from replicated to Shard(1), no gather of a sequence",
+        ),
+        (
+            lambda k: k.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
+            "no layout changes",
+        ),
+    ):
+        module = torch_styles.parallelize_module(
+            Block(), mesh, {"attention": make(styles), "attention.wq": styles.ColwiseParallel()}
+        )
+        module.attention.forward = lambda x: x
+        module(sequence(1)())
+        said = styles.explain(module)["attention"]
+        assert said.startswith("torch's PrepareModuleInput") and reason in said, said
+    module = torch_styles.parallelize_module(Block(), mesh, {"attention": gathering(styles)})
+    module.attention.forward = lambda x: x
+    module(sequence(1)())
+    assert "no linear inside has" in styles.explain(module)["attention"]
+    # torch's own PrepareModuleInput beside linears of interlace
+    plan = attention_plan(styles, gathering(torch_styles))
+    module = torch_styles.parallelize_module(Block(), mesh, plan)
+    module(sequence(1)())
+    said = styles.explain(module)["attention.wq"]
+    assert "nothing to gather" in said and "interlace.tensor leaves to linears" in said, said
+
+
+def prepared_outputs_and_kwargs(mesh: DeviceMesh) -> None:
+    layouts = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
+    ways = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    _, said = both(
+        mesh, Block,
+        lambda k: attention_plan(k, k.PrepareModuleInputOutput(**ways, **layouts)), sequence(1),
+    )  # fmt: skip
+    assert {name: said[name] for name in OF_LINEARS} == OF_LINEARS
+    assert "left to linears" in said["attention"] and "PrepareModuleOutput" in said["attention"]
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = Attention()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x=x)
+
+    def plan(kind: Any) -> dict[str, Any]:
+        named = {"input_kwarg_layouts": {"x": Shard(1)}}
+        named["desired_input_kwarg_layouts"] = {"x": Replicate()}
+        return {
+            "inner": kind.PrepareModuleInput(**named),
+            **{f"inner.w{name}": kind.ColwiseParallel() for name in "qkv"},
+            "inner.wo": kind.RowwiseParallel(output_layouts=Shard(1)),
+        }
+
+    _, said = both(mesh, Named, plan, sequence(1))
+    assert said["inner.wk"] == SHARED and "left to linears" in said["inner"]
+
+
+def compiled(path: str) -> list[tuple[str, int]]:
+    """Of a model with a prepared input, compiled as one graph: what became of the collectives."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("interlace", rank=rank, world_size=world_size, store=store)
+    try:
+        mesh = init_device_mesh("cpu", (world_size,))
+        plan = attention_plan(styles, gathering(styles))
+        module = torch_styles.parallelize_module(Block(), mesh, plan)
+        x, reports = sequence(1)(), list[interlace.compile.Report]()
+        options = {"codegen": "aot_eager", "policy": "always", "on_report": reports.append}
+        call = torch.compile(module, fullgraph=True, backend="interlace", options=options)
+        output = call(x)
+        torch.testing.assert_close(output, module(x))
+        output.sum().backward()
+        return [(each.op, each.matmuls) for report in reports for each in report.fused]
+    finally:
+        dist.destroy_process_group()
