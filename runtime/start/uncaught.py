@@ -30,10 +30,10 @@ def install() -> None:
         hidden = 0
         if not debugging():
             hidden = _hide(error)
-        before(kind, error, error.__traceback__ if hidden else trace)
-        if hidden:
+        if hidden:  # said first: the last line is the error's
             note = f"{hidden} frames of interlace are not shown; INTERLACE_DEBUG=debug shows them"
             print(note, file=sys.stderr)
+        before(kind, error, error.__traceback__ if hidden else trace)
         if isinstance(error, (AbortedError, PeerDiedError)):
             _follow(str(error))
 
