@@ -16,9 +16,9 @@ import typing as _typing
 if _sys.argv[:1] == ["-m"] and (_called := _sys.orig_argv[-len(_sys.argv) :])[:1] == [
     "interlace"
 ]:  # python -m interlace
-    if _called[1:2] == ["inspect"] or {*_called[1:2]} <= {"-h", "--help", "--version"}:
-        # they need nothing of what follows, which takes seconds
-        _sys.exit(_importlib.import_module("interlace.cli.main").run(_called[1:]))
+    _cli = _importlib.import_module("interlace.cli.main")
+    if not _cli.needs_torch(_called[1:]):
+        _sys.exit(_cli.run(_called[1:]))  # without what follows, which takes seconds
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         # Ctrl-C while the command imports ends it without a traceback; main() takes this back.
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)

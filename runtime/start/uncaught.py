@@ -41,24 +41,28 @@ def install() -> None:
 
 
 def _hide(error: BaseException | None) -> int:
-    """Take frames of interlace out of the traceback of ``error``, and of its causes; how many."""
-    count, seen = 0, set[int]()
+    """Take frames of interlace out of the traceback of ``error``, and of its causes; how many.
+
+    Not out of those of a fault within interlace: its frames are needed.
+    """
+    count, meant, seen = 0, False, set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, InterlaceError) or "told" in vars(error):
-            kept, hidden, last = [], 0, False
-            trace = error.__traceback__
-            while trace is not None:
-                name = str(trace.tb_frame.f_globals.get("__name__", ""))
-                last = name.startswith("interlace.") or (last and name.startswith(_AROUND))
-                hidden += last
-                kept += [] if last else [trace]
-                trace = trace.tb_next
-            if kept and hidden:
-                count += hidden
-                for each in reversed(kept):
-                    trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
-                error.__traceback__ = trace
+        kept, hidden, inside = [], 0, False
+        trace = error.__traceback__
+        while trace is not None:
+            name = str(trace.tb_frame.f_globals.get("__name__", ""))
+            inside = name.startswith("interlace.") or (inside and name.startswith(_AROUND))
+            hidden += inside
+            kept += [] if inside else [trace]
+            trace = trace.tb_next
+        on_purpose = isinstance(error, InterlaceError) or "told" in vars(error)
+        if kept and (on_purpose or (meant and not inside)):
+            count += hidden
+            for each in reversed(kept):
+                trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+            error.__traceback__ = trace
+        meant = meant or on_purpose
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return count
 

@@ -86,6 +86,11 @@ COMMANDS = {
 }
 
 
+def needs_torch(arguments: list[str]) -> bool:
+    """Whether these arguments are of a command that works with tensors; help and errors are of none."""
+    return arguments[:1] != ["inspect"] and arguments[:1] != [] and arguments[0] in COMMANDS
+
+
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of ``python -m interlace``. ``only``: the command whose arguments it has to know."""
     top = argparse.ArgumentParser(

@@ -363,6 +363,10 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "ColumnParallelLinear was initialised": lambda: inn.ColumnParallelLinear(2, 8),
     "QKVParallelLinear was initialised": lambda: inn.QKVParallelLinear(2, 4, 2, head_dim=2),
     "VocabParallelEmbedding was initialised": lambda: inn.VocabParallelEmbedding(5, 2),
+    "router of MoE has other values": lambda: inn.MoE(2, 2, 4, 1),
+    "ColumnParallelLinear was initialised from": lambda: copy.deepcopy(
+        inn.ColumnParallelLinear(2, 8)
+    ),
 }
 
 

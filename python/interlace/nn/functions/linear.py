@@ -32,6 +32,7 @@ from interlace.nn.functions.linear_gradients import (
     ColumnParallelLinearFunction,
     Layer,
     RowParallelLinearFunction,
+    casts,
 )
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
 from interlace.ops.simulated_backward import prepare
@@ -199,7 +200,7 @@ def _checked_weights(
         )
     vectors: Any = [None] * len(weights) if biases is None else biases
     checks.entries("biases", vectors, "weights", len(weights))
-    casting = torch.is_autocast_enabled(input.device.type)
+    casting = casts(input)
     for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
         name, bias_name = names or (f"weights[{index}]", f"biases[{index}]")
         matrix = checks.source(name, weight, communicator)

@@ -62,11 +62,13 @@ def _on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
     return around
 
 
+def casts(input: Tensor) -> bool:
+    """Whether autocast casts the operands of a linear function of ``input``: as torch, none of float64."""
+    return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
+
+
 def _compute_dtype(input: Tensor) -> torch.dtype:
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return input.dtype
+    return torch.get_autocast_dtype(input.device.type) if casts(input) else input.dtype
 
 
 def _as_is(kind: str) -> Any:

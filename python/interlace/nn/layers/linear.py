@@ -9,6 +9,7 @@ from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.nn.functions import regions
 from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
+from interlace.nn.functions.linear_gradients import casts
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible, positive
@@ -97,7 +98,7 @@ def check_features(
             raise ValueError(
                 f"input must have {features} features, {meaning}, got shape {tuple(input.shape)}"
             )
-        if weight is not None and not torch.is_autocast_enabled(input.device.type):
+        if weight is not None and not casts(input):
             checks.same_dtype("input", input.dtype, f"weight of {kind}", weight.dtype)
 
 

@@ -226,7 +226,7 @@ class MoE(ShardedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            **self.__dict__,
+            **super().__getstate__(),
             "_routed": None,
         }  # what a copy has no use for, and torch does not copy
 
@@ -257,6 +257,8 @@ class MoE(ShardedModule):
             if not isinstance(input, Tensor):
                 raise TypeError(f"input must be a tensor, got {type(input).__name__}")
         check_features(self, input, self.hidden_size, "hidden_size")
+        if not torch.compiler.is_compiling():
+            self._check_alike(self.group, *WHOLE)
         whole: Any = [self._parameters.get(name) for name in WHOLE]
         if self.sequence_parallel:
             whole = copy_to_group(*whole, group=self.group)

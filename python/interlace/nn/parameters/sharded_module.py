@@ -120,8 +120,15 @@ class ShardedModule(OnGroup):
         self._attach()
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        drawn = self._drawn
+        still = drawn if drawn is not None and drawn.versions == self._versions() else None
+        return {**self.__dict__, "_drawn": still}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._drawn is not None:
+            self._drawn = _Drawn(self._drawn.state, self._versions())
         self._attach()
 
     def _load_from_state_dict(
