@@ -16,7 +16,7 @@ from typing import Any
 from interlace.runtime.compat.environment import debugging
 from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
 
-LATER = 3  # seconds; torchrun ends all processes as soon as it has seen one fail
+LATER = 10  # seconds, at most: torchrun ends all processes as soon as it has seen one fail
 _AROUND = ("concurrent.futures", "contextlib", "functools", "threading")  # of what is hidden
 
 

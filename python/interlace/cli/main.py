@@ -86,9 +86,13 @@ COMMANDS = {
 }
 
 
+def _called(arguments: list[str]) -> str:
+    return next((each for each in arguments if not each.startswith("-")), "")
+
+
 def needs_torch(arguments: list[str]) -> bool:
-    """Whether these arguments are of a command that works with tensors; help and errors are of none."""
-    return arguments[:1] != ["inspect"] and arguments[:1] != [] and arguments[0] in COMMANDS
+    """Whether these arguments name a command that works with tensors."""
+    return _called(arguments) in COMMANDS.keys() - {"inspect"}
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -108,7 +112,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
-    called = next((each for each in arguments if not each.startswith("-")), "")
+    called = _called(arguments)
     top = parser(called)
     given = top.parse_args(arguments)
     if given.command is None:

@@ -60,6 +60,10 @@ def test_help_and_inspect_import_neither_torch_nor_triton(given: str) -> None:
     assert done.returncode == (2 if wrong else 0), done.stderr[-300:]
 
 
+def test_a_command_behind_an_option_is_one_too() -> None:
+    assert main.needs_torch(["-v", "bench"]) and not main.needs_torch(["inspect", "bench"])
+
+
 def test_brackets_of_an_error_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
