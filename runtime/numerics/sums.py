@@ -12,9 +12,9 @@ A sum that is zero is +0, and a nan of a product has the bits of ``np.nan``. So 
 depends on its row and its column alone.
 
 A loop over k in numpy is slow, so a BLAS computes the product in fp64 first. Two orders of the same K
-additions differ by at most ``(2 K + 4) 2**-53 |row| |column|``. If all numbers within that distance of the BLAS'
-result round to one fp32 number, then this is also the rounded sum in the order of k. The other elements are
-added in the order of k: one of some 100,000 random ones, and those that cancel.
+additions differ by at most ``(2 K + 4) 2**-53 |row| |column|``. If all numbers within that distance of the
+BLAS' result round to one fp32 number, then this is also the rounded sum in the order of k. The other
+elements are added in the order of k: one of some 100,000 random ones, and those that cancel.
 """
 
 from collections.abc import Callable
