@@ -44,7 +44,7 @@ def cell(check: str, texts: Sequence[str]) -> str:
 def _kinds(text: str) -> list[str]:
     """The kind of a finding, and that in the other order; none if the text is no finding."""
     kinds = [kind for kind in KINDS if re.match(rf"{kind}( \([\w-]+ race\))?: ", text)]
-    return kinds + re.findall(r"^  turned  ([\w-]+),", text, re.MULTILINE) if kinds else []
+    return kinds + re.findall(r"^  reverse ([\w-]+),", text, re.MULTILINE) if kinds else []
 
 
 def _ending(text: str) -> str:

@@ -11,8 +11,8 @@ order; so it does where kernels are interpreted and there is no multicast addres
 the instructions are emulated, rank by rank (``runtime/ptx/multimem.py``).
 
 The multicast address is a second address of the same memory. What orders accesses through the two are the
-slots, by release and acquire of system scope, as for any other data; torch's and NCCL's kernels rely on it.
-So the accesses themselves are relaxed.
+slots, by release and acquire of system scope, as for any other data, and a ``fence.proxy.alias``: CUDA
+promises nothing of a second address within a kernel without it. So the accesses themselves are relaxed.
 """
 
 import triton
@@ -30,6 +30,15 @@ from interlace.kernels.transfer import (
 PART_COLUMNS = 4
 _PART = tl.constexpr(PART_COLUMNS)
 _SEND = tl.constexpr(TRANSFER_COLUMNS)
+
+
+@triton.jit
+def fence_addresses(MULTIMEM: tl.constexpr):
+    """Order accesses by a multicast address and those by the ordinary address of the same memory."""
+    if MULTIMEM:
+        tl.inline_asm_elementwise(
+            "fence.proxy.alias; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -72,6 +81,7 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
     They go to ``to_byte`` of every rank's buffer (``BROADCAST``), or to ``to_address`` here.
     """
     if MULTIMEM:
+        fence_addresses(True)
         # acc::f32: sums of 16-bit numbers are taken in fp32 and rounded once. For fp32 there is no such
         # suffix.
         PAIR: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
@@ -90,6 +100,7 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
             is_pure=False,
             pack=1,
         )
+        fence_addresses(BROADCAST)
     else:
         ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
         for element in tl.static_range(16 // ITEM):
@@ -147,6 +158,7 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES:
                         valid,
                         COPIES.MULTICAST == "multimem",
                     )
+            fence_addresses(COPIES.MULTICAST == "multimem")
             # Scales are few and need not be 16-byte aligned: to each peer by itself.
             for step in range(1, workspace.world_size):
                 peer = (workspace.rank + step) % workspace.world_size
@@ -175,6 +187,7 @@ def broadcast_elements(peers, multicast, byte, from_ptr, elements,
         offsets < whole,
         MULTIMEM,
     )
+    fence_addresses(MULTIMEM)
     # A vector that is not whole would overwrite what lies behind the part.
     rest = whole * VECTOR + tl.arange(0, VECTOR)
     value = tl.load(from_ptr + rest, mask=rest < elements)

@@ -90,8 +90,8 @@ class Hooks(Protocol):
     def barrier(self, threads: Any = None) -> None:
         """All threads meet, or ``threads``, where they are told apart."""
 
-    def fence(self, sem: str, scope: str, threads: Any = None) -> None:
-        """``threads``: those that fence, where they are told apart."""
+    def fence(self, sem: str, scope: str, threads: Any = None, *, puts: bool = True) -> None:
+        """``threads``: those that fence, where they are told apart; ``puts``: what they have put, too."""
 
     def pause(self) -> None:
         """A program sleeps: let others go on."""

@@ -10,9 +10,11 @@ one.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 
 from interlace.runtime.compat.attributes import Replacement
+from interlace.runtime.compat.triton_interpreter import TensorHandle
 from interlace.runtime.core.accesses import Hooks
 
 Asked = Callable[[str, Any], Any]
@@ -69,9 +71,14 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
 
         return merge
 
+    def create_int_to_ptr(source: Any, kind: Any) -> Any:
+        # An argument below 2**31 is an int32, and some processes have memory there.
+        wide = source.data.view(f"u{source.data.itemsize}").astype(np.uint64)
+        return create_bitcast(TensorHandle(wide, tl.uint64), kind)
+
     return [
         (builder, "create_bitcast", create_bitcast),
-        (builder, "create_int_to_ptr", create_bitcast),
+        (builder, "create_int_to_ptr", create_int_to_ptr),
         (builder, "create_select", merged(builder.create_select, 1)),
         (builder, "create_cat", merged(builder.create_cat, 0)),
         (builder, "create_join", merged(builder.create_join, 0)),

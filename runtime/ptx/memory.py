@@ -238,10 +238,14 @@ def load_of(
     *,
     shared: bool = False,
     incoherent: bool = False,
+    multicast: bool = False,
 ) -> Load:
-    """``incoherent``: of what nobody writes while the kernel runs, or else it may be old."""
+    """``incoherent``: of what nobody writes while the kernel runs, or else it may be old.
+
+    ``multicast``: the address is another one of the same memory.
+    """
     if sem in ORDERS:
-        access = _atomic(kind, "load", str(sem), scope, shared=shared)
+        access = _atomic(kind, "load", str(sem), scope, shared=shared, multicast=multicast)
 
         def get(threads: Threads, addresses: Array) -> Array:
             nothing = np.zeros(addresses.shape, kind.raw)
@@ -258,6 +262,8 @@ def load_of(
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         if incoherent:
             pointers.incoherent = True
+        if multicast:
+            pointers.multicast = True
 
         def perform(mask: Any = mask) -> Any:
             return unchecked(fetched(pointers, mask, kind), kind.memory)
@@ -268,15 +274,26 @@ def load_of(
     return load
 
 
-def store_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = False) -> Store:
+def store_of(
+    kind: ScalarType,
+    sem: str | None,
+    scope: str,
+    *,
+    shared: bool = False,
+    multicast: bool = False,
+) -> Store:
     if sem in ORDERS:
         bits = TYPES[f"u{kind.bits}"]
-        return read_modify_write("xchg", bits, str(sem), scope, told="store", shared=shared)
+        return read_modify_write(
+            "xchg", bits, str(sem), scope, told="store", shared=shared, multicast=multicast
+        )
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
         pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
         value, pointers.stored = handle_of(bits, kind), bits
+        if multicast:
+            pointers.multicast = True
 
         def perform(mask: Any = mask) -> None:
             if threads.heard:
@@ -293,7 +310,7 @@ def store_of(kind: ScalarType, sem: str | None, scope: str, *, shared: bool = Fa
 
 
 def _atomic(
-    kind: ScalarType, told: str, sem: str, scope: str, *, shared: bool
+    kind: ScalarType, told: str, sem: str, scope: str, *, shared: bool, multicast: bool = False
 ) -> Callable[..., Array]:
     """Lets the hooks do a change; gives the bits that were there before."""
 
@@ -307,6 +324,8 @@ def _atomic(
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
         pointers, every = pointers_of(threads, addresses, kind), all_of(addresses)
+        if multicast:
+            pointers.multicast = True
 
         def perform(mask: Any = every) -> Any:
             if mask is not every and not mask.data.all():
@@ -399,9 +418,10 @@ def read_modify_write(
     told: str = "",
     number: ScalarType | None = None,
     shared: bool = False,
+    multicast: bool = False,
 ) -> Callable[..., Array]:
     """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
-    access = _atomic(kind, told or name, sem, scope, shared=shared)
+    access = _atomic(kind, told or name, sem, scope, shared=shared, multicast=multicast)
     change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:

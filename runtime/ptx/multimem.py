@@ -86,13 +86,14 @@ def build_multimem(instruction: Instruction) -> Action:
     ordering = None if packed or len(parts) > 1 else sem
     if form == "ld_reduce":
         total = _reduced(reduce, _FOURS.get(str(packed), number or kind), kind)
-        get = memory.load_of(kind, ordering, scope)
+        get = memory.load_of(kind, ordering, scope, multicast=True)
         return memory.loading(instruction, parts, kind, addresses, get, total)
     if form == "st":
-        return memory.storing(
-            instruction, parts, kind, addresses, memory.store_of(kind, ordering, scope)
-        )
-    change = memory.read_modify_write(name, kind, sem or "relaxed", scope, number=number)
+        put = memory.store_of(kind, ordering, scope, multicast=True)
+        return memory.storing(instruction, parts, kind, addresses, put)
+    change = memory.read_modify_write(
+        name, kind, sem or "relaxed", scope, number=number, multicast=True
+    )
     return memory.storing(instruction, parts, kind, addresses, change)
 
 

@@ -44,12 +44,13 @@ def build_fence(instruction: Instruction) -> Action:
 
 
 def _fence_of_proxies(instruction: Instruction) -> Action:
-    if not instruction.flag("async"):
+    alias = instruction.flag("alias")
+    if not alias and not instruction.flag("async"):
         return _nothing
 
     def fence(threads: Threads) -> None:
-        if threads.told_apart:
-            threads.session.hooks.proxy_fence(threads.who())
+        if alias or threads.told_apart:
+            threads.session.hooks.proxy_fence(threads.who(), alias=alias)
 
     return fence
 

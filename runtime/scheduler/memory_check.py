@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import NULL
+from interlace.runtime.core.accesses import NULL, threads_of
 from interlace.runtime.core.errors import MemoryAccessError
 from interlace.runtime.interpreter.provenance import origin_of
 from interlace.runtime.interpreter.session import as_mask, chosen
@@ -161,11 +161,13 @@ class MemoryCheck:
             allocation = origin.allocation
         lane = np.unravel_index(position, pointers.data.shape)
         shape = "x".join(map(str, pointers.data.shape))
-        where = (
-            ""
-            if pointers.data.size == 1
-            else f", element {tuple(map(int, lane))} of a block of {shape}"
-        )
+        threads = threads_of(pointers)  # of those that take part, who are not all of a block
+        if threads is not None:
+            where = f", by thread {int(threads[position])}"
+        elif pointers.data.size == 1:
+            where = ""
+        else:
+            where = f", element {tuple(map(int, lane))} of a block of {shape}"
         if allocation is None:
             named = f"0, address {address:#x}" + (", null" if address < NULL else "")
             return BadAccess(kind, does, "no allocation", 0, 0, count, named)

@@ -41,14 +41,25 @@ class Observer:
     def on_barrier(self, task: Task | None, threads: Any = None) -> None:
         """All threads of a program have met, or ``threads``, where they are told apart."""
 
-    def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
-        """PTX has fenced, with an order and within a scope; in these threads, if they are told apart."""
+    def on_fence(
+        self, task: Task | None, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+    ) -> None:
+        """PTX has fenced, with an order and within a scope; in these threads, if they are told apart.
+
+        ``puts``: what they have put before is ordered, too.
+        """
+
+    def on_puts(self, task: Task | None, threads: Any, *, begin: bool) -> None:
+        """What ``threads`` store from here on is put, until it ends."""
 
     def on_quiet(self, task: Task | None, threads: Any = None) -> None:
         """What threads have stored has arrived everywhere; as of a fence, but whoever tells of it."""
 
     def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
         """Threads have fenced between their accesses and those of the async proxy."""
+
+    def on_alias_fence(self, task: Task | None, threads: Any = None) -> None:
+        """... between their accesses by a multicast address and those by other addresses."""
 
     def on_async(
         self, task: Task | None, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool

@@ -180,13 +180,13 @@ class ProgramHooks:
             self.buffers.barrier(self.current, threads)
         self.observer.on_barrier(self.current, threads)
 
-    def fence(self, sem: str, scope: str, threads: Any = None) -> None:
+    def fence(self, sem: str, scope: str, threads: Any = None, *, puts: bool = True) -> None:
         if not self.inside:
             return
         if self.buffers is not None and sem != "acquire":
             self.buffers.release(self.current, scope, threads=threads)
             self.progress()
-        self.observer.on_fence(self.current, sem, scope, threads)
+        self.observer.on_fence(self.current, sem, scope, threads, puts=puts)
 
     def arrival(self, barrier: int, threads: Any) -> None:
         """Threads come to a barrier that others may wait at, with what they have stored."""
@@ -194,8 +194,9 @@ class ProgramHooks:
             self.buffers.release(self.current, "cta", threads=threads)
         self.observer.on_arrival(self.current, barrier, threads)
 
-    def proxy_fence(self, threads: Any) -> None:
-        self.tell("on_proxy_fence", threads)
+    def proxy_fence(self, threads: Any, *, alias: bool) -> None:
+        if self.inside:
+            self.tell("on_alias_fence" if alias else "on_proxy_fence", threads)
 
     def begin(self, base: int, nbytes: int) -> None:
         """A program whose threads are told apart begins, with shared memory at ``base``."""
@@ -364,7 +365,8 @@ class ProgramHooks:
             words = words[:1]  # which this is the value of
         elif len(cells) == 1:
             seen = int.from_bytes(pieces[0][1], "little", signed=True)
-        self.block(changed, lambda: polling(task, seen, words, self.memory))
+        values = [int.from_bytes(value, "little", signed=True) for _, value in cells]
+        self.block(changed, lambda: polling(task, seen, words, self.memory, values))
         task.polls = False
         return changed()
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from interlace.runtime.core.errors import (
@@ -27,19 +28,27 @@ LAUNCHED = contextvars.ContextVar("interlace_launched", default=None)
 _COMPARED = re.compile(r"(==|!=|<=|>=|<|>)\s*(\w+)")
 
 
-def polling(task: Task, seen: int | None, words: list[int], memory: Allocations) -> BlockedWait:
-    """Describe a program that polls ``words``, from the frames it is suspended in."""
+def polling(
+    task: Task, seen: int | None, words: list[int], memory: Allocations, values: Sequence[int] = ()
+) -> BlockedWait:
+    """Describe a program that polls ``words``, from the frames it is suspended in.
+
+    ``values``: of the words when they were read last; ``seen``: of the first one, which the others led to.
+    """
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)
     expected = source = None
     what = together(map(memory.name, words)) if words else "a slot"
+    if seen is None and len(values) > 1:
+        more = f" and {len(values) - 2} more" * (len(values) > 2)
+        what += f", seen {values[0]} and {values[1]}{more}"
     where = SourceText("")
     for frame in frames:
         if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
-            values = frame.f_locals
-            expected = _scalar(values["epoch"])
-            source = _scalar(values.get("source"))
-            what = f"slot at byte {_scalar(values.get('slot_byte'))} from rank {source}"
+            found = frame.f_locals
+            expected = _scalar(found["epoch"])
+            source = _scalar(found.get("source"))
+            what = f"slot at byte {_scalar(found.get('slot_byte'))} from rank {source}"
         elif not where or where.startswith(_SIGNALS):
             where = place_of(frame)
     if frames and expected is None:
@@ -49,8 +58,8 @@ def polling(task: Task, seen: int | None, words: list[int], memory: Allocations)
         if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
             where = SourceText(f"{where}, inline PTX: {text}", where.frames)
             break
-    if not frames:
-        where = next(iter(_ptx_lines(suspended)), where)
+    if not frames and (lines := _ptx_lines(suspended)):
+        where = SourceText(", called from ".join(lines), lines[0].frames)
     return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
 
 

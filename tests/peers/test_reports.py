@@ -60,7 +60,7 @@ def test_a_load_and_a_store_in_either_order_are_one_finding(tmp_path: pathlib.Pa
     (finding,) = (each for each in report.findings if each.first is not None)
     assert finding.extent and finding.extent.seeds == (0, 1, 2)
     assert finding.kinds == {"read-write", "write-read"}
-    assert f"\n  turned  {finding.turned}, in schedules" in str(finding)
+    assert f"\n  reverse {finding.reverse}, where the second" in str(finding)
 
 
 def test_neighbours_are_one_step() -> None:

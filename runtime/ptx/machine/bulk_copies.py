@@ -3,7 +3,7 @@
 A copy is done at a time that the seed says, from its start to the wait for it: who looks before, or does
 not wait, may see what was there before. One to shared memory ends at its mbarrier. One from shared memory
 is of a group: it has read by the wait with ``.read``, and is in global memory by the one without, or when
-the program ends. Observers see all of it when it starts; ``async_proxy.py`` has what that means.
+the program ends. Observers see all of it when it starts; ``fences.py`` has what that means.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Findings of ``verify`` as SARIF 2.1.0, which code hosts show in the diff of a pull request.
 
-Paths are relative to the repository that the command runs in. A finding is at the innermost of its lines
-that is in the repository, so that one in a library is where it was called; without such a line, at the
-function that was checked.
+Paths are relative to the repository that the command runs in. A finding is at the line to change, as far as
+that is known, and names the others: at the innermost line that is in the repository, so that one in a
+library is where it was called; without such a line, at the function that was checked.
 """
 
 import hashlib
@@ -111,9 +111,12 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
     if isinstance(report, RaceReport):
         for finding in report.findings:
             signal = finding.signal
-            every = (finding.first, *((signal.written, signal.seen) if signal else ()))
+            ends = (signal.written, signal.seen) if signal else ()
+            every = (finding.first, finding.second, *ends)
             others = [(access.lines, str(access)) for access in every if access]
-            yield made(f"races/{finding.kind}", str(finding), finding.second.lines, *others)
+            others += [(lines, f"to change: {finding.hint}") for lines in finding.change[1:]]
+            at = finding.change[0] if finding.change else finding.second.lines
+            yield made(f"races/{finding.kind}", str(finding), at, *others)
         stories = {story.seed: story for story in report.stories}
         for seed, text in report.errors:
             rule = f"schedules/{text.partition(':')[0]}"

@@ -15,12 +15,13 @@ Pending = dict["Agent", Any]
 class Rules:
     """The rules that hold.
 
-    Off: every release has a barrier before it, every wait one after it, every atomic is acq_rel, or of
-    scope sys, nothing needs a proxy fence.
+    Off: every release has a barrier before it, every wait one after it, every signal covers all puts, every
+    atomic is acq_rel, or of scope sys, nothing needs a proxy fence.
     """
 
     barriers: bool = True
     barriers_after: bool = True
+    puts: bool = True
     orders: bool = True
     scopes: bool = True
     proxies: bool = True
@@ -33,17 +34,24 @@ class Agent:
     everybody at a quiet.
 
     Behind each agent's components are as many *mirrors*: how much of a component's time is known to be
-    ordered before accesses of the async proxy, too. Nothing but a proxy fence raises those.
+    ordered before accesses of the async proxy, too. Nothing but a proxy fence raises those. Behind these
+    are as many again, for accesses by another address of the same memory: a multicast address, or the
+    ordinary one. A store by a multicast address is noted there, so that who comes after it by the ordinary
+    address has to know of a ``fence.proxy.alias`` behind it. The last ones are for puts, which are noted
+    there: any fence or release delivers them, but not the signal of a later put.
     """
 
     components = 2
+    BLOCKS = 4
+    ASYNC, ALIAS, PUTS = range(1, BLOCKS)
 
     def __init__(self, number: int, first: int, rank: int, who: str) -> None:
         self.number, self.first, self.rank, self.who = number, first, rank, who
         self.lanes, self.thread = first, first + 1
-        self.clock = np.zeros(first + 2 * self.components, np.int64)
+        self.clock = np.zeros(first + self.BLOCKS * self.components, np.int64)
         self.clock[self.lanes] = self.clock[self.thread] = 1
         self.barred = [0, 0]
+        self.putting: Any = False
         self.fenced: dict[int, Any] = {}
         self.pending: Pending = {}
         self.for_lanes: Any = None
@@ -88,6 +96,9 @@ class Agent:
         clock = self.clock.copy()
         if not all_threads:
             clock[self.lanes] = self.barred[0]
+            for block in (self.ALIAS, self.PUTS):
+                mirror = self.lanes + block * self.components
+                clock[mirror] = min(clock[mirror], self.barred[0])
             if each_thread:
                 clock[self.thread] = self.barred[1]
         return clock
@@ -117,11 +128,12 @@ class ThreadsAgent(Agent):
     """A program whose accesses tell threads apart: a component for each.
 
     ``clock`` is what all threads know, since the last barrier; of the own components, what was before it.
-    ``times``: of every thread now; ``fenced_times``: at its last proxy fence. ``acquired``, ``waiting``
-    and ``fences``, by thread: what it alone knows; what it has read without acquiring; what it has
-    released with a fence, by scope. ``arrivals``, by thread, what had arrived at a quiet of it or of who
-    it met. ``mbarriers``, by address: what has been told to one in the present phase, and what who waits
-    for the one before learns. ``queues`` of asynchronous accesses, by name.
+    ``times``: of every thread now; ``fenced_times``, ``aliased_times`` and ``delivered_times``: when what
+    it did was last ordered as mirrors say. ``putting``: whether what it stores is put. ``acquired``,
+    ``waiting`` and ``fences``, by thread: what it alone knows; what it has read without acquiring; what it
+    has released with a fence, by scope. ``arrivals``, by thread, what had arrived at a quiet of it or of
+    who it met. ``mbarriers``, by address: what has been told to one in the present phase, and what who
+    waits for the one before learns. ``queues`` of asynchronous accesses, by name.
     """
 
     def __init__(self, number: int, first: int, rank: int, who: str, threads: int) -> None:
@@ -129,6 +141,9 @@ class ThreadsAgent(Agent):
         super().__init__(number, first, rank, who)
         self.times = np.ones(threads, np.int64)
         self.fenced_times = np.zeros(threads, np.int64)
+        self.aliased_times = np.zeros(threads, np.int64)
+        self.delivered_times = np.zeros(threads, np.int64)
+        self.putting = np.zeros(threads, np.bool_)
 
     def begin(self, known: Any) -> None:
         self.learn(known)
@@ -220,8 +235,10 @@ class ThreadsAgent(Agent):
         return known
 
     def _put_own(self, clock: Any, threads: Any) -> Any:
-        for first, times in ((0, self.times), (self.components, self.fenced_times)):
-            clock[self.first + first :][: self.components][threads] = times[threads]
+        every = self.times, self.fenced_times, self.aliased_times, self.delivered_times
+        for block, times in enumerate(every):
+            own = clock[self.first + block * self.components :][: self.components]
+            own[threads] = times[threads]
         return clock
 
     def known_by(self, thread: int) -> Any:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from interlace.verify.race_check.findings import Access, Extent, Finding
+from interlace.verify.race_check.findings import WRITTEN, Access, Extent, Finding
+
+MOST_ACCESSES = 3  # of a cause that are told besides the first two
 
 
 @dataclass
@@ -59,27 +61,28 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
     """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`."""
     first: dict[Any, Finding] = {}
     reach: dict[Any, Reach] = {}
-    turned: dict[Any, str] = {}
+    reverse: dict[Any, str] = {}
     for finding in findings:
-        known = first.setdefault(finding.cause, finding)
+        cause = next((each for each in first if _is_part(finding.cause, each)), finding.cause)
+        known = first.setdefault(cause, finding)
+        if _tells_more(finding, known):
+            first[cause] = finding
         if known.kind != finding.kind:
-            turned[finding.cause] = finding.kind
-        reach.setdefault(finding.cause, Reach()).join(reaches[finding.key])
+            reverse[cause] = finding.kind
+        reach.setdefault(cause, Reach()).join(reaches[finding.key])
     also = {cause: _others(finding, reach[cause]) for cause, finding in first.items()}
     for cause, finding in list(first.items()):
         races = (each for each, race in first.items() if race.first is not None)
         of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
         if of is not None:
             del first[cause]
-            also[of] += (
-                f"{finding.kind}: {_what(finding.second)}, in schedules that have it first",
-            )
+            also[of] += (f"{finding.kind} where it runs first: {_what(finding.second)}",)
     return tuple(
         replace(
             finding,
             extent=reach[cause].extent(),
             also=also[cause],
-            turned=turned.get(cause, ""),
+            reverse=reverse.get(cause, ""),
         )
         for cause, finding in first.items()
     )
@@ -99,7 +102,22 @@ def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
 
 def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
     told = {_what(each) for each in (finding.first, finding.second) if each is not None}
-    return tuple(text for text in reach.accesses if text not in told)
+    others = [text for text in reach.accesses if text not in told]
+    more = len(others) - MOST_ACCESSES
+    return (*others[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
+
+
+def _tells_more(finding: Finding, known: Finding) -> bool:
+    """Whether it is the signal's own finding, or there is more to do."""
+    own = bool(known.polled) > bool(finding.polled)
+    return own or finding.hint.count("; and ") > known.hint.count("; and ")
+
+
+def _is_part(cause: tuple[Any, ...], whole: tuple[Any, ...]) -> bool:
+    """Whether what mends ``whole`` mends ``cause``, too; of words in lines it may be some of several."""
+    if cause[0] in WRITTEN:
+        return cause[0] == whole[0] and {*cause[1:]} <= {*whole[1:]}
+    return cause == whole
 
 
 def _what(access: Access) -> str:

@@ -39,16 +39,22 @@ if TYPE_CHECKING:
 
 SEEDS = 10
 
-# Causes of races: the run again, with one of the detector's rules off.
-CAUSES = (
-    ("no barrier", hints.before, Rules(barriers=False)),
-    ("no barrier", hints.after, Rules(barriers_after=False)),
-    ("no barrier", hints.both, Rules(barriers=False, barriers_after=False)),
-    ("narrow scope", hints.scope, Rules(scopes=False)),
-    ("weak order", hints.order, Rules(orders=False)),
-    ("no proxy fence", hints.proxy, Rules(proxies=False)),
-    ("weak order", hints.several, Rules(*[False] * len(fields(Rules)))),
-)
+# Causes of races, by the rule of the detector: without it, in the same run, it would be none.
+CAUSES = {
+    "barriers": ("no barrier", hints.before),
+    "barriers_after": ("no barrier", hints.after),
+    "puts": ("weak order", hints.puts),
+    "scopes": ("narrow scope", hints.scope),
+    "orders": ("weak order", hints.order),
+    "proxies": ("no proxy fence", hints.proxy),
+}
+NO_RULES = Rules(*[False] * len(fields(Rules)))
+# Without each of the rules; without any; with each alone.
+RELAXED = [
+    *(replace(Rules(), **{rule: False}) for rule in CAUSES),
+    NO_RULES,
+    *(replace(NO_RULES, **{rule: True}) for rule in CAUSES),
+]
 
 
 @overload
@@ -140,7 +146,7 @@ def races(  # type: ignore[misc]
             break
         if new or differs:
             relaxed, teller = (
-                [Detector(seed, rules, [each.key for each in new]) for _, _, rules in CAUSES],
+                [Detector(seed, rules, [each.key for each in new]) for rules in RELAXED],
                 RaceTeller(seed, new),
             )
             several = Several([*relaxed, teller.detector, teller])
@@ -238,19 +244,35 @@ class Several:
 
 
 def _explained(findings: list[Finding], relaxed: list[Detector], again: Detector) -> list[Finding]:
-    """Findings with the rule that makes them, by what detectors with ``CAUSES``' rules did not find.
+    """Findings with the rules that make them, by what detectors with the ``RELAXED`` rules did not find.
 
     From ``again`` they have the steps of their accesses.
     """
+    without, (free,), alone = (
+        relaxed[: len(CAUSES)],
+        relaxed[len(CAUSES) :][:1],
+        relaxed[-len(CAUSES) :],
+    )
     explained = []
     for finding in findings:
         told = again.found.get(finding.key, finding)
         finding = replace(finding, first=told.first, second=told.second)
-        for (kind, hint, _), detector in zip(CAUSES, relaxed, strict=True):
-            if finding.first and finding.key not in detector.found:
-                finding = replace(finding, kind=kind, hint=hint(finding))
-                break
-        if finding.first and not finding.hint and finding.signal is None:
-            finding = replace(finding, hint=hints.missing(finding))
+        if finding.first is not None:
+            key = finding.key
+            every = [*zip(CAUSES.values(), without, alone, strict=True)]
+            broken = [cause for cause, off, _ in every if key not in off.found][:1]
+            if not broken and key not in free.found:  # several at once
+                broken = [cause for cause, _, only in every if key in only.found]
+            made = [hint(finding) for _, hint in broken]
+            if not made:
+                made = [hints.missing(finding)]
+            at = [access.lines for each in made for access in each.at]
+            kind = broken[0][0] if broken else "mixed access" if finding.polled else finding.kind
+            finding = replace(
+                finding,
+                kind=kind,
+                hint="; and ".join(each.text for each in made),
+                change=tuple(dict.fromkeys(at)),
+            )
         explained.append(finding)
     return explained

@@ -146,8 +146,12 @@ class Collector(Observer):
     ) -> None:
         key = finding.key
         if key not in self.found:
-            signal = None if conflict is None else self._signal(conflict)
-            self.found[key] = replace(finding, signal=signal)
+            if conflict is not None:
+                signal, owner = self._signal(conflict), self._owners[conflict.component]
+                poll = self._signals.polled(owner, conflict.time, self._acting)
+                polled = None if poll is None or signal else self._accesses[poll]
+                finding = replace(finding, signal=signal, polled=polled)
+            self.found[key] = finding
             if self._missing is not None:
                 self._missing.discard(key)
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)

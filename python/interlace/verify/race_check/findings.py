@@ -19,7 +19,7 @@ KINDS = {
     "no barrier": "one thread signals or waits: without a barrier others are in no order with it",
     "weak order": "the signal is not released by the one side, or not acquired by the other",
     "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
-    "no proxy fence": "TMA or wgmma accesses what a thread has stored, and no fence.proxy.async is between",
+    "no proxy fence": "the same memory by TMA or wgmma, or by a multicast address, without a proxy fence",
     "mixed access": "plain and atomic accesses of the same bytes that nothing orders",
     "out of bounds": "an access outside of the allocation that its pointer came from",
     "uninitialised": "a load of what nobody has written since the memory was allocated",
@@ -74,6 +74,8 @@ class FailedSignal:
         )
 
 
+WRITTEN = ("weak order", "narrow scope", "mixed access")
+"""Kinds that are mended where an order or a scope is written."""
 EITHER, ORDERS = "either order", ("read-write", "write-read")
 """A load and a store that nothing orders: a schedule has either first, a check of some has both."""
 
@@ -100,9 +102,10 @@ class Finding:
     ``memory`` names the allocation, ``offset`` is the first byte in it and ``count`` how many elements
     of the second access were affected; ``extent`` is that of the cause, and ``also`` where else it shows.
     ``kind`` is one of :data:`KINDS`; ``race`` the kind that it would have without its cause. ``signal`` is
-    the one that should have ordered them, and ``hint`` says what is missing. Of an access that is wrong by
-    itself ``first`` is None, and ``index`` says how the program came to that byte. ``turned``: the kind
-    that it is where the other access comes first, if some schedule has that.
+    the one that should have ordered them; or ``polled`` is the load that waited for one and has no order.
+    ``hint`` says what to do, and ``change`` at which lines, each with those that it was called from. Of an
+    access that is wrong by itself ``first`` is None, and ``index`` says how the program came to that byte.
+    ``reverse``: the kind that it is where the other access comes first, if some schedule has that.
     """
 
     kind: str
@@ -118,12 +121,14 @@ class Finding:
     signal: FailedSignal | None = None
     extent: Extent | None = None
     also: tuple[str, ...] = ()
-    turned: str = ""
+    reverse: str = ""
+    polled: Access | None = None
+    change: tuple[tuple[SourceText, ...], ...] = ()
 
     @property
     def kinds(self) -> set[str]:
         """Its kind, and the one that it is in the other order."""
-        return {self.kind, self.turned} - {""}
+        return {self.kind, self.reverse} - {""}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -136,9 +141,14 @@ class Finding:
 
     @property
     def cause(self) -> tuple[Any, ...]:
-        """Equal for what one change mends: a signal between two lines, or else two lines of accesses."""
+        """Equal for what one change mends: a signal between two lines, or else two lines of accesses.
+
+        An order and a scope are changed where they are written, wherever that is called from.
+        """
         if self.first is None:
             return self.key
+        if self.kind in WRITTEN and self.change:
+            return (self.kind, *sorted(lines[0] for lines in self.change if lines))
         at = (self.signal.written, self.signal.seen) if self.signal else (self.first, self.second)
         kind = EITHER if self.kind in ORDERS else self.kind
         return (kind, *sorted(access.lines for access in at))
@@ -152,12 +162,13 @@ class Finding:
         elements = _counted(self.count, "element")
         if self.memory:
             lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
-        lines += [f"  also    {text}" for text in self.also]
-        turned = f"{self.turned}, in schedules that have the other one first" if self.turned else ""
+        lines += [f"  and     {text}" for text in self.also]
+        reverse = f"{self.reverse}, where the second runs before the first" if self.reverse else ""
         facts = (
-            ("turned", turned),
+            ("reverse", reverse),
             ("index", self.index),
             ("signal", self.signal),
+            ("change", " and ".join(lines[0] for lines in self.change if lines)),
             ("hint", self.hint),
         )
         lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]

@@ -44,11 +44,10 @@ from interlace.verify.race_check.agents import (
     Agent,
     Rules,
     ThreadsAgent,
-    fenced_for,
     joined,
     reaches,
 )
-from interlace.verify.race_check.async_proxy import AsyncProxy
+from interlace.verify.race_check.fences import Fences
 from interlace.verify.race_check.shadow import (
     WRITES,
     Conflict,
@@ -62,7 +61,7 @@ Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
 
 
-class Detector(AsyncProxy):
+class Detector(Fences):
     def __init__(
         self, seed: int, rules: Rules | None = None, asked: Iterable[tuple[Any, ...]] | None = None
     ) -> None:
@@ -99,37 +98,15 @@ class Detector(AsyncProxy):
             given = len(self._agents), len(self._owners), rank, who
             agent = ThreadsAgent(*given, threads) if threads else Agent(*given)
             self._agents[key] = agent
-            self._owners += [agent] * (2 * agent.components)
+            self._owners += [agent] * (agent.BLOCKS * agent.components)
         agent.who = who
         return agent
-
-    def _known(self, agent: Agent) -> KnownTimes:
-        """What an access of the agent comes after."""
-        return KnownTimes(self._whole(agent), agent, self._owners)
-
-    def _whole(self, agent: Agent) -> Any:
-        """The agent's clock, with a place for every component there is."""
-        agent.clock = self._lengthened(agent.clock)
-        return agent.clock
-
-    def _lengthened(self, clock: Any) -> Any:
-        missing = len(self._owners) - len(clock)
-        return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
-
-    def _known_by(self, agent: ThreadsAgent, threads: Any) -> KnownTimes:
-        """What accesses of ``threads``, one for each element, come after."""
-        found: dict[int, tuple[list[int], Any]] = {}
-        for thread in set(threads.tolist()):
-            if (clock := agent.acquired.get(thread)) is not None:
-                found.setdefault(id(clock), ([], clock))[0].append(thread)
-        more = [(these, self._lengthened(clock)) for these, clock in found.values()]
-        return KnownTimes(self._whole(agent), agent, self._owners, agent.first + threads, more)
 
     # -- order ---------------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         agent = self._agent(task)
-        self._forks[task] = self.fenced(agent.clock)
+        self._forks[task] = self.delivered(self.aliased(self.fenced(agent.clock)))
         agent.tick()
         if hasattr(launch.kernel, "fn"):  # and is not PTX
             self.launches.append(launch)
@@ -153,7 +130,7 @@ class Detector(AsyncProxy):
         parent = self._parents.pop(task, None)
         if agent is None or parent is None:
             return
-        self._agent(parent).learn(agent.end())
+        self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
 
     def on_record(self, task: Task, event: Any) -> None:
         agent = self._agent(task)
@@ -196,7 +173,7 @@ class Detector(AsyncProxy):
         if task is None or not len(addresses):
             return
         agent = self._agent(task)
-        threads = threads_of(pointers)
+        threads, multicast = threads_of(pointers), self._by_multicast(pointers)
         if threads is not None:
             self._of_threads(agent, pointers, threads, stores=stores)
             return
@@ -204,9 +181,11 @@ class Detector(AsyncProxy):
         scalar_store = stores and pointers.data.size == 1
         component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        site = self._site(agent, "stores" if stores else "loads", program_lines())
+        does = "puts" if stores and agent.putting else "stores" if stores else "loads"
+        site = self._site(agent, _does(does, pointers), program_lines())
         for segment, cells in self._memory.find(addresses, size):
-            self._access(agent, component, (segment, cells), site, size, stores=stores)
+            place = segment, cells
+            self._access(agent, component, place, site, size, stores=stores, multicast=multicast)
             if not stores:
                 self._unwritten(segment, cells, site, size)
 
@@ -222,14 +201,25 @@ class Detector(AsyncProxy):
                 self._access(agent, agent.thread, place, site, size, stores=stores)
 
     def _access(
-        self, agent: Agent, component: int, place: Spot, site: int, size: int, *, stores: bool
+        self,
+        agent: Agent,
+        component: int,
+        place: Spot,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
+        multicast: bool = False,
     ) -> None:
         segment, cells = place
         known = self._known(agent)
         time = int(known.clock[component])
-        self._check(known, place, site, size, stores=stores)
+        by_switch = self._known(agent, None, multicast=True) if multicast else None
+        self._check(known, place, site, size, stores=stores, by_switch=by_switch)
         if stores:
-            segment.note_store(cells, component, time, site)
+            putting = self.rules.puts and agent.putting
+            block = agent.ALIAS if multicast else agent.PUTS * bool(putting)
+            segment.note_store(cells, component + block * agent.components, time, site)
         else:
             segment.note(segment.loads, cells, component, time, site)
 
@@ -242,16 +232,23 @@ class Detector(AsyncProxy):
         *,
         stores: bool,
         repeats: Callable[[Conflict], bool] = lambda conflict: False,
+        by_switch: KnownTimes | None = None,
     ) -> bool:
-        """Whether there was a store that this one ``repeats``; with that it does not conflict."""
+        """Whether there was a store that this one ``repeats``; with that it does not conflict.
+
+        ``by_switch``: what an access by a multicast address comes after, of what was written.
+        """
         segment, cells = place
+        before = by_switch or known
         self.events += 1
         kind = "write-write" if stores else "write-read"
-        earlier = segment.unordered_store(cells, known)
+        earlier = segment.unordered_store(cells, before)
         others = [each for each in earlier if not repeats(each)]
         self._report(kind, others, site, segment, size)
-        atomics = segment.unordered(segment.atomics, cells, known)
-        atomics = (each for each in atomics if stores or each.extra & WRITES)
+        every = segment.unordered(segment.atomics, cells, before)
+        atomics = [each for each in every if stores or each.extra & WRITES]
+        for each in () if stores else atomics:
+            self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
         self._report("mixed access", atomics, site, segment, size)
         if stores:
             loads = segment.unordered(segment.loads, cells, known)
@@ -263,7 +260,11 @@ class Detector(AsyncProxy):
         """A load or store of a program whose threads are told apart."""
         addresses = pointers.data.ravel()
         size = pointers.get_element_ty().primitive_bitwidth // 8
-        site = self._site(agent, "stores" if stores else "loads", program_lines())
+        does = (
+            "puts" if stores and agent.putting[threads].any() else "stores" if stores else "loads"
+        )
+        site = self._site(agent, _does(does, pointers), program_lines())
+        multicast = self._by_multicast(pointers)
         unchanged = getattr(pointers, "unchanged", False)
         shared = getattr(pointers, "shared", False)
         if stores and (bits := getattr(pointers, "stored", None)) is not None:
@@ -278,12 +279,23 @@ class Detector(AsyncProxy):
         for segment, which in self._memory.parts(addresses):
             cells, each = segment.cells_of(addresses[which], size)
             by = np.repeat(threads[which].astype(np.int64), each)
-            known = self._known_by(agent, by)
+            known = self._known(agent, by)
             known.constant = site if getattr(pointers, "constant", False) else -1
-            place = segment, cells
-            again = self._check(known, place, site, size, stores=stores, repeats=repeats)
+            by_switch = self._known(agent, by, multicast=True) if multicast else None
+            again = self._check(
+                known,
+                (segment, cells),
+                site,
+                size,
+                stores=stores,
+                repeats=repeats,
+                by_switch=by_switch,
+            )
             if stores and not again:
-                segment.note_store(cells, agent.first + by, agent.times[by], site)
+                putting = agent.putting[by] & self.rules.puts
+                block = agent.ALIAS if multicast else agent.PUTS * putting
+                components = agent.first + by + block * agent.components
+                segment.note_store(cells, components, agent.times[by], site)
             elif not stores:
                 self._unwritten(segment, cells, site, size)
                 if getattr(pointers, "incoherent", False):
@@ -315,7 +327,8 @@ class Detector(AsyncProxy):
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         lines = program_lines()
         self.ordering.update(lines[:1])
-        does, threads = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", threads_of(atomic.pointers)
+        does = _does(f"{atomic.kind} ({atomic.sem}, {atomic.scope})", atomic.pointers)
+        threads = threads_of(atomic.pointers)
         if atomic.reads_only and not atomic.releases:
             self._changes = changes
             who = (atomic.by_lanes, atomic.each_thread) if threads is None else threads.tobytes()
@@ -371,8 +384,12 @@ class Detector(AsyncProxy):
         if thread is not None and isinstance(cells, slice):
             cells = np.arange(cells.start, cells.stop)
         by = None if thread is None else np.full(len(cells), thread)
-        known = self._known(agent) if by is None else self._known_by(agent, by)
-        plain: Conflicts = segment.unordered_store(cells, known)
+        multicast = self._by_multicast(atomic.pointers)
+        known = self._known(agent, by)
+        before = self._known(agent, by, multicast=True) if multicast else known
+        plain: Conflicts = segment.unordered_store(cells, before)
+        for each in plain:  # a signal, perhaps
+            self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
         if writes:
             plain = [*plain, *segment.unordered(segment.loads, cells, known)]
         self._report("mixed access", plain, site, segment, size)
@@ -383,12 +400,13 @@ class Detector(AsyncProxy):
                 self._report("narrow scope", [conflict], site, segment, size)
         if by is None:
             time = int(known.clock[component := agent.lanes if lanes else agent.thread])
+            component += agent.ALIAS * agent.components * multicast
             segment.note(segment.atomics, cells, component, time, site, extra)
         else:
             segment.note_threads(
                 segment.atomics,
                 cells,
-                agent.first + by,
+                agent.first + by + agent.ALIAS * agent.components * multicast,
                 agent.times[by],
                 known,
                 (site, extra),
@@ -439,12 +457,13 @@ class Detector(AsyncProxy):
     ) -> None:
         releases = atomic.releases or not self.rules.orders
         if thread is not None:
-            own = agent.released_by(thread, all_threads=not self.rules.barriers)
+            own = self.delivered(agent.released_by(thread, all_threads=not self.rules.barriers))
             sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})
         elif releases:
             lanes = atomic.pointers is not None and atomic.by_lanes
             barriers = self.rules.barriers
-            sent = {scope: agent.released(all_threads=not barriers, each_thread=lanes)}
+            own = agent.released(all_threads=not barriers, each_thread=lanes)
+            sent = {scope: self.delivered(own)}
         else:
             sent = agent.fenced
         for sent_scope, clock in sent.items():
@@ -458,40 +477,9 @@ class Detector(AsyncProxy):
             if isinstance(agent, ThreadsAgent):
                 self.barriers.update(program_lines()[:1])
 
-    def on_fence(self, task: Task | None, sem: str, scope: str, threads: Any = None) -> None:
-        if task is None:
-            return
-        self.ordering.update(program_lines()[:1])
-        agent: Any = self._agent(task)
-        if threads is not None:
-            self._fence_threads(agent, sem, scope, threads)
-            return
-        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
-        for clock in fenced_for(agent, level, agent.pending) if sem != "release" else ():
-            agent.learn(clock)
-        if sem == "acquire":
-            return
-        agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
-        agent.has_released(all_threads=all_threads)
 
-    def _fence_threads(self, agent: ThreadsAgent, sem: str, scope: str, threads: Any) -> None:
-        level = SCOPES[scope] if self.rules.scopes else SYS
-        for thread in threads.tolist():
-            waiting = agent.waiting.get(thread, {}) if sem != "release" else {}
-            for clock in fenced_for(agent, level, waiting):
-                agent.acquire(thread, clock)
-            if sem != "acquire":
-                own = agent.released_by(thread, all_threads=not self.rules.barriers)
-                agent.fences.setdefault(thread, {SYS: agent.before})[level] = own
-        if sem == "acquire":
-            return
-        agent.has_released(threads, all_threads=not self.rules.barriers)
-
-    def on_quiet(self, task: Task | None, threads: Any = None) -> None:
-        if task is not None:
-            agent: Any = self._agent(task)
-            agent.quiet(threads)
-            agent.has_released(threads, all_threads=threads is None)
+def _does(what: str, pointers: Any) -> str:
+    return what + " by multicast" * getattr(pointers, "multicast", False)
 
 
 def _stream_atomic(kind: str, sem: str) -> Atomic:

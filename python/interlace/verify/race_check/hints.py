@@ -1,81 +1,131 @@
-"""Hints of races: by the rule without which it would be none, at the lines of its signal, if it has one."""
+"""Hints of races: what to change, and at which lines, by the rule without which it would be none.
+
+A test applies each hint to its own example (``tests/sim/verify/test_hints.py``).
+"""
 
 import re
+from typing import NamedTuple
 
 from interlace.verify.race_check.findings import Access, Finding
 
 _BARRIER = "tl.debug_barrier()"
 
 
+class Hint(NamedTuple):
+    """What to do, and the accesses at whose lines it is to be done."""
+
+    text: str
+    at: tuple[Access, ...]
+
+
 def _line(access: Access) -> str:
     return f"{access.what} at {access.lines[0]}" if access.lines else access.what
 
 
-def _signal(finding: Finding) -> str:
-    return f"the signal, {_line(finding.signal.written)}" if finding.signal else "the signal"
+def _ends(finding: Finding) -> tuple[Access, Access]:
+    """The signal and the wait between the two accesses; these themselves if there is none."""
+    assert finding.first is not None
+    if finding.signal is None:
+        return finding.first, finding.second
+    return finding.signal.written, finding.signal.seen
 
 
-def _wait(finding: Finding) -> str:
-    return f"the wait, {_line(finding.signal.seen)}" if finding.signal else "the wait"
+def before(finding: Finding) -> Hint:
+    signal, _ = _ends(finding)
+    which = f"the signal, {_line(signal)}" if finding.signal else "the signal behind it"
+    return Hint(f"call {_BARRIER} between the first access and {which}", (signal,))
 
 
-def before(finding: Finding) -> str:
-    return f"call {_BARRIER} between the first access and {_signal(finding)}"
+def after(finding: Finding) -> Hint:
+    _, wait = _ends(finding)
+    which = f"the wait, {_line(wait)}," if finding.signal else "the wait before it"
+    return Hint(f"call {_BARRIER} between {which} and the second access", (wait,))
 
 
-def after(finding: Finding) -> str:
-    return f"call {_BARRIER} between {_wait(finding)}, and the second access"
-
-
-def both(finding: Finding) -> str:
-    return f"call {_BARRIER} before {_signal(finding)}, and after {_wait(finding)}"
-
-
-def scope(finding: Finding) -> str:
+def scope(finding: Finding) -> Hint:
     """The atomics that do not reach each other: the race's own, or the signal's; or fences about them."""
     first, second = finding.first, finding.second
     assert first is not None
     wide, enough = ("gpu", ("gpu", "sys")) if first.rank == second.rank else ("sys", ("sys",))
     if finding.race != "narrow scope":
         if finding.signal is None:
-            return f'signal and wait with scope="{wide}"'
-        first, second = finding.signal.written, finding.signal.seen
+            return Hint(f'signal and wait with scope="{wide}"', (first, second))
+        first, second = _ends(finding)
     narrow = [each for each in (first, second) if _how(each)[1] not in enough]
-    whose = "" if narrow else "the fences about "
-    return f'{whose}{" and ".join(map(_line, narrow or (first, second)))}: scope="{wide}"'
+    whose, at = "" if narrow else "the fences about ", narrow or [first, second]
+    lines = dict.fromkeys(map(_line, at))
+    return Hint(f'{whose}{" and ".join(lines)}: scope="{wide}"', tuple(at))
 
 
-def order(finding: Finding) -> str:
+def order(finding: Finding) -> Hint:
     """Of a signal and a wait that are both relaxed, fences may be what one of them has."""
-    release, acquire = (
-        f'{_signal(finding)} with sem="release"',
-        f'{_wait(finding)} with sem="acquire"',
-    )
-    if finding.signal is not None:
-        releases = _how(finding.signal.written)[0] in ("release", "acq_rel")
-        acquires = _how(finding.signal.seen)[0] in ("acquire", "acq_rel")
-        if releases != acquires:
-            return acquire if releases else release
-    return f"{release}, {acquire}; or fences, before the one and after the other"
-
-
-def proxy(finding: Finding) -> str:
-    return "fence.proxy.async between the two"
-
-
-def several(finding: Finding) -> str:
-    return (
-        f"more than one of barriers, release and acquire, scope, proxy fence, about {_signal(finding)}, "
-        f"and {_wait(finding)}"
+    signal, wait = _ends(finding)
+    if finding.signal is None:
+        return Hint('the signal with sem="release", the wait with sem="acquire"', (signal, wait))
+    if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
+        return Hint(f'{_line(signal)}, which signals and waits, with sem="acq_rel"', (signal,))
+    releases = _how(signal)[0] in ("release", "acq_rel")
+    acquires = _how(wait)[0] in ("acquire", "acq_rel")
+    of_signal = f"the signal, {_ordered(signal, 'release')}"
+    of_wait = f"the wait, {_ordered(wait, 'acquire')}"
+    if releases != acquires:
+        return Hint(of_wait, (wait,)) if releases else Hint(of_signal, (signal,))
+    return Hint(
+        f"{of_signal}, {of_wait}; or fences, before the one and after the other", (signal, wait)
     )
 
 
-def missing(finding: Finding) -> str:
+def _ordered(access: Access, half: str) -> str:
+    """``access`` with ``half``, "release" or "acquire", besides the order that it has."""
+    kind = access.what.partition(" ")[0]
+    if kind in ("load", "loads"):
+        return f'{_line(access)}, as tl.atomic_add(..., 0, sem="acquire") or ld.acquire'
+    if kind in ("store", "stores"):
+        return f'{_line(access)}, as tl.atomic_xchg(..., sem="release") or st.release'
+    other = "acquire" if half == "release" else "release"
+    sem = "acq_rel" if _how(access)[0] in (other, "acq_rel") else half
+    return f'{_line(access)} with sem="{sem}"'
+
+
+def proxy(finding: Finding) -> Hint:
+    assert finding.first is not None
+    accesses = finding.first, finding.second
+    kind = "alias" if any("by multicast" in each.what for each in accesses) else "async"
+    return Hint(f"fence.proxy.{kind} between the two", accesses)
+
+
+def puts(finding: Finding) -> Hint:
+    signal, _ = _ends(finding)
+    return Hint(
+        f"a fence between the put and the later one that signals, {_line(signal)}", (signal,)
+    )
+
+
+def missing(finding: Finding) -> Hint:
     first, second = finding.first, finding.second
     assert first is not None
+    plain = finding.polled
+    if plain is None and finding.race == "mixed access" and any(map(_how, (first, second))):
+        plain = second if _how(first)[0] else first
+    if plain is not None:
+        poll = plain.what == "loads"
+        text = "poll with acquire: " if poll else "signal with release: "
+        return Hint(text + _ordered(plain, "acquire" if poll else "release"), (plain,))
+    if finding.signal is not None:
+        signal, wait = _ends(finding)
+        text = (
+            f"{_line(wait)} is no wait for {_line(signal)}: another width, or written again since"
+        )
+        return Hint(text, (signal, wait))
     if (first.rank, first.who) == (second.rank, second.who):
-        return "no barrier for both of their threads is between them"
-    return "nothing that was signalled behind the first access was waited for before the second"
+        return Hint("no barrier for both of their threads is between them", (second,))
+    if finding.race == "write-write":
+        return Hint(
+            "both store to the same bytes: their addresses overlap, or else something has to order them",
+            (first, second),
+        )
+    text = "nothing that was signalled behind the first access was waited for before the second"
+    return Hint(text, (second,))
 
 
 def _how(access: Access) -> tuple[str, str]:

@@ -44,6 +44,7 @@ class KnownTimes:
 
     Of its own agent it knows all components; where threads are told apart, that of each element, ``own``.
     ``more``: clocks of threads that know more, with their numbers. ``owners``: agents by component.
+    ``multicast``: the access is by such an address, and the clocks say what is before those.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class KnownTimes:
         owners: list[Agent],
         own: Any = None,
         more: Sequence[tuple[Any, Any]] = (),
+        *,
+        multicast: bool = False,
     ) -> None:
         self.clock, self.agent, self.own, self.more = clock, agent, own, more
-        self.owners = owners
+        self.owners, self.multicast = owners, multicast
         self.constant = -1  # a site where all threads store the same
 
     def _behind(self, clock: Any, marks: Any) -> Any:
@@ -80,8 +83,9 @@ class KnownTimes:
             return late
         component = marks["component"]
         if self.own is None:
-            return late & ~self.agent.owns(component)
-        late &= (component != self.own) | (marks["extra"] & SEVERAL != 0)
+            return late if self.multicast else late & ~self.agent.owns(component)
+        same = self.own + 2 * self.agent.components if self.multicast else self.own
+        late &= (component != same) | (marks["extra"] & SEVERAL != 0)
         for components, clock in self.more:
             theirs = np.zeros(self.agent.components, np.bool_)
             theirs[components] = True

@@ -34,6 +34,7 @@ class SignalLog:
         self._written: dict[int, dict[int, tuple[int, tuple[int, int], Any]]] = {}
         self._seen: dict[tuple[int, int], Seen] = {}
         self._by_rank: dict[tuple[int, int], Seen] = {}
+        self._polled: dict[tuple[int, int], tuple[int, int]] = {}
 
     def note(self, agent: Agent, word: tuple[int, int], site: int, *, writes: bool) -> None:
         """``agent`` has read, and perhaps written, the ``word``: its address, its size."""
@@ -45,6 +46,15 @@ class SignalLog:
                 self._seen[agent.number, writer] = self._by_rank[agent.rank, writer] = seen
         if writes:
             by_writer[agent.number] = site, agent.now(), agent.clock.copy()
+
+    def note_poll(self, agent: Agent, writer: Agent, time: int, site: int) -> None:
+        """``agent`` has loaded, without an order, a word that ``writer`` has written at ``time``."""
+        self._polled[agent.number, writer.number] = site, time
+
+    def polled(self, first: Agent, time: int, second: Agent) -> int | None:
+        """The site at which ``second`` has so looked for what ``first`` wrote behind its access."""
+        site, written = self._polled.get((second.number, first.number), (None, 0))
+        return site if time <= written else None
 
     def between(self, first: Agent, component: int, time: int, second: Agent) -> Seen | None:
         """The last signal that ``first`` wrote behind its access, at ``time``, and ``second`` has seen.

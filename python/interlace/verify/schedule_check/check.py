@@ -66,8 +66,8 @@ class Failure:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The interleaving, a line per step."""
-        return self.told.lines()
+        """The interleaving, a line per step, of what several tasks access."""
+        return self.told.lines(shared=True)
 
     @property
     def head(self) -> str:

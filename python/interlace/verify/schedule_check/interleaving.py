@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ class Step(NamedTuple):
     """``task``, or the memory, did what ``text`` says; ``who`` is the task among those of its rank.
 
     ``lines`` of the source are innermost first. ``after``: numbers of the steps whose signals it has seen.
-    ``nbytes``: how many it accesses, if they lie behind each other.
+    ``nbytes``: how many it accesses, if they lie behind each other. ``span``: from which address to which,
+    None for a step that is no access; ``writes``: whether it changes them. A barrier concerns its task
+    ``alone``.
     """
 
     task: str
@@ -36,6 +38,9 @@ class Step(NamedTuple):
     lines: tuple[SourceText, ...] = ()
     after: tuple[int, ...] = ()
     nbytes: int = 0
+    span: tuple[int, int] | None = None
+    writes: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,15 @@ class Story:
     steps: tuple[Step, ...]
     blocked: tuple[BlockedWait, ...] = ()
 
-    def lines(self) -> tuple[str, ...]:
-        """One line per step; repetitions of a line are counted. A long story keeps its end."""
+    def lines(self, *, shared: bool = False) -> tuple[str, ...]:
+        """One line per step; repetitions of a line are counted. A long story keeps its end.
+
+        ``shared``: of accesses, those of memory that some task changes and another one accesses, too.
+        """
         told: list[str] = []
-        for task, steps in itertools.groupby(self.steps, lambda step: step.task):
+        kept = [*_shared(self.steps)] if shared else []
+        kept = kept or [*self.steps]  # of a task that fails by itself all steps matter
+        for task, steps in itertools.groupby(kept, lambda step: step.task):
             told.append(f"{task}:")
             texts = (_with_lines(step) for step in _ranges(steps))
             for text, same in itertools.groupby(texts):
@@ -67,6 +77,23 @@ class Story:
         frames = wait.where.frames
         own = (each.lines for each in self.steps[::-1] if each.rank == wait.rank and each.lines)
         return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
+
+
+def _shared(steps: Sequence[Step]) -> Iterator[Step]:
+    """``steps`` without what no other task can see, nor is seen by: its place in the order is nothing."""
+    users: dict[int, dict[str, bool]] = {}  # by 4 bytes: whether who accesses them changes them
+    for step in steps:
+        for word in _words(step):
+            by_task = users.setdefault(word, {})
+            by_task[step.task] = by_task.get(step.task, False) or step.writes
+    for step in steps:
+        every = [users[word] for word in _words(step)]
+        if not (every or step.alone) or any(len(each) > 1 and any(each.values()) for each in every):
+            yield step
+
+
+def _words(step: Step) -> range:
+    return range(0) if step.span is None else range(step.span[0] // 4, -(-step.span[1] // 4))
 
 
 def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
@@ -122,10 +149,11 @@ class Storyteller(Observer):
         lines: tuple[SourceText, ...],
         after: Any = (),
         nbytes: int = 0,
+        **access: Any,
     ) -> None:
         if task is not None:
             who = self._who(task)
-            self._add(Step(task.name, task.rank, who, text, lines, tuple(after), nbytes))
+            self._add(Step(task.name, task.rank, who, text, lines, tuple(after), nbytes, **access))
 
     def _who(self, task: Task) -> str:
         launch = f" of launch {task.number + 1}" if task.number and task.program else ""
@@ -151,7 +179,9 @@ class Storyteller(Observer):
             size = pointers.get_element_ty().primitive_bitwidth // 8
             behind = bool((np.diff(addresses.astype(np.int64)) == size).all())
             text = f"{verb} {_elements(len(addresses))} at {place}"
-            self._note(task, text, program_lines(), nbytes=len(addresses) * size * behind)
+            nbytes, span = len(addresses) * size * behind, _span(addresses, size)
+            writes = verb == "stores"
+            self._note(task, text, program_lines(), nbytes=nbytes, span=span, writes=writes)
 
     def on_allocate(self, rank: int, memory: Any, label: str) -> None:
         self._memory.put(memory.data_ptr(), memory.nbytes, label)
@@ -160,7 +190,8 @@ class Storyteller(Observer):
         place = self._memory.find(address)
         if place is not None:
             text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
-            self._add(Step("memory", task.rank, task.who, text, nbytes=nbytes))
+            span = address, address + nbytes
+            self._add(Step("memory", task.rank, task.who, text, (), (), nbytes, span, True))
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)
@@ -173,6 +204,7 @@ class Storyteller(Observer):
         if task is None or not addresses:
             return
         place = together(self._place(task, each) or "own memory" for each in addresses)
+        span = _span(addresses, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         before = active(result.data, atomic.pointers, atomic.mask)
         seen, *others = dict.fromkeys(before)
         more = f" and {others[0] if len(others) == 1 else f'{len(others)} more'}" if others else ""
@@ -183,7 +215,8 @@ class Storyteller(Observer):
             addresses = [each for each, done in zip(addresses, swapped, strict=True) if done]
         after = self._waited(task, addresses) if atomic.acquires else ()
         sees = "" if atomic.kind == "store" else f", sees {seen}{more}"
-        self._note(task, f"{verb} at {place}{sees}", program_lines(), after)
+        text, writes = f"{verb} at {place}{sees}", bool(addresses) and not atomic.reads_only
+        self._note(task, text, program_lines(), after, span=span, writes=writes)
         if not atomic.reads_only:
             self._written.update(dict.fromkeys(addresses, (task, self._count - 1)))
 
@@ -197,7 +230,7 @@ class Storyteller(Observer):
 
     def on_barrier(self, task: Task | None, threads: Any = None) -> None:
         met = "" if threads is None else f" of threads {threads.min()} to {threads.max()}"
-        self._note(task, f"barrier{met}", program_lines())
+        self._note(task, f"barrier{met}", program_lines(), alone=True)
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
         self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued(task))
@@ -211,6 +244,10 @@ class Storyteller(Observer):
 
     def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: Any) -> None:
         self._note(task, f"has done: {label}", _enqueued(task))
+
+
+def _span(addresses: Any, size: int) -> tuple[int, int]:
+    return int(min(addresses)), int(max(addresses)) + size
 
 
 def _enqueued(task: Task) -> tuple[SourceText, ...]:

@@ -18,11 +18,13 @@ leaves a choice, the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
 
 What is not modelled: that a ``_nbi`` put may read its source, and a ``_nbi`` get write its destination,
 up to the next ``quiet``; here both are done at once. A put with a signal orders, besides its data, what
-the program stored before; on a network it does not.
+the program stored before, but not what it put before: that needs a fence.
 
 A function without suffix is executed by every thread that comes there: a ``signal_op`` that adds without
 an ``if`` on the thread's number adds once for each.
 """
+
+import functools
 
 import triton
 import triton.language as tl
@@ -135,6 +137,28 @@ def _thread():
 
 
 @triton.jit
+def _put_begins():
+    tl.inline_asm_elementwise(
+        "call nvshmem_put_begins, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _put_ends():
+    tl.inline_asm_elementwise(
+        "call nvshmem_put_ends, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _order_put():
+    """Order the data of a put, and no other puts, before its signal."""
+    tl.inline_asm_elementwise(
+        "call nvshmem_put_fence, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
 def fence():
     """Order this thread's stores, puts and signals before its later ones (``__threadfence_system``)."""
     tl.inline_asm_elementwise(
@@ -157,6 +181,13 @@ quiet_pe = quiet
 @triton.jit
 def putmem_block(dest, source, bytes, pe):
     """Copy ``bytes`` of the own ``source`` to ``dest`` of rank ``pe``; orders nothing that follows."""
+    _put_begins()
+    _store_by_block(dest, source, bytes, pe)
+    _put_ends()
+
+
+@triton.jit
+def _store_by_block(dest, source, bytes, pe):
     tl.debug_barrier()
     _copy_by_block(remote_ptr(dest, pe), source, bytes)
     tl.debug_barrier()
@@ -165,12 +196,21 @@ def putmem_block(dest, source, bytes, pe):
 @triton.jit
 def putmem(dest, source, bytes, pe, qp_id=0):
     """As :func:`putmem_block`, by each thread that calls it."""
+    _put_begins()
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
+    _put_ends()
 
 
 @triton.jit
 def putmem_warp(dest, source, bytes, pe):
     """As :func:`putmem_block`, by the 32 threads of each warp that calls it."""
+    _put_begins()
+    _store_by_warp(dest, source, bytes, pe)
+    _put_ends()
+
+
+@triton.jit
+def _store_by_warp(dest, source, bytes, pe):
     _sync_warp()
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, _thread() % 32, 32)
     _sync_warp()
@@ -246,8 +286,8 @@ def _is_add(operation: int) -> int:
 @triton.jit
 def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
     """Copy to rank ``pe``, then signal there, by one thread: who waits for the signal sees the data."""
-    putmem_block(dest, source, bytes, pe)
-    fence()
+    _store_by_block(dest, source, bytes, pe)
+    _order_put()
     if _thread() == 0:
         signal_op(sig_addr, signal, sig_op, pe)
 
@@ -255,16 +295,16 @@ def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
 @triton.jit
 def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
     """As :func:`putmem_signal_block`, by each thread that calls it."""
-    putmem(dest, source, bytes, pe)
-    fence()
+    _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
+    _order_put()
     signal_op(sig_addr, signal, sig_op, pe)
 
 
 @triton.jit
 def putmem_signal_warp(dest, source, bytes, sig_addr, signal, sig_op, pe):
     """As :func:`putmem_signal_block`, by each warp that calls it."""
-    putmem_warp(dest, source, bytes, pe)
-    fence()
+    _store_by_warp(dest, source, bytes, pe)
+    _order_put()
     if _thread() % 32 == 0:
         signal_op(sig_addr, signal, sig_op, pe)
 
@@ -350,5 +390,18 @@ def _quiet(threads: Threads) -> None:
     threads.session.hooks.tell("on_quiet", threads.who())
 
 
-TOGETHER.update(nvshmem_quiet=_quiet)
+def _put_fence(threads: Threads) -> None:
+    threads.session.hooks.fence("acq_rel", "sys", threads.who(), puts=False)
+
+
+def _puts(begin: bool, threads: Threads) -> None:
+    threads.session.hooks.tell("on_puts", threads.who(), begin=begin)
+
+
+TOGETHER.update(
+    nvshmem_quiet=_quiet,
+    nvshmem_put_fence=_put_fence,
+    nvshmem_put_begins=functools.partial(_puts, True),
+    nvshmem_put_ends=functools.partial(_puts, False),
+)
 FUNCTIONS.update(nvshmem_is_add=_is_add, nvshmem_comparison=_comparison)

@@ -1,4 +1,4 @@
-"""The race detector's half for the async proxy: TMA, bulk copies, ``wgmma``, and mbarriers.
+"""The race detector's half for fences, and for the async proxy: TMA, bulk copies, ``wgmma``, mbarriers.
 
 An asynchronous access is done by nobody's thread, at any time from its start to its end. It comes after
 what the thread that starts it knows, and of stores by threads after those only that a proxy fence stands
@@ -10,44 +10,154 @@ barriers, releases and mbarriers. A start of a kernel is one. That memory is wri
 has read needs none, nor does a tensor map; fences of one state space are taken for fences of all.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.core.errors import SourceText
 from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import (
     SCOPES,
+    SYS,
     Agent,
     AsyncAgent,
     Rules,
     ThreadsAgent,
+    fenced_for,
     joined,
 )
 from interlace.verify.race_check.collector import Collector
 from interlace.verify.race_check.shadow import WRITES, KnownTimes
 
 
-class AsyncProxy(Collector):
+class Fences(Collector):
     rules: Rules
     events: int
+    ordering: set[SourceText]
     _agents: dict[Any, Agent]
-    _lengthened: Callable[[Any], Any]
+
+    def _known(self, agent: Any, threads: Any = None, *, multicast: bool = False) -> KnownTimes:
+        """What an access comes after; of ``threads``, one for each element, where they are told apart."""
+        whole = self._by_switch if multicast else self._lengthened
+        agent.clock = self._lengthened(agent.clock)
+        clock = whole(agent.clock)
+        if threads is None:
+            return KnownTimes(clock, agent, self._owners, multicast=multicast)
+        found: dict[int, tuple[list[int], Any]] = {}
+        for thread in set(threads.tolist()):
+            if (told := agent.acquired.get(thread)) is not None:
+                found.setdefault(id(told), ([], told))[0].append(thread)
+        more = [(these, whole(told)) for these, told in found.values()]
+        own = agent.first + threads
+        return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
+
+    def _lengthened(self, clock: Any) -> Any:
+        """``clock``, with a place for every component there is."""
+        missing = len(self._owners) - len(clock)
+        return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
+
+    def _by_multicast(self, pointers: Any) -> bool:
+        """Whether an access is by a multicast address, and that makes a difference."""
+        return self.rules.proxies and getattr(pointers, "multicast", False)
 
     def fenced(self, clock: Any) -> Any:
         """``clock``, all of which the async proxy comes after."""
-        clock = self._lengthened(clock).copy()
-        bases, mirrors = self._components()
+        return self._mirrored(clock, Agent.ASYNC)
+
+    def aliased(self, clock: Any) -> Any:
+        """``clock``, all of which accesses by any address of the same memory come after."""
+        return self._mirrored(clock, Agent.ALIAS)
+
+    def delivered(self, clock: Any) -> Any:
+        """``clock``, with all puts that were begun by then."""
+        return self._mirrored(clock, Agent.PUTS)
+
+    def _mirrored(self, clock: Any, block: int) -> Any:
+        clock, (bases, mirrors) = self._lengthened(clock).copy(), self._components(block)
         clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
         return clock
 
-    def _components(self) -> tuple[Any, Any]:
-        """All components, and their mirrors."""
+    def _by_switch(self, clock: Any) -> Any:
+        """What accesses by multicast addresses come after, in the place of what others do."""
+        clock = self._lengthened(clock).copy()
+        bases, mirrors = self._components(Agent.ALIAS)
+        clock[bases], clock[mirrors] = clock[mirrors], clock[bases]
+        return clock
+
+    def _components(self, block: int) -> tuple[Any, Any]:
+        """All components, and their mirrors of a block."""
         agents = self._agents.values()
         bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
-        return bases, bases + np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
+        counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
+        return bases, bases + block * counts
+
+    def on_alias_fence(self, task: Task | None, threads: Any = None) -> None:
+        if task is None:
+            return
+        agent: Any = self._agent(task)
+        if threads is None:
+            agent.clock = self.aliased(agent.clock)
+            agent.tick()
+            return
+        agent.aliased_times[threads] = agent.times[threads]
+        for thread in threads.tolist():
+            agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
+        agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_puts(self, task: Task | None, threads: Any, *, begin: bool) -> None:
+        if task is not None:
+            agent: Any = self._agent(task)
+            if threads is None:
+                agent.putting = begin
+            else:
+                agent.putting[threads] = begin
+
+    def on_fence(
+        self, task: Task | None, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+    ) -> None:
+        if task is None:
+            return
+        self.ordering.update(program_lines()[:1])
+        agent: Any = self._agent(task)
+        if threads is not None:
+            self._fence_threads(agent, sem, scope, threads, puts)
+            return
+        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
+        for clock in fenced_for(agent, level, agent.pending) if sem != "release" else ():
+            agent.learn(clock)
+        if sem == "acquire":
+            return
+        if puts:
+            agent.clock = self.delivered(agent.clock)
+        agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
+        agent.has_released(all_threads=all_threads)
+
+    def _fence_threads(
+        self, agent: ThreadsAgent, sem: str, scope: str, threads: Any, puts: bool
+    ) -> None:
+        level = SCOPES[scope] if self.rules.scopes else SYS
+        if puts and sem != "acquire":
+            agent.delivered_times[threads] = agent.times[threads]
+        for thread in threads.tolist():
+            waiting = agent.waiting.get(thread, {}) if sem != "release" else {}
+            for clock in fenced_for(agent, level, waiting):
+                agent.acquire(thread, clock)
+            if sem != "acquire":
+                own = agent.released_by(thread, all_threads=not self.rules.barriers)
+                own = self.delivered(own) if puts else own
+                agent.fences.setdefault(thread, {SYS: agent.before})[level] = own
+        if sem == "acquire":
+            return
+        agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_quiet(self, task: Task | None, threads: Any = None) -> None:
+        if task is not None:
+            agent: Any = self._agent(task)
+            agent.quiet(threads)
+            agent.has_released(threads, all_threads=threads is None)
 
     def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
         if task is None:
@@ -102,7 +212,7 @@ class AsyncProxy(Collector):
             own = agent.released_by(copy.thread, all_threads=not self.rules.barriers)
             fenced = self._lengthened(own)
             if self.rules.proxies:
-                bases, mirrors = self._components()
+                bases, mirrors = self._components(Agent.ASYNC)
                 fenced = fenced.copy()
                 fenced[bases] = fenced[mirrors]
             queue.known = self._lengthened(own), fenced
@@ -113,7 +223,7 @@ class AsyncProxy(Collector):
         if found is None:
             found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)
             self._agents[key] = found
-            self._owners += [found] * (2 * found.components)
+            self._owners += [found] * (found.BLOCKS * found.components)
         assert isinstance(found, AsyncAgent)
         return found
 

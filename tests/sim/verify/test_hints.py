@@ -1,0 +1,164 @@
+"""Hints of races: each is applied to its own example, to the letter, and the example is clean then."""
+
+import importlib.util
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from interlace.verify import Finding, races
+
+HEAD = '''
+import torch
+import triton
+import triton.language as tl
+
+from interlace import get_rank
+from interlace.groups.groups import default_group
+
+
+@triton.jit
+def fence(SCOPE: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "fence.acq_rel." + SCOPE + "; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def tell(peers_ptr, out_ptr, rank, B: tl.constexpr):
+    """Rank 0 writes a block of rank 1 and raises a flag there; program 0 does, and 1 in one GPU."""
+    i = tl.arange(0, B)
+    there = tl.load(peers_ptr + PEER)
+    flag = there.to(tl.pointer_type(tl.int32))
+    block = (there + 64).to(tl.pointer_type(tl.float32)) + i
+    if FIRST:
+        tl.store(block, i + 1.0)
+        SIGNAL
+    elif SECOND:
+        WAIT
+        tl.store(out_ptr + i, tl.load(block))
+
+
+@triton.jit
+def last(peers_ptr, out_ptr, rank, B: tl.constexpr):
+    """The last program of a grid reads what all have stored."""
+    i = tl.arange(0, B)
+    here = tl.load(peers_ptr + rank)
+    block = (here + 64).to(tl.pointer_type(tl.float32))
+    tl.store(block + tl.program_id(0) * B + i, i + 1.0)
+    tl.debug_barrier()
+    if tl.atomic_add(here.to(tl.pointer_type(tl.int32)), 1, sem="LAST", scope="gpu") == 1:
+        tl.debug_barrier()
+        tl.store(out_ptr + i, tl.load(block + i) + tl.load(block + B + i))
+
+
+def fn():
+    memory = default_group().place.allocate(1024)
+    memory.view(get_rank(), 0, (256,), torch.int32).zero_()
+    default_group().place.allocate(8)
+    KERNEL[(2,)](memory.peers, torch.empty(16), get_rank(), 16)
+'''
+RANKS = {"PEER": "1", "FIRST": "(rank == 0) & (tl.program_id(0) == 0)"}
+RANKS["SECOND"] = "(rank == 1) & (tl.program_id(0) == 0)"
+PROGRAMS = {"PEER": "rank", "FIRST": "tl.program_id(0) == 0", "SECOND": "True"}
+
+
+def told(signal: str, wait: str, **who: str) -> dict[str, str]:
+    """An example of message passing: lines of the signal and of the wait."""
+    parts = {"SIGNAL": signal, "WAIT": wait, "KERNEL": "tell", **(who or RANKS)}
+    return {name: text.replace("\n", "\n        ") for name, text in parts.items()}
+
+
+BARRIER = "tl.debug_barrier()\n"
+RAISE = 'tl.atomic_xchg(flag, 1, sem="{}", scope="{}")'
+POLL = 'while tl.atomic_add(flag, 0, sem="{}", scope="{}") == 0:\n    pass'
+RAISED, POLLED = RAISE.format("release", "sys"), POLL.format("acquire", "sys")
+RELAXED = RAISE.format("relaxed", "sys"), POLL.format("relaxed", "sys")
+
+# Of each: the example, and a part of its hint.
+EXAMPLES = {
+    "no release": (told(BARRIER + RELAXED[0], POLLED), 'the signal, xchg (relaxed, sys) at'),
+    "no acquire": (told(BARRIER + RAISED, RELAXED[1]), 'the wait, add (relaxed, sys) at'),
+    "neither": (told(BARRIER + RELAXED[0], RELAXED[1]), "or fences"),
+    "a counter that releases": ({"LAST": "release", "KERNEL": "last"}, 'sem="acq_rel"'),
+    "a counter that acquires": ({"LAST": "acquire", "KERNEL": "last"}, 'sem="acq_rel"'),
+    "a relaxed counter": ({"LAST": "relaxed", "KERNEL": "last"}, 'sem="acq_rel"'),
+    "a counter that acquires and signals": (
+        told(BARRIER + RAISE.format("acquire", "sys"), POLL.format("release", "sys")), "acq_rel"),
+    "no barrier": (told(RAISED, POLLED), "the signal, xchg (release, sys) at"),
+    "signal of gpu scope": (told(BARRIER + RAISE.format("release", "gpu"), POLLED), "xchg (release, gpu)"),
+    "wait of gpu scope": (told(BARRIER + RAISED, POLL.format("acquire", "gpu")), "add (acquire, gpu)"),
+    "both of cta scope": (
+        told(BARRIER + RAISE.format("release", "cta"), POLL.format("acquire", "cta"), **PROGRAMS),
+        'scope="gpu"'),
+    "a plain poll": (
+        told(BARRIER + RAISED, "while tl.load(flag) == 0:\n    pass"), "poll with acquire: loads at"),
+    "a volatile poll": (
+        told(BARRIER + RAISED, "while tl.load(flag, volatile=True) == 0:\n    pass"), "as tl.atomic_add"),
+    "a plain signal": (told(BARRIER + "tl.store(flag, 1)", POLLED), "signal with release: stores at"),
+    "fences of gpu scope": (
+        told(BARRIER + 'fence("gpu")\n' + RELAXED[0], RELAXED[1] + '\nfence("gpu")'), 'scope="sys"'),
+    "relaxed, and no barrier": (told(RELAXED[0], POLLED), "; and "),
+    "relaxed, and of gpu scope": (
+        told(BARRIER + RAISE.format("relaxed", "gpu"), POLLED), "; and "),
+}  # fmt: skip
+
+
+def written(text: str, folder: pathlib.Path, number: int) -> Any:
+    """The function of a file with ``text``."""
+    path = folder / f"hinted_{folder.name}_{number}.py".replace("-", "_")
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.fn
+
+
+def applied(text: str, finding: Finding) -> str:
+    """``text`` with the lines changed that the finding says to change, as its hint says."""
+    lines, hint = text.splitlines(), finding.hint
+    assert finding.change, finding
+    for change in sorted(finding.change, key=lambda each: -each[0].frames[0][1]):
+        number = change[0].frames[0][1] - 1
+        at = next(n for n in (number, number - 1) if lines[n].strip() != "pass")
+        named = f":{change[0].frames[0][1]} in"
+        line = lines[at]
+        for part in re.split("; and |, the wait,", hint):
+            if named not in part:
+                continue
+            if sem := re.search(r'with sem="(\w+)"', part):
+                line = re.sub(r'sem="\w+"', f'sem="{sem[1]}"', line)
+            if scope := re.search(r'scope="(\w+)"', part):
+                line = re.sub(r'scope="\w+"', f'scope="{scope[1]}"', line)
+            if "as tl.atomic_add" in part:
+                line = re.sub(
+                    r"tl\.load\(flag.*?\)",
+                    'tl.atomic_add(flag, 0, sem="acquire", scope="sys")',
+                    line,
+                )
+            if "as tl.atomic_xchg" in part:
+                line = re.sub(r"tl\.store\(flag, 1\)", RAISED, line)
+            if "the fences about" in part:
+                text = re.sub(r'fence\("\w+"\)', f'fence("{scope[1]}")', "\n".join(lines))
+                lines = text.splitlines()
+            if "tl.debug_barrier() between the first access and" in part:
+                indent = line[: len(line) - len(line.lstrip())]
+                line = f"{indent}tl.debug_barrier()\n{line}"
+        lines[at] = line
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_clean_once_its_hint_is_applied(name: str, tmp_path: pathlib.Path) -> None:
+    parts, said = EXAMPLES[name]
+    text = HEAD
+    for word, part in parts.items():
+        text = text.replace(word, part)
+    (finding,) = races(written(text, tmp_path, 0), 2, seeds=3).findings
+    assert said in finding.hint, finding
+    mended = applied(text, finding)
+    assert mended != text
+    report = races(written(mended, tmp_path, 1), 2, seeds=3)
+    assert report.clean, f"{finding}\n{mended}\n{report}"
