@@ -1,6 +1,7 @@
 """Modules that stand for others, for as long as something is imported or runs."""
 
 import contextlib
+import functools
 import importlib.machinery
 import sys
 import types
@@ -15,6 +16,11 @@ on_simulated_ranks: list[Callable[[], tuple[dict[str, Any], Mapping[str, Any]]]]
 """What has which names replaced while simulated ranks run, in one thread by turns."""
 
 
+_ABSENT = object()
+# what was set where, and what was there before
+_entries: list[tuple[dict[str, Any], str, Any]] = []
+
+
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Within, ranks are simulated."""
@@ -27,25 +33,134 @@ def simulated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(modules: Mapping[str, str]) -> Iterator[None]:
-    """Let ``import`` find others by these names within: parents first, "" for an empty module."""
+    """Let ``import`` find others by these names within: parents first, "" for an empty module.
+
+    A module with a ``__path__`` stands for a package, and so does an empty one without parent: the modules
+    of it for which nothing stands are those of the real package, if there is one. They are imported anew
+    within, and are gone afterwards, as they refer to what stands for the others.
+    """
     with contextlib.ExitStack() as leaving:
+        _forget(leaving, {name for name in modules if "." not in name})
         for real, name in modules.items():
-            module = importlib.import_module(name) if name else types.ModuleType(real)
-            if not name:
-                module.__spec__ = importlib.machinery.ModuleSpec(real, None)
             parent, _, last = real.rpartition(".")
+            module = importlib.import_module(name) if name else types.ModuleType(real)
+            if hasattr(module, "__path__") or not (name or parent):
+                module = _package(real, module)
+            elif not name:
+                module.__spec__ = importlib.machinery.ModuleSpec(real, None)
             put(leaving, sys.modules, real, module)
+            # `import a.b as c` takes the attribute of a, not the entry of sys.modules; but a function of
+            # that name, as `triton_dist.jit` is one in a module of the same name, is the attribute
             if parent:
-                # `import a.b as c` takes the attribute of a, not the entry of sys.modules
-                put(leaving, vars(importlib.import_module(parent)), last, module)
+                names = vars(importlib.import_module(parent))
+                if not isinstance(names.get(last), types.FunctionType):
+                    put(leaving, names, last, module)
             put(leaving, now, real, name)
         yield
 
 
+def _forget(leaving: contextlib.ExitStack, packages: set[str]) -> None:
+    """Let nothing of ``packages`` be imported until ``leaving`` is left, nor what is imported till then."""
+
+    def known() -> dict[str, types.ModuleType]:
+        return {name: m for name, m in sys.modules.items() if name.partition(".")[0] in packages}
+
+    def recall() -> None:
+        for name in known():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+    before = known()
+    leaving.callback(recall)
+    for name in before:
+        del sys.modules[name]
+
+
+def _package(real: str, module: types.ModuleType) -> types.ModuleType:
+    """What ``module`` has, as the package ``real``: of its name, by which ``from`` looks for modules."""
+    made = types.ModuleType(real, module.__doc__)
+    names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    vars(made).update(names, __path__=_Behind(real))
+    made.__spec__ = importlib.machinery.ModuleSpec(real, None, is_package=True)
+    return made
+
+
+class _Behind(list[str]):
+    """The folders of the real package: looked up when they are needed, as ``sys.path`` changes."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__()
+        self._package = package
+
+    def __iter__(self) -> Iterator[str]:
+        for finder in sys.meta_path:
+            spec = finder.find_spec(self._package, None)
+            if spec is not None:
+                return iter(spec.submodule_search_locations or ())
+        return iter(())
+
+
 def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: Any) -> None:
     """Set an entry until ``leaving`` is left."""
-    if key in where:
-        leaving.callback(where.__setitem__, key, where[key])
-    else:
-        leaving.callback(where.pop, key, None)
+    entry = where, key, where.get(key, _ABSENT)
+    _entries.append(entry)
     where[key] = value
+
+    def undo() -> None:
+        del _entries[max(i for i, each in enumerate(_entries) if each is entry)]
+        _set(*entry)
+
+    leaving.callback(undo)
+
+
+def _set(where: dict[str, Any], key: str, value: Any) -> None:
+    if value is _ABSENT:
+        where.pop(key, None)
+    else:
+        where[key] = value
+
+
+@contextlib.contextmanager
+def _nothing_stands_in() -> Iterator[None]:
+    """Within, every entry that was set is as it was before."""
+    entries = list(_entries)
+    values = []
+    for where, key, before in reversed(entries):
+        values.append(where.get(key, _ABSENT))
+        _set(where, key, before)
+    try:
+        yield
+    finally:
+        for (where, key, _), value in zip(entries, reversed(values), strict=True):
+            _set(where, key, value)
+
+
+@contextlib.contextmanager
+def imported_as_it_is(package: str, then: Callable[[types.ModuleType], None]) -> Iterator[None]:
+    """Within, modules of ``package`` see what is real while they are imported. ``then`` gets each of them.
+
+    So they can be imported whatever stands for something, and keep nothing of it.
+    """
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            if not name.startswith(f"{package}."):
+                return None
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            if spec is not None and hasattr(spec.loader, "exec_module"):
+                loader: Any = spec.loader
+                loader.exec_module = functools.partial(execute, loader)
+            return spec
+
+    def execute(loader: Any, module: types.ModuleType) -> None:
+        del loader.exec_module
+        with _nothing_stands_in():
+            loader.exec_module(module)
+        then(module)
+
+    sys.meta_path.insert(0, Finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(Finder)

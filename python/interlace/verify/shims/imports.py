@@ -19,7 +19,6 @@ import interlace
 from interlace.runtime.compat import custom_ops, stand_ins
 from interlace.runtime.compiler.request import STOOD_FOR
 from interlace.runtime.places.sim import place, user_code
-from interlace.symmetric_memory.registration import NAMES
 
 _HERE = "interlace.verify.shims"
 _EXTRA = "triton_dist.language.extra"
@@ -114,26 +113,24 @@ def calls_a_shim(kernel: Any) -> bool:
 def _torch_of_a_gpu() -> Iterator[None]:
     """Within, code of a process and a GPU per rank runs on simulated ranks."""
     # what few need
-    from interlace.symmetric_memory import torch_ops
     from interlace.verify.shims import torch_cuda, torch_distributed, torch_memory
 
-    # torch imports it in places; it is to see the real functions, and to stay
+    # torch imports it in places; it is to stay
     importlib.import_module("torch._dynamo")
     known = set(sys.modules)
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]
     made = torch_memory.MemoryOfTorch
+    group = {"ProcessGroup": torch_distributed.SimulatedGroup}
     replaced: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.cuda, torch_cuda.REPLACED),
         (torch.cuda.nvtx, torch_cuda.NVTX),
-        (dist, torch_distributed.REPLACED),
-        (c10d, torch_distributed.REPLACED),
-        (dist.device_mesh, torch_distributed.REPLACED),  # which has imported them by name
+        (dist, group),
+        (c10d, group),
         (symmetric, {"_SymmetricMemory": made, "is_nvshmem_available": lambda: True}),
-        (of_torch, {"_SymmetricMemory": made}),
-        # as ops of torch they would wait within pybind11, and ranks that take turns there end the process
-        (torch.ops.symm_mem, {name: getattr(torch_ops, name) for name in NAMES}),
+        (of_torch, {"_SymmetricMemory": made} | group),
     )
+    real = {name: getattr(c10d, name) for name in torch_distributed.REPLACED}
 
     def modules() -> list[types.ModuleType]:
         return [symmetric, *(m for name, m in sys.modules.items() if name not in known and _own(m))]
@@ -147,10 +144,21 @@ def _torch_of_a_gpu() -> Iterator[None]:
     token = place.AROUND.set(functools.partial(user_code.entered, setup))
     try:
         with contextlib.ExitStack() as leaving:
+
+            def imported(module: types.ModuleType) -> None:
+                """Of torch, which may have functions of ``torch.distributed`` by name."""
+                for name, value in torch_distributed.REPLACED.items():
+                    if vars(module).get(name) is real[name]:
+                        stand_ins.put(leaving, vars(module), name, value)
+
             leaving.enter_context(custom_ops.of_libraries())
+            torch_memory.replace_ops(leaving)
             for module, names in replaced:
                 for name, value in names.items():
                     stand_ins.put(leaving, vars(module), name, value)
+            for module in [m for name, m in sys.modules.items() if name.startswith("torch.")]:
+                imported(module)
+            leaving.enter_context(stand_ins.imported_as_it_is("torch", imported))
             yield
     finally:
         place.AROUND.reset(token)

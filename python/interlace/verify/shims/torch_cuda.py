@@ -204,6 +204,18 @@ class RankDevice(contextlib.nullcontext[None]):
         super().__init__()
 
 
+class MemoryPool:
+    """A pool of memory, from which nothing is taken."""
+
+    id = (0, 0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class DeviceOf(RankDevice):
+    """Within, the device of a tensor is the current one, as it is."""
+
+
 REPLACED: dict[str, Any] = {
     "Stream": RankStream,
     "Event": RankEvent,
@@ -220,12 +232,13 @@ REPLACED: dict[str, Any] = {
         ("_sleep", "set_device", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats"),
         _nothing,
     ),
-    **dict.fromkeys(("use_mem_pool", "device_of"), _nothing_within),
+    "use_mem_pool": _nothing_within,
+    "device_of": DeviceOf,
     **dict.fromkeys(
         (f"{most}memory_{what}" for most in ("", "max_") for what in ("allocated", "reserved")),
         lambda device=None: 0,
     ),
-    "MemPool": _nothing,
+    "MemPool": MemoryPool,
     "is_current_stream_capturing": lambda: False,
     "is_initialized": is_available,
     "is_bf16_supported": lambda *args, **kwargs: True,

@@ -20,23 +20,49 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place
 
 _c10d: Any = dist.distributed_c10d
+_REAL = dist.ProcessGroup
 
 
-class SimulatedGroup(InterlaceProcessGroup):
-    """A process group of torch over simulated ranks. ``found``: their communicator, once it is needed."""
+class _Kind(type(dist.ProcessGroup)):  # type: ignore[misc]
+    """Takes every process group of torch, and every class of them, for one of ``SimulatedGroup``."""
 
-    def __init__(self, place: Place, found: Callable[[], Communicator], name: str) -> None:
-        super(InterlaceProcessGroup, self).__init__(place.rank, place.world_size)
-        self._found = found
-        self._place, self._waits = place, SimpleNamespace(options=None)
-        self._store = self._gloo = None
-        self._timeout = timedelta(seconds=DEFAULT_TIMEOUT)
-        self._group_name, self._group_description = name, "undefined"
-        self._has_gpus = self._high_priority = False
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return (
+            isinstance(instance, _REAL)
+            if cls is SimulatedGroup
+            else super().__instancecheck__(instance)
+        )
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        return (
+            issubclass(other, _REAL) if cls is SimulatedGroup else super().__subclasscheck__(other)
+        )
+
+
+class SimulatedGroup(InterlaceProcessGroup, metaclass=_Kind):
+    """A process group of torch over simulated ranks, which stands for ``dist.ProcessGroup``.
+
+    So it is made, and derived from, as that class: by a rank and a size.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super(InterlaceProcessGroup, self).__init__(*args, **kwargs)
+
+    @classmethod
+    def over(cls, place: Place, found: Callable[[], Communicator], name: str) -> "SimulatedGroup":
+        """Of the ranks of ``place``. ``found``: their communicator, once it is needed."""
+        group = cls(place.rank, place.world_size)
+        group._found = found
+        group._place, group._waits = place, SimpleNamespace(options=None)
+        group._store = group._gloo = None
+        group._timeout = timedelta(seconds=DEFAULT_TIMEOUT)
+        group._group_name, group._group_description = name, "undefined"
+        group._has_gpus = group._high_priority = False
+        return group
 
     @property
     def interlace_communicator(self) -> Communicator:  # type: ignore[override]
-        return self._found()
+        return self._found()  # type: ignore[no-any-return]
 
     def _own(self, tensors: Any) -> Any:
         """All of them: the dispatch modes of a check are no reason to go through torch's dispatcher."""
@@ -45,7 +71,7 @@ class SimulatedGroup(InterlaceProcessGroup):
 
 def join(place: Place) -> None:
     """Register the group of all ranks as torch's default group, for the rank of ``place``."""
-    group = SimulatedGroup(place, groups.default_group, rank_lists.DEFAULT_NAME)
+    group = SimulatedGroup.over(place, groups.default_group, rank_lists.DEFAULT_NAME)
     _c10d._world.default_pg = _registered(group, range(place.world_size))
 
 
@@ -74,7 +100,7 @@ def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> 
     if not isinstance(made, Communicator):
         return made
     name = rank_lists.name_of(groups.default_group(), made)
-    return _registered(SimulatedGroup(made.place, lambda: made, name), made.ranks)
+    return _registered(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
 
 
 def resolve_process_group(name: str) -> Any:

@@ -5,12 +5,15 @@ The functions of that module are torch's, unchanged: ``empty``, ``rendezvous``, 
 ``torch._C._distributed_c10d._SymmetricMemory`` of torch 2.13.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
-from interlace.symmetric_memory import functions, handle
+from interlace.symmetric_memory import functions, handle, torch_ops
+from interlace.symmetric_memory.registration import NAMES
 from interlace.verify.shims.torch_cuda import get_device_capability, run_streams
 
 _groups: dict[int, str] = {}  # of allocations that were told one, by address
@@ -75,3 +78,29 @@ class MemoryOfTorch(handle.SymmetricMemory):
     @staticmethod
     def get_mempool_allocator(device: Any) -> None:
         """There are no pools."""
+
+
+class PacketOnRanks(OpOverloadPacket):
+    """An op of ``torch.ops.symm_mem`` that is called as interlace's function, and is an op otherwise.
+
+    As ops of torch they would wait within pybind11, and ranks that take turns there end the process.
+    """
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch_ops, self.__name__)(*args, **kwargs)
+
+
+class OverloadOnRanks(OpOverload):
+    """The same of its overload ``default``."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch_ops, self.overloadpacket.__name__)(*args, **kwargs)
+
+
+def replace_ops(leaving: contextlib.ExitStack) -> None:
+    """Have :data:`NAMES` call interlace until ``leaving`` is left, also by whoever has an op already."""
+    for name in NAMES:
+        packet: Any = getattr(torch.ops.symm_mem, name)
+        for op, kind in ((packet, PacketOnRanks), (packet.default, OverloadOnRanks)):
+            leaving.callback(setattr, op, "__class__", type(op))
+            op.__class__ = kind
