@@ -35,16 +35,23 @@ def simulated() -> Iterator[None]:
 def installed(modules: Mapping[str, str]) -> Iterator[None]:
     """Let ``import`` find others by these names within: parents first, "" for an empty module.
 
-    A module with a ``__path__`` stands for a package, and so does an empty one without parent: the modules
-    of it for which nothing stands are those of the real package, if there is one. They are imported anew
-    within, and are gone afterwards, as they refer to what stands for the others.
+    "module:name" is the function of that name, in both.
+    An empty module and a package without a parent stand for a package: modules of it for which nothing
+    stands are those of the real package, if there is one. They are imported anew within, and are gone
+    afterwards, as they refer to what stands for the others.
     """
     with contextlib.ExitStack() as leaving:
         _forget(leaving, {name for name in modules if "." not in name})
         for real, name in modules.items():
+            where, _, function = real.partition(":")
+            if function:
+                value = getattr(importlib.import_module(name.partition(":")[0]), function)
+                put(leaving, vars(importlib.import_module(where)), function, value)
+                put(leaving, now, real, name)
+                continue
             parent, _, last = real.rpartition(".")
             module = importlib.import_module(name) if name else types.ModuleType(real)
-            if hasattr(module, "__path__") or not (name or parent):
+            if not parent and (not name or hasattr(module, "__path__")):
                 module = _package(real, module)
             elif not name:
                 module.__spec__ = importlib.machinery.ModuleSpec(real, None)
@@ -80,12 +87,12 @@ def _package(real: str, module: types.ModuleType) -> types.ModuleType:
     """What ``module`` has, as the package ``real``: of its name, by which ``from`` looks for modules."""
     made = types.ModuleType(real, module.__doc__)
     names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    vars(made).update(names, __path__=_Behind(real))
+    vars(made).update(names, __path__=_FoldersOfPackage(real))
     made.__spec__ = importlib.machinery.ModuleSpec(real, None, is_package=True)
     return made
 
 
-class _Behind(list[str]):
+class _FoldersOfPackage(list[str]):
     """The folders of the real package: looked up when they are needed, as ``sys.path`` changes."""
 
     def __init__(self, package: str) -> None:

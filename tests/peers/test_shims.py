@@ -94,11 +94,13 @@ def test_the_shims_go_when_the_block_ends() -> None:
         importlib.import_module("triton_dist")
     with shims.installed("torch", "triton_dist"):
         import torch.distributed._symmetric_memory as here
-        from triton_dist.utils import sleep_async
+        from triton_dist.utils import get_nvshmem_home
 
         assert issubclass(here._SymmetricMemory, interlace.symmetric_memory.SymmetricMemory)
-        with pytest.raises(NotImplementedError, match=r"shim of triton_dist\.utils has no sleep"):
-            sleep_async()
+        with pytest.raises(
+            NotImplementedError, match=r"shim of triton_dist\.utils has no get_nvshmem_home"
+        ):
+            get_nvshmem_home()
     import torch.distributed._symmetric_memory as after
 
     assert after is of_torch and "triton_dist" not in sys.modules

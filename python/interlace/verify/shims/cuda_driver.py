@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from interlace.kernels import signal
 from interlace.symmetric_memory.handle import SymmetricMemory
 from interlace.verify.shims.torch_cuda import run_streams
 
@@ -34,23 +35,53 @@ _UNTIL: tuple[Callable[[int, int], bool], ...] = (
 )
 
 
+class CUstreamWriteValue_flags(enum.IntFlag):  # the driver's name
+    CU_STREAM_WRITE_VALUE_DEFAULT = 0
+
+
 def cuStreamWaitValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
     """Hold the stream until the word is as ``flags`` says."""
+    return _wait(stream, _word(addr), value, flags)
+
+
+def cuStreamWaitValue64(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
+    """The same of 64 bits."""
+    return _wait(stream, _long_word(addr), value, flags)
+
+
+def _wait(stream: Any, word: torch.Tensor, value: Any, flags: Any) -> tuple[CUresult]:
     until, value = _UNTIL[int(flags) & 3], int(value)
-    _of(stream).wait_value(_word(addr), lambda seen: until(seen, value), value)
+    of_run(stream).wait_value(word, lambda seen: until(seen, value), value)
     return (CUresult.CUDA_SUCCESS,)
 
 
 def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
     """Write the word after what the stream has been given before."""
-    with _of(stream).current():
+    with of_run(stream).current():
         SymmetricMemory.stream_write_value32(_word(addr), 0, int(value))
     return (CUresult.CUDA_SUCCESS,)
 
 
-def _of(stream: Any) -> Any:
-    return run_streams().mine()[int(stream)]
+def cuStreamWriteValue64(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
+    """The same of 64 bits."""
+    with of_run(stream).current():
+        signal.write_value_kernel[(1,)](_long_word(addr), int(value))
+    return (CUresult.CUDA_SUCCESS,)
+
+
+def cuGetErrorName(error: Any) -> tuple[CUresult, bytes]:
+    """The name of a result."""
+    return CUresult.CUDA_SUCCESS, CUresult(error).name.encode()
+
+
+def of_run(stream: Any) -> Any:
+    """The stream of the run with the number ``stream``, or that is torch's stream."""
+    return run_streams().mine()[int(getattr(stream, "cuda_stream", stream))]
 
 
 def _word(address: Any) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint32 * 1).from_address(int(address)), dtype=torch.uint32)
+
+
+def _long_word(address: Any) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_int64 * 1).from_address(int(address)), dtype=torch.int64)

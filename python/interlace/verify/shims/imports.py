@@ -35,13 +35,23 @@ SHIMS: dict[str, dict[str, str]] = {
     },
     "triton_dist": {
         "triton_dist": f"{_HERE}.triton_dist",
-        "triton_dist.language": f"{_HERE}.triton_dist_language",
+        "triton_dist.jit": f"{_HERE}.triton_dist.decorator",
+        "triton_dist.tune": f"{_HERE}.triton_dist.tune",
+        "triton_dist.utils": f"{_HERE}.triton_dist.utils",
+        "triton_dist.language": f"{_HERE}.triton_dist.language",
+        "triton_dist.language.smem_ops": f"{_HERE}.triton_dist.missing",
+        "triton_dist.language.tma": f"{_HERE}.triton_dist.missing",
         _EXTRA: "",
-        f"{_EXTRA}.libshmem_device": f"{_HERE}.nvshmem",
-        f"{_EXTRA}.language_extra": f"{_HERE}.language_extra",
-        "triton_dist.utils": f"{_HERE}.triton_dist_utils",
+        f"{_EXTRA}.libshmem_device": f"{_HERE}.triton_dist.libshmem_device",
+        f"{_EXTRA}.language_extra": f"{_HERE}.triton_dist.language_extra",
+        f"{_EXTRA}.cuda": "",
+        f"{_EXTRA}.cuda.libnvshmem_device": f"{_HERE}.triton_dist.libshmem_device",
+        f"{_EXTRA}.cuda.language_extra": f"{_HERE}.triton_dist.language_extra",
+        f"{_EXTRA}.cuda.tma_language": f"{_HERE}.triton_dist.missing",
         "nvshmem": "",
-        "nvshmem.core": "",
+        "nvshmem.core": f"{_HERE}.triton_dist.nvshmem_host",
+        "nvshmem.bindings": "",
+        "nvshmem.bindings.nvshmem": f"{_HERE}.triton_dist.nvshmem_host",
     },
     "torch": {
         f"{_TORCH}._nvshmem_triton": f"{_HERE}.torch_nvshmem",
@@ -49,6 +59,11 @@ SHIMS: dict[str, dict[str, str]] = {
         "cuda.bindings": "",
         "cuda.bindings.driver": f"{_HERE}.cuda_driver",
         "cuda.cuda": f"{_HERE}.cuda_driver",
+        # of what files ask when they are imported, which processes that compile do, too
+        **{
+            f"torch.cuda:{name}": f"{_HERE}.torch_cuda:{name}"
+            for name in ("get_device_capability", "get_device_properties", "get_device_name")
+        },
     },
 }
 
@@ -71,7 +86,7 @@ def installed(*names: str) -> Iterator[None]:
     modules = {real: shim for name in names for real, shim in SHIMS[name].items()}
     with contextlib.ExitStack() as leaving:
         for real in modules:
-            if "." not in real:
+            if real.isidentifier():
                 STOOD_FOR.append(real)
                 leaving.callback(STOOD_FOR.remove, real)
         leaving.enter_context(stand_ins.installed(modules))
@@ -102,7 +117,7 @@ def calls_a_shim(kernel: Any) -> bool:
             home = (
                 called.__name__ if inspect.ismodule(called) else getattr(called, "__module__", "")
             )
-            if str(home).startswith(f"{_HERE}."):
+            if str(home).startswith(f"{_HERE}.") or any(home in names for names in SHIMS.values()):
                 return True
             if inspect.isfunction(called) and called is not named and called not in seen:
                 todo.append(called)

@@ -32,6 +32,7 @@ import triton.language as tl
 import interlace
 from interlace.runtime.ptx.calls import FUNCTIONS, TOGETHER
 from interlace.runtime.ptx.special import Threads
+from interlace.symmetric_memory import functions
 from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
 
 __all__ = ["my_pe", "n_pes", "remote_ptr"]
@@ -39,6 +40,7 @@ __all__ = ["my_pe", "n_pes", "remote_ptr"]
 NVSHMEM_CMP_EQ, NVSHMEM_CMP_NE, NVSHMEM_CMP_GT = map(tl.constexpr, (0, 1, 2))
 NVSHMEM_CMP_LE, NVSHMEM_CMP_LT, NVSHMEM_CMP_GE = map(tl.constexpr, (3, 4, 5))
 NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)
+NVSHMEM_TEAM_WORLD, NVSHMEM_TEAM_SHARED, NVSHMEMX_TEAM_NODE = map(tl.constexpr, (0, 1, 2))
 
 _BLOCK = tl.constexpr(128)
 
@@ -386,6 +388,73 @@ barrier_all_block = barrier_all_warp = barrier_all
 sync_all = sync_all_block = sync_all_warp = barrier_all
 
 
+# -- teams: all ranks are in one node, so they are all of each team that is known ------------------------
+
+
+@triton.jit
+def team_n_pes(team):
+    """How many ranks ``team`` has."""
+    return tl.inline_asm_elementwise(
+        "call ($0), nvshmem_team_n_pes, ($1);", "=r,r", [tl.full((), team, tl.int32)],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def team_translate_pe(src_team, pe_in_src_team, dest_team):
+    """The number in ``dest_team`` of a rank of ``src_team``."""
+    return tl.full((), pe_in_src_team, tl.int32) + 0 * (
+        team_n_pes(src_team) + team_n_pes(dest_team)
+    )
+
+
+@triton.jit
+def team_my_pe(team):
+    """The number in ``team`` of the rank that runs this program."""
+    return team_translate_pe(NVSHMEM_TEAM_WORLD, my_pe(), team)
+
+
+@triton.jit
+def remote_mc_ptr(team, ptr):
+    """The multicast address, for ``multimem`` instructions, of what all ranks have at ``ptr``."""
+    address = tl.inline_asm_elementwise(
+        "call ($0), nvshmemx_mc_ptr, ($1, $2);", "=l,r,l",
+        [tl.full((), team, tl.int32), address_of(ptr)], dtype=tl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
+    return address.to(ptr.dtype, bitcast=True)
+
+
+@triton.jit
+def barrier(team):
+    """:func:`barrier_all` of the ranks of ``team``."""
+    team_n_pes(team)
+    barrier_all()
+
+
+barrier_block = barrier_warp = team_sync_block = team_sync_warp = barrier
+
+
+def team_size(team: int) -> int:
+    """How many ranks ``team`` has. ValueError for one that is not known."""
+    if team not in (0, 1, 2):
+        raise ValueError(
+            "team must be NVSHMEM_TEAM_WORLD (0), NVSHMEM_TEAM_SHARED (1) or NVSHMEMX_TEAM_NODE (2), got "
+            f"{team} on rank {interlace.get_rank()}"
+        )
+    return interlace.get_world_size()
+
+
+def _multicast(team: int, address: int) -> int:
+    team_size(team)
+    handle = functions.handle_of(address)
+    if handle is None:
+        raise ValueError(
+            f"ptr must be into symmetric memory that all ranks have, got address {address:#x} on rank "
+            f"{interlace.get_rank()}"
+        )
+    return int(handle.multicast_ptr) + address - handle.buffer_ptrs[interlace.get_rank()]
+
+
 def _quiet(threads: Threads) -> None:
     threads.session.hooks.tell("on_quiet", threads.who())
 
@@ -404,4 +473,9 @@ TOGETHER.update(
     nvshmem_put_begins=functools.partial(_puts, True),
     nvshmem_put_ends=functools.partial(_puts, False),
 )
-FUNCTIONS.update(nvshmem_is_add=_is_add, nvshmem_comparison=_comparison)
+FUNCTIONS.update(
+    nvshmem_is_add=_is_add,
+    nvshmem_comparison=_comparison,
+    nvshmem_team_n_pes=team_size,
+    nvshmemx_mc_ptr=_multicast,
+)

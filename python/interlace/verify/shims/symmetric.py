@@ -46,7 +46,8 @@ def remote_ptr(pointer, pe):
     return address.to(pointer.dtype, bitcast=True)
 
 
-def _ptr(address: int, pe: int) -> int:
+def address_at(address: int, pe: int) -> int:
+    """What :func:`remote_ptr` gives, as a number, for the rank that calls."""
     rank, count = interlace.get_rank(), interlace.get_world_size()
     peer = pe - (1 << 32) if pe >> 31 else pe
     if not 0 <= peer < count:
@@ -75,6 +76,6 @@ def _meet() -> None:
 FUNCTIONS.update(
     nvshmem_my_pe=interlace.get_rank,
     nvshmem_n_pes=interlace.get_world_size,
-    nvshmem_ptr=_ptr,
+    nvshmem_ptr=address_at,
     nvshmem_meet=_meet,
 )

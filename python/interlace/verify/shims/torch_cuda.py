@@ -3,7 +3,8 @@
 A rank's GPU is ``cuda:rank``, an sm_90 with as few SMs as programs may wait for each other here. Tensors
 for it are made on the CPU; in the files that are checked their ``device`` and ``is_cuda`` say what they
 would there. Streams are those of ``runtime/places/sim/user_code.py``. There is no clock: who asks for the
-time between events gets a NotImplementedError. Outside of a run there is no GPU.
+time between events gets a NotImplementedError. Outside of a run there is no GPU, but who asks there how it
+will be, as files do when they are imported, is told.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from interlace.groups import groups
+from interlace.runtime.compat.triton_driver import PROGRAMS
 from interlace.runtime.core.stream import Event as Point
 from interlace.runtime.places.sim.user_code import UserStream, UserStreams
 
@@ -162,8 +164,15 @@ def current_device() -> int:
     return int(_place().global_rank)
 
 
+def _in_a_run() -> bool:
+    try:
+        return bool(_place())
+    except RuntimeError:
+        return False
+
+
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return divmod(_place().world.scheduler.compiled_for or 90, 10)
+    return divmod((_in_a_run() and _place().world.scheduler.compiled_for) or 90, 10)
 
 
 def get_device_properties(device: Any = None) -> Any:
@@ -173,7 +182,7 @@ def get_device_properties(device: Any = None) -> Any:
         name=get_device_name(),
         major=major,
         minor=minor,
-        multi_processor_count=_place().program_limit,
+        multi_processor_count=_place().program_limit if _in_a_run() else PROGRAMS,
         total_memory=80 << 30,
         warp_size=32,
         L2_cache_size=50 << 20,

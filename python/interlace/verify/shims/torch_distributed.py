@@ -23,7 +23,7 @@ _c10d: Any = dist.distributed_c10d
 _REAL = dist.ProcessGroup
 
 
-class _Kind(type(dist.ProcessGroup)):  # type: ignore[misc]
+class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
     """Takes every process group of torch, and every class of them, for one of ``SimulatedGroup``."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -39,7 +39,7 @@ class _Kind(type(dist.ProcessGroup)):  # type: ignore[misc]
         )
 
 
-class SimulatedGroup(InterlaceProcessGroup, metaclass=_Kind):
+class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
     """A process group of torch over simulated ranks, which stands for ``dist.ProcessGroup``.
 
     So it is made, and derived from, as that class: by a rank and a size.

@@ -11,12 +11,25 @@ makes of them for NVIDIA's GPUs::
                     "inter_node" (the default): nvshmemx_signal_op, which has no membar
     consume_token   nothing that runs: it keeps the compiler from moving loads above the wait. The
                     simulator moves none, so that a token is missing is not found
+    vectors         in ``vectors.py``; shared memory and TMA by hand are not there
 """
 
 import triton
 import triton.language as tl
 
 from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
+from interlace.verify.shims.triton_dist import missing
+from interlace.verify.shims.triton_dist.vectors import ThreadVector as vector
+from interlace.verify.shims.triton_dist.vectors import (
+    ld_vector,
+    make_vector,
+    simt_exec_region,
+    st_vector,
+    zeros_vector,
+)
+
+__all__ = ["ld_vector", "make_vector", "simt_exec_region", "st_vector", "vector", "zeros_vector"]
+__getattr__ = missing.of("triton_dist.language")
 
 
 @triton.jit

@@ -1,0 +1,33 @@
+"""``triton_dist.tune`` on a CPU: there is nothing to time, so the first configuration is taken."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def autotune(
+    config_space: Sequence[dict[str, Any]], key_fn: Any, prune_fn: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Call a function with the first of ``config_space``, as the real one does if told ``autotune=False``.
+
+    What ``prune_fn`` refuses for the arguments is passed over.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def with_the_first(*args: Any, **kwargs: Any) -> Any:
+            others = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith("autotune")}
+            fits = prune_fn if prune_fn and others.get("autotune", True) else lambda *_, **__: True
+            config = next((c for c in config_space if fits(c, *args, **kwargs)), config_space[0])
+            return function(*args, **{**config, **kwargs})
+
+        return with_the_first
+
+    return decorate
+
+
+def to_hashable(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor the choice depends on."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
