@@ -13,7 +13,8 @@ name           modules that it stands for                             looked up 
 =============  =====================================================  ==============================
 iris           ``iris``                                               ROCm/iris
 triton_dist    ``triton_dist``, its ``language``, ``language.extra``  ByteDance-Seed/Triton-distributed
-               (``libshmem_device``, ``language_extra``), ``utils``   and NVIDIA/nvshmem
+               (``libshmem_device``, ``language_extra``), ``utils``,  and NVIDIA/nvshmem
+               ``tune``; ``nvshmem.core``, ``nvshmem.bindings``
 torch          ``torch.distributed._symmetric_memory`` (the handle    torch 2.13 and NVIDIA/nvshmem
                is interlace's), its ``_nvshmem_triton``
 =============  =====================================================  ==============================
