@@ -1,4 +1,4 @@
-"""What files of other libraries do with the names of torch when they are imported."""
+"""Uses of torch's names, when a file is imported, as files of other libraries have them."""
 
 import torch
 import torch.distributed as dist

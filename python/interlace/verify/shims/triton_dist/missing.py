@@ -7,8 +7,8 @@ package, and for modules that measure times.
 from collections.abc import Callable
 from typing import Any
 
-# by which code tells kernels, constants and aggregates from other values
-_ASKED_OF_ALL = {"fn", "run", "value", "hash_attrs", "raw_src"}
+# by which code tells kernels, constants, aggregates and plugins of tests from other values
+_ASKED_OF_ALL = {"fn", "run", "value", "hash_attrs", "raw_src", "pytest_plugins", "pytestmark"}
 
 
 def of(module: str) -> Callable[[str], Any]:
