@@ -10,7 +10,9 @@ it runs, and so was not seen, is refused by the interpreter.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import triton.language as tl
@@ -26,6 +28,8 @@ from interlace.runtime.scheduler.scheduler import Programs, interpreted
 Rewrite = Callable[[str, str], str]
 """(name of a kernel, its PTX) -> the PTX to run."""
 ARCHES = (80, 90)  # whose PTX can be run
+_Chosen = tuple[Sequence[int], set[int]]
+_chosen: ContextVar[_Chosen] = ContextVar("chosen", default=(ARCHES, set()))
 _SINCE_90 = re.compile(r"\.gdc\.|\.gluon\.")  # names of what only the compiler has
 _COMPILED = re.compile(r"triton\.(language\.(extra|target_info)|experimental\.gluon)\b")
 _NOT_OURS = re.compile(  # have no such texts
@@ -42,7 +46,7 @@ def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
     if arch is None:
         if rewrite is not None:
             raise ValueError("rewrite changes PTX, which needs arch")
-        return by_need
+        return functools.partial(_by_need, *_chosen.get())
     if rewrite is not None and not callable(rewrite):
         raise TypeError(f"rewrite must be a function of a name and PTX, got {rewrite!r:.60}")
     if arch not in ARCHES or not isinstance(arch, int):
@@ -56,18 +60,44 @@ def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
     return CompiledPrograms(arch, rewrite)
 
 
-def by_need(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
-    """One program of ``launch``, to be run in a session, and its threads if they are told apart."""
+@contextmanager
+def compiled_for(arches: Sequence[int]) -> Iterator[set[int]]:
+    """Within, ``programs(None)`` compiles for the first of ``arches`` that can be run and has the kernel.
+
+    Where none can be run, for all of :data:`ARCHES`. Yields those for which kernels were compiled.
+    """
+    used: set[int] = set()
+    token = _chosen.set((sorted({*arches} & {*ARCHES}) or ARCHES, used))
+    try:
+        yield used
+    finally:
+        _chosen.reset(token)
+
+
+def _by_need(
+    arches: Sequence[int], used: set[int], launch: KernelLaunch, hooks: Any
+) -> tuple[Callable[[], None], int]:
+    """One program of ``launch``, to be run in a session, and its threads if they are told apart.
+
+    A kernel that must be compiled is, for the first of ``arches`` for which the compiler does it.
+    """
     found = _texts(launch.kernel) | _texts.__wrapped__(launch.arguments)
     reason = next(filter(None, map(_not_interpreted, sorted(found))), None)
     if reason is None:
         return interpreted(launch, hooks)
-    try:
-        return _compiled(arch_for(found))(launch, hooks)
-    except (InterlaceError, TypeError, ValueError) as error:
-        raise InlineAssemblyError(
-            f"{launch.name}: {reason}, so its compiled code is to be run, and cannot be: {error}"
-        ) from error
+    errors: dict[str, Exception] = {}
+    first = arch_for(found)
+    for arch in [each for each in arches if each >= first] or arches:
+        try:
+            made = _compiled(arch)(launch, hooks)
+        except (InterlaceError, TypeError, ValueError) as error:
+            errors.setdefault(str(error), error)
+            continue
+        used.add(arch)
+        return made
+    raise InlineAssemblyError(
+        f"{launch.name}: {reason}, so its compiled code is to be run, and cannot be: {'; '.join(errors)}"
+    ) from next(iter(errors.values()))
 
 
 def _not_interpreted(text: str) -> str | None:
@@ -79,7 +109,7 @@ def _not_interpreted(text: str) -> str | None:
 
 
 def arch_for(texts: frozenset[str]) -> int:
-    """The GPU to compile for: 80 for sm_80, the first that has all instructions in ``texts``."""
+    """The first GPU, 80 for sm_80, that has all instructions in ``texts``."""
     later = any(needed_by(each) > 80 or _SINCE_90.search(each) for each in texts)
     return 90 if later else 80
 

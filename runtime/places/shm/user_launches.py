@@ -23,7 +23,7 @@ from interlace.runtime.compat.triton_interpreter import InterpretedFunction, Ker
 from interlace.runtime.core.errors import BlockedWait, InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter import session
-from interlace.runtime.programs.choice import by_need
+from interlace.runtime.programs.choice import programs
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
@@ -78,7 +78,7 @@ class _Launches:
 
         name, warps = kernel.__name__, options.get("num_warps", 4)
         launch = KernelLaunch(kernel, grid, arguments, name, num_warps=warps)
-        how: dict[str, Any] = {"observer": trace.current(), "programs": by_need}
+        how: dict[str, Any] = {"observer": trace.current(), "programs": programs(None)}
         run_interpreted(launch, places[0].rank, idle, **how)
 
 

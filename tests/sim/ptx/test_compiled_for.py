@@ -1,0 +1,79 @@
+"""For which GPU a kernel of ``sim`` is compiled whose threads differ."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import interlace
+from interlace.runtime.programs.choice import compiled_for
+from interlace.runtime.ptx.instruction import InlineAssemblyError
+from interlace.verify import races, schedules
+
+
+@triton.jit
+def to_fp8_and_back(x_ptr, y_ptr, FP8: tl.constexpr):
+    thread = tl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1
+    )
+    elements = tl.arange(0, 32)
+    numbers = tl.load(x_ptr + elements)
+    if FP8:
+        numbers = numbers.to(tl.float8e4nv).to(tl.float32)
+    tl.store(y_ptr + elements, numbers, mask=thread < 32)
+
+
+@triton.jit
+def plain(x_ptr, y_ptr):
+    tl.store(y_ptr + tl.arange(0, 32), tl.load(x_ptr + tl.arange(0, 32)))
+
+
+def rounded(fp8: bool = True) -> None:
+    y = torch.zeros(32)
+    to_fp8_and_back[(1,)](torch.full((32,), 1.06), y, fp8, num_warps=1)
+    assert torch.all(y == (1.0 if fp8 else 1.06))
+
+
+def copied() -> None:
+    plain[(1,)](torch.ones(32), torch.zeros(32))
+
+
+def test_the_next_gpu_is_taken_where_the_compiler_refuses() -> None:
+    assert races(rounded, 1, seeds=1).clean
+    assert not schedules(rounded, 1, n=1, workers=1).failing
+    interlace.run(rounded, 1)
+
+
+@pytest.mark.parametrize(
+    ("arches", "fp8", "used"),
+    [
+        ((80, 90, 100), False, {80}),
+        ((90,), False, {90}),
+        ((100,), False, {80}),
+        ((90, 80), True, {90}),
+    ],
+)
+def test_the_first_that_can_be_run_is_taken(
+    arches: tuple[int, ...], fp8: bool, used: set[int]
+) -> None:
+    with compiled_for(arches) as found:
+        assert races(rounded, 1, fp8, seeds=1).clean
+        assert found == used
+        assert races(copied, 1, seeds=1).clean
+    assert found == used  # what can be is interpreted
+
+
+def test_where_all_refuse_the_error_says_all() -> None:
+    with compiled_for((80,)), pytest.raises(InlineAssemblyError, match="for sm_80: .*fp8e4nv"):
+        interlace.run(rounded, 1)
+    assert races(broken, 1, seeds=1).refusals[0][1].count("does_not_compile for sm_") == 2
+
+
+@triton.jit
+def does_not_compile(x_ptr):
+    tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], tl.int32, False, 1)
+    tl.static_assert(False, "no GPU has it")
+
+
+def broken() -> None:
+    does_not_compile[(1,)](torch.zeros(1))
