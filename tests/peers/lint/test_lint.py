@@ -1,12 +1,20 @@
 """Lint of kernels in other projects' styles: what is right there is no finding, what is wrong is one."""
 
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from interlace.cli import main
 from interlace.verify import shims
-from interlace.verify.suite.jobs import CheckPlan, lint_launches, load_function
+from interlace.verify.suite.jobs import (
+    CheckPlan,
+    JobResult,
+    function_jobs,
+    lint_launches,
+    load_function,
+)
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MULTIMEM, MUTANTS, PEERS, PROGRESS, TUPLE, TWO_SHOTS, Peer
 from tiers import few, thorough
@@ -15,12 +23,18 @@ PEERS_FOLDER = pathlib.Path(__file__).parents[1]
 LITTLE = ["--seeds", "1", "--schedules", "1", "--arch", "90"]
 
 
+def lint_of(fn: Callable[[], Any], world_size: int) -> list[JobResult]:
+    """Lint of what a race check of one schedule has seen launched."""
+    plan = CheckPlan((world_size,), 1, 0, (90,))
+    return lint_launches("", [job.result() for job in function_jobs("", fn, plan)], plan)
+
+
 def linted(peer: Peer, folder: pathlib.Path, name: str = "none") -> set[str]:
     """The rules that a peer's kernels break, or those of its mutant ``name``."""
     edits = [edit for of, _, mutant, edit in MUTANTS if of == peer and mutant == name]
     with shims.installed(*peer.shims):
         fn = peer.loaded(peer.mutant(name, *edits), folder)
-        results = lint_launches("", fn, CheckPlan((peer.world_size,), 1, 1, (90,)))
+        results = lint_of(fn, peer.world_size)
     assert all(result.report is not None for result in results)
     return {fault.rule for result in results for fault in result.report.findings}
 
@@ -60,7 +74,7 @@ def test_a_signal_within_one_gpu_is_none_of_scope_gpu_and_one_of_scope_cta(
         edit = 'sem="acq_rel", scope="gpu"', f'sem="acq_rel", scope="{scope}"'
         counter = mutant_of("tests/sim/verify/user_exchange.py", scope, edit)
         fn = mutated_function(counter, "last_program", tmp_path)
-        (result,) = lint_launches("", fn, CheckPlan((2,), 1, 1, (90,)))
+        (result,) = lint_of(fn, 2)
         assert {fault.rule for fault in result.report.findings} == rules
 
 
@@ -79,7 +93,7 @@ def test_the_command_finds_nothing_in_what_is_right(
 def test_a_file_that_imports_what_is_not_installed_is_linted() -> None:
     with shims.installed("torch"):
         fn = load_function(f"{PEERS_FOLDER / 'gpu_code.py'}::waits_for_values")
-        results = lint_launches("", fn, CheckPlan((2,), 1, 1, (90,)))
+        results = lint_of(fn, 2)
     assert [(r.variant, r.findings) for r in results] == [("twice_kernel sm_90", ())]
 
 
@@ -91,4 +105,4 @@ def test_a_kernel_that_calls_a_shim_is_not_linted(tmp_path: pathlib.Path) -> Non
     for peer in shimmed:
         with shims.installed(*peer.shims):
             fn = peer.loaded(peer.mutant("none"), tmp_path)
-            assert lint_launches("", fn, CheckPlan((peer.world_size,), 1, 1, (90,))) == []
+            assert lint_of(fn, peer.world_size) == []

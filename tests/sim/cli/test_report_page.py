@@ -353,6 +353,33 @@ def test_the_slider_goes_through_the_steps(
     assert chromium.js("document.querySelector('.scroll svg').clientWidth") > 1.4 * narrow
 
 
+def test_names_of_lanes_are_cut_off_at_their_left_if_at_all(written: pathlib.Path) -> None:
+    """Numbers of programs are at the right, and no script has to run when a window becomes narrow."""
+    (rule,) = re.findall(r"\.names \{([^}]*)\}", written.read_text())
+    assert "overflow: hidden" in rule and "display: flex; justify-content: flex-end" in rule
+
+
+def test_numbers_of_programs_are_seen_in_a_narrow_window(
+    chromium: browser.Browser, written: pathlib.Path
+) -> None:
+    chromium.open(written)
+    chromium(
+        "Emulation.setDeviceMetricsOverride",
+        width=400,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
+    edges = chromium.js(
+        "(box => [box.getBoundingClientRect().right, "
+        "...[...box.querySelectorAll('text')].map(each => each.getBoundingClientRect().right)])"
+        "(document.querySelector('.names'))"
+    )
+    chromium("Emulation.clearDeviceMetricsOverride")
+    right, *labels = edges
+    assert labels and all(right - 20 < label <= right for label in labels)
+
+
 def test_both_schedules_of_a_failure_are_side_by_side(
     chromium: browser.Browser, written: pathlib.Path
 ) -> None:

@@ -64,7 +64,7 @@ def test_the_first_that_can_be_run_is_taken(
 
 
 def test_where_all_refuse_the_error_says_all() -> None:
-    with compiled_for((80,)), pytest.raises(InlineAssemblyError, match="for sm_80: .*fp8e4nv"):
+    with compiled_for((80,)), pytest.raises(InlineAssemblyError, match=r"for sm_80: .*fp8e4nv"):
         interlace.run(rounded, 1)
     assert races(broken, 1, seeds=1).refusals[0][1].count("does_not_compile for sm_") == 2
 

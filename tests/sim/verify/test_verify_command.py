@@ -5,16 +5,20 @@ import io
 import json
 import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from interlace import symmetric_memory
 from interlace.cli import main
-from interlace.cli.commands.verify import VerifyOptions, _plan, render, verify
+from interlace.cli.commands.verify import Teller, VerifyOptions, _plan, render, verify
 from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.suite import jobs as suite
-from interlace.verify.suite.jobs import CheckPlan, JobResult
+from interlace.verify.suite.jobs import CheckPlan, JobOutcome, JobResult
 from mutants.mutations import mutated
 from mutants.protocol_mutants import CASES
 from tiers import thorough
@@ -83,6 +87,130 @@ def test_it_does_less_unless_more_is_asked_for(own: bool) -> None:
     assert set(less.arches) < set(more.arches) and set(less.ranks) <= set(more.ranks)
     if not own:  # that of the page is for powers of two
         assert less.ranks == more.ranks == (2, 4)
+        assert less.budget and not more.budget and not less.schedules
+
+
+def test_schedules_of_a_function_are_run_when_they_are_asked_for() -> None:
+    def checks(**options: Any) -> list[str]:
+        jobs = suite.function_jobs("f", lambda: None, _plan(VerifyOptions(**options), False))
+        return [f"{job.check}, {job.variant}" for job in jobs]
+
+    races = ["races, 2 ranks", "races, 4 ranks"]
+    assert checks() == races
+    assert checks(full=True) == [*races, "schedules, 2 ranks", "late stores, 2 ranks"]
+    assert checks(schedules=5) == checks(full=True)
+    assert _plan(VerifyOptions(seeds=3), False).budget == 0.0
+    assert _plan(VerifyOptions(arch=(90, 100)), False).run_for == (90, 100)
+
+
+def a_store() -> None:
+    """Every rank stores to memory of its own."""
+    symmetric_memory.empty(4).zero_()
+
+
+def a_race() -> None:
+    symmetric_memory.rendezvous(tensor := symmetric_memory.empty(4)).get_buffer(
+        0, (4,), tensor.dtype
+    ).zero_()
+
+
+def of_torch() -> None:
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("fn", "budget", "seeds"),
+    [(a_store, 1e-9, 1), (a_store, 600.0, 3), (a_store, 0.0, 3), (a_race, 600.0, 1)],
+)
+def test_a_budget_leaves_one_schedule_and_what_is_wrong_in_it_ends_it(
+    fn: Any, budget: float, seeds: int
+) -> None:
+    plan = CheckPlan((2,), 3, 0, (90,), budget=budget)
+    (job,) = suite.function_jobs("f", fn, plan)
+    result = job.result()
+    assert result.report.seeds == tuple(range(seeds)) and bool(result.findings) == (fn is a_race)
+    assert result.count.endswith(f" in {seeds} schedule{'s' * (seeds > 1)}")
+    less = [note for note in result.notes if "1 of 3 schedules" in note and "--seeds 3" in note]
+    assert bool(less) == (seeds == 1 and fn is a_store)
+
+
+def test_an_error_that_torchs_shim_would_save_says_so() -> None:
+    plan = CheckPlan((2,), 1, 1, (90,))
+    for job in suite.function_jobs("f", of_torch, plan):
+        (text,) = job.result().findings
+        assert "process group has not been initialized" in text
+        assert text.endswith("; --shims torch stands in for it")
+
+
+def test_seconds_are_processor_time_of_children_too() -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+
+    def ended() -> JobOutcome:
+        subprocess.run([sys.executable, "-c", burn], check=True)
+        return JobOutcome("1 run", [])
+
+    def asleep() -> JobOutcome:
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(0.5)"], check=True)
+        return JobOutcome("1 run", [])
+
+    assert suite.Job("f", "races", "", ended).result().seconds > 0.45
+    assert suite.Job("f", "races", "", asleep).result().seconds < 0.45
+    program, begin = (
+        [sys.executable, "-c", f"{burn}\nprint(flush=True)\ninput()"],
+        suite.processor_seconds(),
+    )
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert suite.processor_seconds() - begin > 0.45  # it has not ended
+        child.communicate(b"\n")
+    out = io.StringIO()
+    render(
+        Console(file=out, width=160),
+        [JobResult("f", "races", "", "5 accesses in 2 schedules", (), 1)],
+    )
+    assert "CPU" in out.getvalue() and "5 in 2" in out.getvalue()
+
+
+def test_what_is_found_is_printed_when_its_job_is_done_and_once() -> None:
+    out = io.StringIO()
+    tell, found = Teller(Console(file=out, width=160)), []
+
+    def done(result: JobResult) -> None:
+        tell(result)
+        found.append((result, out.getvalue().count("write-write")))
+
+    jobs = suite.function_jobs("f", a_race, CheckPlan((2, 4), 1, 0, (90,)))
+    results = suite.run_jobs(jobs, on_done=done)
+    assert found[0][1] > 0 and found[0][0].findings
+    told = out.getvalue()
+    render(Console(file=out, width=160), results, tell)
+    assert "write-write" not in out.getvalue()[len(told) :]
+
+
+def test_kernels_are_linted_as_the_races_saw_them_launched(tmp_path: pathlib.Path) -> None:
+    """The function is run by the races alone, and lint knows the forms of another process."""
+    (tmp_path / "counted_runs.py").write_text(COUNTED)
+    target, plan = f"{tmp_path}/counted_runs.py::f", CheckPlan((2, 4), 1, 0, (90,))
+    jobs = suite.function_jobs(target, suite.load_function(target), plan)
+    results = suite.run_jobs(jobs)
+    linted = suite.lint_launches(target, results, plan)
+    assert [each.variant for each in linted] == ["fill sm_90"] * 2
+    assert not any(each.refusals for each in linted)
+    assert len((tmp_path / "runs").read_text()) == 2 + 4
+
+
+COUNTED = """
+import pathlib, interlace, torch, triton, triton.language as tl
+
+@triton.jit
+def fill(x_ptr, RANKS: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, 16), RANKS)
+
+def f():
+    with open(pathlib.Path(__file__).with_name("runs"), "a") as file:
+        file.write(".")
+    fill[(1,)](torch.empty(16), interlace.get_world_size())
+"""
 
 
 def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:

@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from interlace.verify.suite import jobs as suite
 from interlace.verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
 from interlace.verify.suite.targets import TARGETS
 
+_NUMBER = re.compile(r"\d+ ")
 Bars = Callable[[str, int | None], Callable[..., None]]
 
 
@@ -32,7 +34,9 @@ class VerifyOptions(CommandOptions):
         metavar="all|OP|FILE.py::FUNCTION",
         help="everything, one op of interlace, or a function of one's own that every rank runs",
     )
-    full: bool = option(False, action="store_true", help="more of everything: minutes")
+    full: bool = option(
+        False, action="store_true", help="more of everything, and schedules of FILE.py: minutes"
+    )
     ranks: tuple[int, ...] | None = option(
         None, type=world_sizes, metavar="2,3,4,8", help="of races; schedules are on the fewest"
     )
@@ -75,11 +79,11 @@ def verify(console: Any, options: VerifyOptions) -> int:
             raise ValueError(f"--{name} {given[0]} is for kernels of FILE.py, not {options.target}")
     source = None if own else options.target.partition("::")[0]
     refuse_outputs({"--html": options.html, "--sarif": options.sarif}, {"the target": source})
-    plan = _plan(options, own)
+    plan, tell = _plan(options, own), Teller(console)
     # what the user's code prints must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     with quiet, installed(*options.shims), counted() as begin:
-        results = _run(options, plan, own, begin)
+        results = _run(options, plan, own, begin, None if options.json else tell)
     if options.json:
         facts = {
             "target": options.target,
@@ -89,7 +93,7 @@ def verify(console: Any, options: VerifyOptions) -> int:
         }
         console.out(json.dumps(facts, indent=2))
     else:
-        render(console, results)
+        render(console, results, tell)
     if options.html is not None:
         verify_page.write(options.html, options.target, results)
         print(f"Page: {options.html}", file=sys.stderr)
@@ -109,10 +113,14 @@ def _plan(options: VerifyOptions, own: bool) -> CheckPlan:
         options.arch or default.arches,
         default.quick,
         options.ignore,
+        options.arch or (),
+        0.0 if options.seeds else default.budget,
     )
 
 
-def _run(options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars) -> list[JobResult]:
+def _run(
+    options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars, tell: "Teller | None"
+) -> list[JobResult]:
     target, count = options.target, None
     if own:
         names = list(TARGETS) if target == "all" else [target] if target in TARGETS else []
@@ -128,31 +136,49 @@ def _run(options: VerifyOptions, plan: CheckPlan, own: bool, begin: Bars) -> lis
                 "that takes none, as functools.partial makes it"
             )
         jobs = suite.function_jobs(target, fn, plan)
-    results = suite.run_jobs(jobs, on_done=begin("running", len(jobs)))
-    if not own:  # what has ended a process is not run in this one
-        races = zip(plan.ranks, results, strict=False)
-        plan = replace(plan, ranks=tuple(ranks for ranks, result in races if not result.lost))
-        lint = partial(suite.lint_launches, target, fn, plan)
+    step = begin("running", len(jobs))
+
+    def done(result: JobResult) -> None:
+        if tell is not None:
+            tell(result)
+        step()
+
+    results = suite.run_jobs(jobs, on_done=done)
+    if not own:
+        count = len(suite.launched(results)) * len(plan.arches)
+        lint = partial(suite.lint_launches, target, results, plan)
     return results + lint(on_done=begin("compiling", count))
 
 
-def render(console: Any, results: list[JobResult]) -> None:
-    """The table, then all findings, then one line."""
+class Teller:
+    """Prints what was found by a job, as soon as it is done, and each cause once."""
+
+    def __init__(self, console: Any) -> None:
+        self._console = console
+        self._told: set[Any] = set()
+
+    def __call__(self, result: JobResult) -> None:
+        from rich.markup import escape
+
+        title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
+        for cause, text in result.texts():
+            if (key := (result.subject, cause)) not in self._told:
+                self._told.add(key)
+                self._console.print(f"\n[bold red]{escape(title)}[/]")
+                self._console.print(escape(text), soft_wrap=True)
+
+
+def render(console: Any, results: list[JobResult], tell: Teller | None = None) -> None:
+    """The findings that have not been told, the table, and one line."""
     from rich.markup import escape
 
+    for result in results:
+        (tell := tell or Teller(console))(result)
     console.print(_table(results))
     for result in [r for r in results if r.check == "protocol" and not r.findings]:
         console.print(
             f"protocol {result.variant}: {result.count}, all interleavings right", style="dim"
         )
-    told: set[str] = set()
-    for result in results:
-        for text in (*result.findings, *(f"not checked: {each}" for each in result.refusals)):
-            if text not in told:
-                told.add(text)
-                title = f"{result.subject}: {result.check}, {result.variant}".rstrip(", ")
-                console.print(f"\n[bold red]{escape(title)}[/]")
-                console.print(escape(text), soft_wrap=True)
     for note in dict.fromkeys(note for result in results for note in result.notes):
         console.print(escape(note), soft_wrap=True, highlight=False)
     count = sum(len(result.findings) for result in results)
@@ -177,17 +203,18 @@ def _table(results: list[JobResult]) -> Any:
     checks = [check for check in suite.CHECKS if any(r.check == check for r in results)]
     for check in checks:
         counts = {result.count for result in results if result.check == check}
-        units = {count.partition(" ")[2].split(",")[0].removesuffix("s") + "s" for count in counts}
+        units = {_NUMBER.sub("", each.partition(",")[0]).removesuffix("s") + "s" for each in counts}
         title = "\n".join([check, *(f"[dim]{unit}[/]" for unit in units)])
         table.add_column(title, no_wrap=True, justify="right")
-    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("CPU\n[dim]seconds[/]", justify="right", no_wrap=True)
     for subject in dict.fromkeys(result.subject for result in results):
         mine = [result for result in results if result.subject == subject]
         cells = []
         for check in checks:
             done = [result for result in mine if result.check == check]
             bad = sum(len(result.findings) for result in done)
-            amount = sum(int(result.count.partition(" ")[0]) for result in done)
+            numbers = zip(*(_NUMBER.findall(result.count) for result in done), strict=False)
+            amount = " in ".join(f"{sum(map(int, each)):,}" for each in numbers)
             if not done:
                 cells.append(Text("-", "dim"))
             elif bad:
@@ -195,7 +222,7 @@ def _table(results: list[JobResult]) -> Any:
             elif any(result.refusals for result in done):
                 cells.append(Text("not checked", "red"))
             else:
-                cells.append(Text(f"{amount:,}", "green"))
+                cells.append(Text(amount, "green"))
         seconds = sum(result.seconds for result in mine)
         table.add_row(Text(subject.rpartition("::")[2]), *cells, f"{seconds:.1f}")
     return table

@@ -21,7 +21,7 @@ KINDS = {
 
 def write(path: str, target: str, results: Sequence[JobResult]) -> None:
     """Write the page; where nothing was found it shows the first schedule of each subject."""
-    table = [("subject", "check", "", "looked at", "findings", "seconds")]
+    table = [("subject", "check", "", "looked at", "findings", "CPU seconds")]
     for each in results:
         figures = str(len(each.findings) or "none"), f"{each.seconds:.1f}"
         table.append((each.subject, each.check, each.variant, each.count, *figures))

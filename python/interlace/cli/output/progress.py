@@ -162,5 +162,6 @@ def _bars(column: str, **how: Any) -> Any:
         progress.TimeElapsedColumn(),
         console=console,
         transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # what is told meanwhile goes where it is wanted
         **how,
     )

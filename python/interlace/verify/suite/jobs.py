@@ -4,12 +4,17 @@ A *subject* is a shipped op, a function in a file, or the protocols. A *job* is 
 jobs run in parallel processes. What they found is a :class:`JobResult` each.
 """
 
+import contextlib
+import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
+import re
+import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -18,13 +23,15 @@ from typing import Any, NamedTuple
 from interlace.runtime.compat.triton_driver import driver_of
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
+from interlace.runtime.compiler.request import jitted_function
+from interlace.runtime.programs.choice import compiled_for
 from interlace.verify.lint_check.check import (
     LintReport,
+    LintRequest,
     by_cause,
     lint_many,
     lint_request,
     settled,
-    specialisation,
 )
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.causes import on_more_ranks
@@ -44,8 +51,11 @@ FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
 class CheckPlan:
     """A plan: what to check and how much. ``ranks`` for races; schedules run on the smallest of them.
 
-    ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``: lint one variant of each
-    kernel, and explore protocols of fewer ranks and rounds.
+    ``schedules``: 0 for none. ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``:
+    lint one variant of each kernel, and explore protocols of fewer ranks and rounds. ``run_for``: GPUs for
+    which kernels are compiled that cannot be interpreted; () for the first that has them. ``budget``:
+    seconds of processor time for races on one number of ranks, beyond which no schedule is begun but
+    the first. If that has found something it is the only one, too. 0: all schedules are run.
     """
 
     ranks: tuple[int, ...] = (2, 3, 4, 8)
@@ -54,11 +64,17 @@ class CheckPlan:
     arches: tuple[int, ...] = ARCHES
     quick: bool = False
     ignore: tuple[str, ...] = ()
+    run_for: tuple[int, ...] = ()
+    budget: float = 0.0
 
 
 FULL, QUICK = CheckPlan(), CheckPlan((2, 3), 1, 3, (90,), True)
 # of a function of one's own, which may need ranks in powers of two
-FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 30, (90,))
+FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 0, (90,), budget=8.0)
+
+_OF_A_GPU = re.compile(  # errors of torch in a file that is to run with its shim
+    r"process group has not been initialized|env:// rendezvous|not compiled with CUDA|no NVIDIA driver"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,8 @@ class JobResult:
     """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
 
     ``report`` is that of the check, where there is one; ``refusals`` are texts, too, of what could not be
-    checked. ``notes`` are neither. ``lost``: the process that checked it has ended.
+    checked. ``notes`` are neither. ``seconds`` are of processor time, with that of child processes.
+    ``lost``: the process that checked it has ended.
     """
 
     subject: str
@@ -77,22 +94,33 @@ class JobResult:
     seconds: float
     report: RaceReport | ScheduleReport | LintReport | None = field(default=None, repr=False)
     refusals: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     lost: bool = False
 
-    @property
-    def notes(self) -> list[str]:
-        return self.report.notes if isinstance(self.report, RaceReport) else []
+    def texts(self) -> list[tuple[Any, str]]:
+        """What was found or not checked: what is equal for the same, and the text."""
+        race = isinstance(self.report, RaceReport)
+        causes = [each.cause for each in self.report.findings] if race else []  # type: ignore[union-attr]
+        causes += self.findings[len(causes) :]
+        refusals = [f"not checked: {text}" for text in self.refusals]
+        return [*zip(causes, self.findings, strict=True), *zip(refusals, refusals, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: all but the report."""
-        facts = {**vars(self), "seconds": round(self.seconds, 3), "notes": self.notes}
+        facts = {**vars(self), "seconds": round(self.seconds, 3)}
         del facts["report"], facts["lost"]
         return facts
 
 
-JobOutcome = tuple[
-    str, Sequence[str], RaceReport | ScheduleReport | LintReport | None, Sequence[str]
-]
+@dataclass(frozen=True)
+class JobOutcome:
+    """What a check gives of a :class:`JobResult`."""
+
+    count: str
+    findings: Sequence[str]
+    report: RaceReport | ScheduleReport | LintReport | None = None
+    refusals: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 class Job(NamedTuple):
@@ -108,16 +136,16 @@ class Job(NamedTuple):
         return f"{self.subject}: {self.check}, {self.variant}".rstrip(", ")
 
     def result(self) -> JobResult:
-        begin = time.monotonic()
+        begin = processor_seconds()
         try:
-            count, findings, report, refusals = self.run()
+            done = self.run()
         except Exception as error:  # the other jobs' results are not lost for it
-            return replace(
-                self.without_result(f"the check ended with {type(error).__name__}: {error}"),
-                seconds=time.monotonic() - begin,
-            )
-        done = count, tuple(findings), time.monotonic() - begin, report, tuple(refusals)
-        return JobResult(self.subject, self.check, self.variant, *done)
+            result = self.without_result(f"the check ended with {type(error).__name__}: {error}")
+        else:
+            texts = (tuple(each) for each in (done.findings, done.refusals, done.notes))
+            findings, refusals, notes = texts
+            result = JobResult(*self[:3], done.count, findings, 0.0, done.report, refusals, notes)
+        return replace(result, seconds=processor_seconds() - begin)
 
     def without_result(self, how: str) -> JobResult:
         """Nothing came of it: ``how`` it ended."""
@@ -132,10 +160,13 @@ def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
 
 
 def function_jobs(subject: str, fn: Callable[[], Any], plan: CheckPlan) -> list[Job]:
-    return _jobs({subject: {"": fn}}, plan)
+    """Races and schedules of a function of one's own; reports of races have what is to be linted."""
+    return _jobs({subject: {"": fn}}, plan, own=True)
 
 
-def _jobs(subjects: dict[str, dict[str, Callable[[], Any]]], plan: CheckPlan) -> list[Job]:
+def _jobs(
+    subjects: dict[str, dict[str, Callable[[], Any]]], plan: CheckPlan, own: bool = False
+) -> list[Job]:
     every = [(name, *each) for name, variants in subjects.items() for each in variants.items()]
     jobs = []
 
@@ -145,9 +176,10 @@ def _jobs(subjects: dict[str, dict[str, Callable[[], Any]]], plan: CheckPlan) ->
             jobs.append(Job(subject, check, text, partial(job, fn, world_size, *arguments)))
 
     for world_size in plan.ranks:
-        add("races", world_size, _races, plan.seeds)
-    add("schedules", min(plan.ranks), _schedules, plan.schedules, False)
-    add("late stores", min(plan.ranks), _schedules, plan.schedules, True)
+        add("races", world_size, _races, plan, own)
+    if plan.schedules:
+        add("schedules", min(plan.ranks), _schedules, plan, False)
+        add("late stores", min(plan.ranks), _schedules, plan, True)
     return jobs
 
 
@@ -161,42 +193,104 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
     ]
 
 
-def _races(fn: Callable[[], Any], world_size: int, seeds: int) -> JobOutcome:
-    report = races(fn, world_size, seeds=seeds)
+def _races(fn: Callable[[], Any], world_size: int, plan: CheckPlan, own: bool) -> JobOutcome:
+    notes = []
+    with compiled_for(plan.run_for) as arches:
+        report = _raced(fn, world_size, plan)
+    if plan.run_for and not arches <= {*plan.run_for}:
+        wanted, ran = (", ".join(f"sm_{each}" for each in some) for some in (plan.run_for, arches))
+        notes.append(
+            f"kernels that must be compiled ran as code of {ran}: that of {wanted} cannot be run"
+        )
+    if report.clean and (done := len(report.seeds)) < plan.seeds:
+        notes.append(
+            f"{world_size} ranks: {done} of {plan.seeds} schedules, as each takes long; "
+            f"--seeds {plan.seeds} runs all"
+        )
     refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
     if not (report.events or report.errors or refusals):
         refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
-    return f"{report.events} accesses", _texts(report), replace(report, launches=()), refusals
+    count = f"{report.events} accesses in {_counted(len(report.seeds), 'schedule')}"
+    report = replace(report, launches=tuple(_to_lint(report, plan)) if own else ())
+    return JobOutcome(count, _texts(report), report, refusals, (*notes, *report.notes))
+
+
+def _raced(fn: Callable[[], Any], world_size: int, plan: CheckPlan) -> RaceReport:
+    """The report of as many schedules as the plan and its budget allow."""
+    if not plan.budget:
+        return races(fn, world_size, seeds=plan.seeds)
+    begin, here = processor_seconds(), time.process_time()
+    report = races(fn, world_size, seeds=1)
+    left = plan.budget - (processor_seconds() - begin)
+    more = min(plan.seeds - 1, int(left / max(time.process_time() - here, 1e-9)))
+    if more < 1 or not report.clean:
+        return report
+    others = races(fn, world_size, seeds=range(1, 1 + more))
+    return replace(
+        others,
+        seeds=report.seeds + others.seeds,
+        events=report.events + others.events,
+        launches=report.launches + others.launches,
+        ordering=report.ordering | others.ordering,
+        superfluous=tuple(each for each in report.superfluous if each in others.superfluous),
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _texts(report: RaceReport) -> list[str]:
-    errors = [f"seed {seed}: {text}" for seed, text in report.errors]
+    errors = [f"seed {seed}: {text}{_shim_hint(text)}" for seed, text in report.errors]
     return [*map(str, report.findings), *errors]
 
 
-def _schedules(fn: Callable[[], Any], world_size: int, count: int, late: bool) -> JobOutcome:
-    report = schedules(fn, world_size, n=count, store_buffers=late, workers=1)
-    texts = [str(report)] if report.failing else []
-    return f"{report.schedules} schedules", texts, report, [report.refusal] * bool(report.refused)
+def _shim_hint(error: str, shim: str | None = None) -> str:
+    shim = shim or ("torch" if _OF_A_GPU.search(error) else None)
+    return f"; --shims {shim} stands in for it" if shim else ""
+
+
+def _schedules(fn: Callable[[], Any], world_size: int, plan: CheckPlan, late: bool) -> JobOutcome:
+    with compiled_for(plan.run_for):
+        report = schedules(fn, world_size, n=plan.schedules, store_buffers=late, workers=1)
+    texts = [f"{report}{_shim_hint(str(report))}"] if report.failing else []
+    count = _counted(report.schedules, "schedule")
+    return JobOutcome(count, texts, report, [report.refusal] * bool(report.refused))
 
 
 def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
     found = explored(name, ranks, rounds)
     reduced = ", reduced" if found.reduced else ""
     texts = [str(each) for each in (*found.deadlocks, *found.violations)]
-    return f"{found.states} states{reduced}", texts, None, []
+    return JobOutcome(f"{found.states} states{reduced}", texts)
 
 
-def run_jobs(jobs: Sequence[Job], *, on_done: Callable[[], None] = lambda: None) -> list[JobResult]:
-    """All results, in the order of the jobs. Runs in parallel processes."""
-    results = parallel.map_seeds(
+def processor_seconds() -> float:
+    """Processor time of this process and its children so far; of those that run only where /proc is."""
+    total = time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    ticks = os.sysconf("SC_CLK_TCK")
+    for children in pathlib.Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            with contextlib.suppress(OSError):  # it has ended
+                figures = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                total += sum(map(int, figures[11:15])) / ticks
+    return total
+
+
+def run_jobs(
+    jobs: Sequence[Job], *, on_done: Callable[[JobResult], Any] = lambda result: None
+) -> list[JobResult]:
+    """All results, in the order of the jobs, of parallel processes; ``on_done`` gets each as it comes."""
+    results: list[tuple[int, JobResult]] = []
+    for index, result in parallel.map_seeds(
         lambda index: jobs[index].result(),
         range(len(jobs)),
         chunk=1,
         name=lambda index: jobs[index].title,
-        on_progress=lambda done: on_done(),
         lost=lambda index, how: replace(jobs[index].without_result(how), lost=True),
-    )
+    ):
+        results.append((index, result))
+        on_done(result)
     return _by_cause([result for _, result in sorted(results, key=itemgetter(0))])
 
 
@@ -224,14 +318,20 @@ def lint_shipped(
 ) -> list[JobResult]:
     """Every variant of the catalogue of these ops, compiled and linted."""
     wanted = {kernel: name for name in names for kernel in TARGETS[name].kernels}
-    chosen = shipped_entries(names, plan)
+    chosen, begin = shipped_entries(names, plan), processor_seconds()
     reports = build(chosen, on_report=lambda report: on_done())
     results = []
     for entry, report in zip(chosen, reports, strict=True):
         variant = f"{entry.variant} sm_{entry.arch}".strip()
         texts = (f"{report.name} for sm_{report.arch}: {text}" for text in report.problems())
         results.append(_linted(wanted[entry.kernel], variant, tuple(texts), report.seconds))
-    return results
+    return _of_processor(results, processor_seconds() - begin)
+
+
+def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
+    """``results`` that took so long together, of processor time, shared as the time that each has taken."""
+    share = seconds / (sum(result.seconds for result in results) or 1.0)
+    return [replace(result, seconds=result.seconds * share) for result in results]
 
 
 def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
@@ -243,38 +343,65 @@ def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
 
 def lint_launches(
     subject: str,
-    fn: Callable[[], Any],
+    results: Sequence[JobResult],
     plan: CheckPlan,
     *,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[JobResult]:
-    """Lint every kernel that ``fn`` launches in every form it is seen in.
+    """Lint every kernel in every form in which the races of ``results`` saw it launched.
 
     But those of interlace, and those that call a shim, which is not compiled to what the package that it
-    stands for is compiled to. What races of one schedule settle is no finding. ``fn`` runs in this process.
+    stands for is compiled to. What the races settle is no finding.
     """
-    checked = [races(fn, world_size, seeds=1) for world_size in plan.ranks]
+    checked = [each.report for each in results if isinstance(each.report, RaceReport)]
     clean = all(report.clean for report in checked)
     ordering = frozenset().union(*(report.ordering for report in checked if clean))
-    seen = {
-        specialisation(launch): launch
-        for report in checked
-        for launch in report.launches
-        if not launch.kernel.fn.__module__.startswith("interlace.kernels.")
-        and not calls_a_shim(launch.kernel)
-    }
-    results, requests = [], []
-    for launch in seen.values():
+    linted, requests, begin = [], [], processor_seconds()
+    for name, asked in launched(results):
         try:
-            requests += [lint_request(launch, arch, plan.ignore) for arch in plan.arches]
-        except (TypeError, ValueError) as error:
-            text = f"{launch.name} cannot be linted: {error}"
-            results.append(replace(_linted(subject, launch.name, ()), refusals=(text,)))
+            if isinstance(asked, str):
+                raise ValueError(asked)
+            requests += [replace(each, kernel=_kernel(*each.kernel)) for each in asked]
+        except (ImportError, LookupError, TypeError, ValueError) as error:
+            text = f"{name} cannot be linted: {error}"
+            linted.append(replace(_linted(subject, name, ()), refusals=(text,)))
     reports = lint_many(requests, on_report=lambda report: on_done())
     for report in by_cause([settled(report, ordering) for report in reports]):
         variant = f"{report.kernel} sm_{report.arch}"
-        results.append(_linted(subject, variant, report.texts(), report.seconds, report))
-    return results
+        linted.append(_linted(subject, variant, report.texts(), report.seconds, report))
+    return _of_processor(linted, processor_seconds() - begin)
+
+
+def launched(results: Sequence[JobResult]) -> list[tuple[str, tuple[LintRequest, ...] | str]]:
+    """All forms of kernels that were seen in races, each once, by name: what to lint, or why not."""
+    reports = (each.report for each in results if isinstance(each.report, RaceReport))
+    return [*{repr(each): each for report in reports for each in report.launches}.values()]
+
+
+def _to_lint(
+    report: RaceReport, plan: CheckPlan
+) -> Iterator[tuple[str, tuple[LintRequest, ...] | str]]:
+    """By name, what to lint of each launch, or why that cannot be; other processes find it by name, too."""
+    for launch in report.launches:
+        home = launch.kernel.fn.__module__
+        if home.startswith("interlace.kernels.") or calls_a_shim(launch.kernel):
+            continue
+        try:
+            requests = [lint_request(launch, arch, plan.ignore) for arch in plan.arches]
+        except (TypeError, ValueError) as error:
+            yield launch.name, str(error)
+        else:
+            at = home, jitted_function(launch.kernel).__name__
+            yield launch.name, tuple(replace(each, kernel=at) for each in requests)
+
+
+def _kernel(module: str, name: str) -> Any:
+    """The kernel whose function has that name; LookupError if there is none."""
+    for found in vars(importlib.import_module(module)).values():
+        with contextlib.suppress(TypeError, ValueError):
+            if jitted_function(found).__name__ == name:
+                return found
+    raise LookupError(f"{module} has no kernel {name}")
 
 
 def _linted(
@@ -319,8 +446,7 @@ def load_function(text: str) -> Callable[[], Any]:
         with driver_of(90):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        shim = needed_for(error)
-        hint = f"; --shims {shim} stands in for it" if shim else ""
+        hint = _shim_hint(str(error), needed_for(error))
         raise ValueError(
             f"{path}: importing it fails: {type(error).__name__}: {error}{hint}"
         ) from error
