@@ -198,7 +198,7 @@ FOLDERS = {
     "interlace/verify/suite": (
         "face interlace/attention interlace/fused interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "
-        "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler "
+        "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler runtime/programs "
         "runtime/core runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark/subjects": (

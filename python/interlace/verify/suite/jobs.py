@@ -70,7 +70,7 @@ class CheckPlan:
 
 FULL, QUICK = CheckPlan(), CheckPlan((2, 3), 1, 3, (90,), True)
 # of a function of one's own, which may need ranks in powers of two
-FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 0, (90,), budget=8.0)
+FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 0, (90,), budget=6.0)
 
 _OF_A_GPU = re.compile(  # errors of torch in a file that is to run with its shim
     r"process group has not been initialized|env:// rendezvous|not compiled with CUDA|no NVIDIA driver"
