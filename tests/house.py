@@ -198,8 +198,8 @@ FOLDERS = {
     "interlace/verify/suite": (
         "face interlace/attention interlace/fused interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "
-        "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler runtime/programs "
-        "runtime/core runtime/places/sim runtime/tuning"
+        "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler "
+        "runtime/core runtime/places/sim runtime/programs runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
