@@ -117,9 +117,9 @@ def _called_directly() -> tuple[dict[str, Any], dict[str, Any]]:
     direct = {name: _loading(name) for name in NAMES}
     for name, function in direct.items():
         # the overload, and what torch asks for when it defines the op during the run, or when its compiler
-        # looks through all ops that were used
+        # looks through all ops that were used: the names of overloads, or, as of 2.13, overloads
         own = {"default": function, "_qualified_op_name": f"symm_mem::{name}", "_op": function}
-        vars(function).update(own, op_overloads=list)
+        vars(function).update(own, overloads=list, op_overloads=list)
     return vars(torch.ops.symm_mem), direct
 
 
