@@ -101,7 +101,7 @@ def test_text_json_page_and_sarif_say_the_same(
     assert main.run([*arguments, "--json"]) == 1
     results = json.loads(capsys.readouterr().out)["results"]
     texts = [text for each in results for text in each["findings"] if each["check"] == "races"]
-    assert any("also    on 4 ranks" in text for text in texts)
+    assert any("and     on 4 ranks" in text for text in texts)
     linted = [text for each in results for text in each["findings"] if each["check"] == "lint"]
     assert len(linted) == len({re.sub(r" \(and .*", "", text) for text in linted}) > 0
     messages = [r["message"]["text"] for r in json.loads(log.read_text())["runs"][0]["results"]]

@@ -37,6 +37,8 @@ ANY_ARCH = 90
 
 MODELLED = ("narrow scope", "weak poll")
 """Rules that must guess what they cannot know, and that the race check follows exactly where it runs."""
+OF_RECEIVED = ("unfenced descriptor load", "early load")
+"""Rules about loads of what peers write, which the race check has seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,13 +220,17 @@ def _checked(request: LintRequest) -> Compilation:
     )
 
 
-def settled(report: LintReport, ordering: Iterable[SourceText]) -> LintReport:
-    """``report`` without guesses about lines that ran in a race check, ``ordering``, which found nothing.
+def settled(
+    report: LintReport, ordering: Iterable[SourceText], private: Iterable[SourceText] = ()
+) -> LintReport:
+    """``report`` without guesses about lines that ran in a race check, which tells what is wrong there.
 
-    Whether a peer uses a signal, and whether a load needs what a poll has seen, is in no compiled code.
+    Whether a peer uses a signal (``ordering``), whether a load needs what a poll has seen, and whether
+    peers write what is loaded (``private``: they do not), is in no compiled code.
     """
-    ran = {_statement(line) for line in ordering}
-    kept = [f for f in report.findings if f.rule not in MODELLED or _statement(f.where) not in ran]
+    ran = {(rule, _statement(line)) for rule in MODELLED for line in ordering}
+    ran |= {(rule, _statement(line)) for rule in OF_RECEIVED for line in private}
+    kept = [fault for fault in report.findings if (fault.rule, _statement(fault.where)) not in ran]
     return replace(report, findings=tuple(kept))
 
 

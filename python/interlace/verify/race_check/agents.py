@@ -52,6 +52,7 @@ class Agent:
         self.clock[self.lanes] = self.clock[self.thread] = 1
         self.barred = [0, 0]
         self.putting: Any = False
+        self.before: Any = self.clock  # what was before the program
         self.fenced: dict[int, Any] = {}
         self.pending: Pending = {}
         self.for_lanes: Any = None
@@ -65,7 +66,7 @@ class Agent:
         self.learn(known)
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
         self.tick()
-        self.fenced = {SYS: known}
+        self.before, self.fenced = known, {SYS: known}
         self.pending, self.for_lanes, self.arrived = {}, None, None
 
     def end(self) -> Any:

@@ -4,13 +4,14 @@ Detectors give what conflicts, access by access: every element, program and sche
 counted, and what has the same cause (:attr:`Finding.cause`) becomes one finding.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from interlace.verify.race_check.findings import WRITTEN, Access, Extent, Finding
+from interlace.verify.race_check.findings import ORDERS, WRITTEN, Access, Extent, Finding
 
 MOST_ACCESSES = 3  # of a cause that are told besides the first two
 
@@ -63,11 +64,13 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
     reach: dict[Any, Reach] = {}
     reverse: dict[Any, str] = {}
     for finding in findings:
-        cause = next((each for each in first if _is_part(finding.cause, each)), finding.cause)
-        known = first.setdefault(cause, finding)
+        same = ((cause, each) for cause, each in first.items() if _is_part(finding, each))
+        larger = ((cause, each) for cause, each in first.items() if _is_part(each, finding))
+        cause, known = next(itertools.chain(same, larger), (finding.cause, finding))
+        first.setdefault(cause, finding)
         if _tells_more(finding, known):
             first[cause] = finding
-        if known.kind != finding.kind:
+        if known.kind != finding.kind and known.kind in ORDERS:
             reverse[cause] = finding.kind
         reach.setdefault(cause, Reach()).join(reaches[finding.key])
     also = {cause: _others(finding, reach[cause]) for cause, finding in first.items()}
@@ -109,15 +112,15 @@ def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
 
 def _tells_more(finding: Finding, known: Finding) -> bool:
     """Whether it is the signal's own finding, or there is more to do."""
-    own = bool(known.polled) > bool(finding.polled)
-    return own or finding.hint.count("; and ") > known.hint.count("; and ")
+    return bool(known.polled) > bool(finding.polled) or not _is_part(finding, known)
 
 
-def _is_part(cause: tuple[Any, ...], whole: tuple[Any, ...]) -> bool:
-    """Whether what mends ``whole`` mends ``cause``, too; of words in lines it may be some of several."""
-    if cause[0] in WRITTEN:
-        return cause[0] == whole[0] and {*cause[1:]} <= {*whole[1:]}
-    return cause == whole
+def _is_part(finding: Finding, whole: Finding) -> bool:
+    """Whether what mends ``whole`` mends ``finding``, too; of words in lines it may be some of several."""
+    if finding.kind in WRITTEN and whole.kind in WRITTEN:
+        same = finding.kind == whole.kind or finding.hint in whole.hint
+        return same and {*finding.cause[1:]} <= {*whole.cause[1:]}
+    return finding.cause == whole.cause
 
 
 def _what(access: Access) -> str:

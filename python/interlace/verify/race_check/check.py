@@ -49,12 +49,9 @@ CAUSES = {
     "proxies": ("no proxy fence", hints.proxy),
 }
 NO_RULES = Rules(*[False] * len(fields(Rules)))
-# Without each of the rules; without any; with each alone.
-RELAXED = [
-    *(replace(Rules(), **{rule: False}) for rule in CAUSES),
-    NO_RULES,
-    *(replace(NO_RULES, **{rule: True}) for rule in CAUSES),
-]
+# Without each of the rules, and without any; with each alone.
+RELAXED = [*(replace(Rules(), **{rule: False}) for rule in CAUSES), NO_RULES]
+ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
 
 
 @overload
@@ -116,7 +113,7 @@ def races(  # type: ignore[misc]
     errors: list[tuple[int, str]] = []
     refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
-    ordering: set[SourceText] = set()
+    ordering, loads, received = set[SourceText](), set[SourceText](), set[SourceText]()
     barriers: set[SourceText] = set()
     reaches: dict[Any, Reach] = {}
     events = 0
@@ -134,6 +131,8 @@ def races(  # type: ignore[misc]
             of_its_kind.append((seed, error))
         events += detector.events
         ordering |= detector.ordering
+        loads |= detector.loads
+        received |= detector.received
         barriers |= detector.barriers
         for key, reach in detector.reaches.items():
             reaches.setdefault(key, Reach()).join(reach)
@@ -145,15 +144,24 @@ def races(  # type: ignore[misc]
             on_seed(seed)
             break
         if new or differs:
+            keys = [each.key for each in new]
             relaxed, teller = (
-                [Detector(seed, rules, [each.key for each in new]) for rules in RELAXED],
+                [Detector(seed, rules, keys) for rules in RELAXED],
                 RaceTeller(seed, new),
             )
             several = Several([*relaxed, teller.detector, teller])
             _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
             stories.append(teller.story(seed, raised))
-            for finding in _explained(new, relaxed, teller.detector):
-                found[finding.key] = finding
+            broken = {key: _broken(key, relaxed) for key in keys}
+            if mixed := [key for key in keys if broken[key] is None]:
+                alone = [Detector(seed, rules, mixed) for rules in ALONE]
+                _observed(on_rank, world_size, seed, Several(alone), made, store_buffers, timeout)
+                for key in mixed:
+                    found_by = zip(CAUSES, alone, strict=True)
+                    broken[key] = [rule for rule, each in found_by if key in each.found]
+            for finding in new:
+                again = teller.detector.found.get(finding.key, finding)
+                found[finding.key] = _explained(finding, broken[finding.key] or [], again)
         on_seed(seed)
 
     def observed_without(seed: int, asked: list[DetectorWithout]) -> None:
@@ -172,6 +180,8 @@ def races(  # type: ignore[misc]
         tuple(refusals),
         frozenset(ordering),
         superfluous(barriers, chosen, observed_without),
+        frozenset(loads),
+        frozenset(received),
     )
 
 
@@ -243,36 +253,24 @@ class Several:
         return tell_all
 
 
-def _explained(findings: list[Finding], relaxed: list[Detector], again: Detector) -> list[Finding]:
-    """Findings with the rules that make them, by what detectors with the ``RELAXED`` rules did not find.
+def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
+    """The rule without which detectors with the ``RELAXED`` rules did not find it; None: it is several."""
+    *without, free = relaxed
+    rules = [rule for rule, each in zip(CAUSES, without, strict=True) if key not in each.found]
+    return rules[:1] if rules or key in free.found else None
 
-    From ``again`` they have the steps of their accesses.
-    """
-    without, (free,), alone = (
-        relaxed[: len(CAUSES)],
-        relaxed[len(CAUSES) :][:1],
-        relaxed[-len(CAUSES) :],
+
+def _explained(finding: Finding, broken: list[str], again: Finding) -> Finding:
+    """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses."""
+    finding = replace(finding, first=again.first, second=again.second)
+    if finding.first is None:
+        return finding
+    made = [CAUSES[rule][1](finding) for rule in broken] or [hints.missing(finding)]
+    kinds = {CAUSES[rule][0] for rule in broken}
+    kinds = kinds or {"mixed access" if finding.polled else finding.kind}
+    return replace(
+        finding,
+        kind=kinds.pop() if len(kinds) == 1 else "weak order",
+        hint="; and ".join(each.text for each in made),
+        change=tuple(dict.fromkeys(access.lines for each in made for access in each.at)),
     )
-    explained = []
-    for finding in findings:
-        told = again.found.get(finding.key, finding)
-        finding = replace(finding, first=told.first, second=told.second)
-        if finding.first is not None:
-            key = finding.key
-            every = [*zip(CAUSES.values(), without, alone, strict=True)]
-            broken = [cause for cause, off, _ in every if key not in off.found][:1]
-            if not broken and key not in free.found:  # several at once
-                broken = [cause for cause, _, only in every if key in only.found]
-            made = [hint(finding) for _, hint in broken]
-            if not made:
-                made = [hints.missing(finding)]
-            at = [access.lines for each in made for access in each.at]
-            kind = broken[0][0] if broken else "mixed access" if finding.polled else finding.kind
-            finding = replace(
-                finding,
-                kind=kind,
-                hint="; and ".join(each.text for each in made),
-                change=tuple(dict.fromkeys(at)),
-            )
-        explained.append(finding)
-    return explained

@@ -30,13 +30,15 @@ from interlace.verify.race_check.agents import (
     joined,
 )
 from interlace.verify.race_check.collector import Collector
-from interlace.verify.race_check.shadow import WRITES, KnownTimes
+from interlace.verify.race_check.shadow import WRITES, Index, KnownTimes, ShadowSegment
 
 
 class Fences(Collector):
     rules: Rules
     events: int
     ordering: set[SourceText]
+    loads: set[SourceText]
+    received: set[SourceText]
     _agents: dict[Any, Agent]
 
     def _known(self, agent: Any, threads: Any = None, *, multicast: bool = False) -> KnownTimes:
@@ -58,6 +60,19 @@ class Fences(Collector):
         """``clock``, with a place for every component there is."""
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
+
+    def _note_load(self, agent: Any, segment: ShadowSegment, cells: Index) -> None:
+        """Note the line of a load, and whether it reads what another has written since the launch."""
+        lines = program_lines()[:1]
+        self.loads.update(lines)
+        if self.received.issuperset(lines):
+            return
+        written, before = segment.written[cells], self._lengthened(agent.before)
+        others = (written["component"] < agent.first) | (
+            written["component"] >= agent.first + agent.BLOCKS * agent.components
+        )
+        if (others & (written["time"] > before[written["component"]])).any():
+            self.received.update(lines)
 
     def _by_multicast(self, pointers: Any) -> bool:
         """Whether an access is by a multicast address, and that makes a difference."""
@@ -195,6 +210,7 @@ class Fences(Collector):
                 segment.note_store(cells, queue.thread, time, site)
             else:
                 self._unwritten(segment, cells, site, size)
+                self._note_load(agent, segment, cells)
                 segment.note(segment.loads, cells, queue.lanes, time, site)
 
     def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:

@@ -186,9 +186,10 @@ class RaceReport:
 
     ``errors`` are exceptions of runs, by seed, as text, and so are ``refusals``: what the simulator cannot
     run, so that a schedule is not checked. ``stories`` tell the schedules in which something was found.
-    ``ordering``: the lines of kernels at which atomics and fences ran. ``superfluous``: if nothing was
-    found, the lines of barriers without which nothing would have been, in programs whose threads are told
-    apart; each by itself, one of them may stand for another.
+    ``ordering``: the lines of kernels at which atomics and fences ran; ``loads``: those of loads, and
+    ``received``: of loads of what another had written since the kernel began. ``superfluous``: if nothing
+    was found, the lines of barriers without which nothing would have been, in programs whose threads are
+    told apart; each by itself, one of them may stand for another.
     """
 
     world_size: int
@@ -201,6 +202,8 @@ class RaceReport:
     refusals: tuple[tuple[int, str], ...] = ()
     ordering: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
     superfluous: tuple[SourceText, ...] = ()
+    loads: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
+    received: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def notes(self) -> list[str]:

@@ -79,6 +79,10 @@ class Detector(Fences):
         self._changes = 0  # events but those that only look at words
         self._looks: dict[Any, Any] = {}  # the last look at a word, by who looks
         self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
+        self.loads: set[SourceText] = (
+            set()
+        )  # ... of loads, and of those of what others wrote meanwhile
+        self.received: set[SourceText] = set()
         self.barriers: set[SourceText] = set()  # ... of barriers of programs with threads
 
     def _agent(self, task: Task) -> Agent:
@@ -188,6 +192,7 @@ class Detector(Fences):
             self._access(agent, component, place, site, size, stores=stores, multicast=multicast)
             if not stores:
                 self._unwritten(segment, cells, site, size)
+                self._note_load(agent, segment, cells)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """A torch operator of a stream or of user code has read or written ``tensor``."""
@@ -298,6 +303,7 @@ class Detector(Fences):
                 segment.note_store(cells, components, agent.times[by], site)
             elif not stores:
                 self._unwritten(segment, cells, site, size)
+                self._note_load(agent, segment, cells)
                 if getattr(pointers, "incoherent", False):
                     before = self._lengthened(agent.before)
                     launched = KnownTimes(before, agent, self._owners, np.int64(-1))

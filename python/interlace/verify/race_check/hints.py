@@ -1,6 +1,6 @@
 """Hints of races: what to change, and at which lines, by the rule without which it would be none.
 
-A test applies each hint to its own example (``tests/sim/verify/test_hints.py``).
+A test applies each hint to its own example (``tests/sim/verify/reports/test_hints.py``).
 """
 
 import re

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,9 +26,8 @@ class Step(NamedTuple):
     """``task``, or the memory, did what ``text`` says; ``who`` is the task among those of its rank.
 
     ``lines`` of the source are innermost first. ``after``: numbers of the steps whose signals it has seen.
-    ``nbytes``: how many it accesses, if they lie behind each other. ``span``: from which address to which,
-    None for a step that is no access; ``writes``: whether it changes them. A barrier concerns its task
-    ``alone``.
+    ``nbytes``: how many it accesses, if they lie behind each other. ``alone``: no other task can tell when
+    it is done, as it is a barrier, or an access of what nobody else changes or reads.
     """
 
     task: str
@@ -38,8 +37,6 @@ class Step(NamedTuple):
     lines: tuple[SourceText, ...] = ()
     after: tuple[int, ...] = ()
     nbytes: int = 0
-    span: tuple[int, int] | None = None
-    writes: bool = False
     alone: bool = False
 
 
@@ -58,7 +55,7 @@ class Story:
         ``shared``: of accesses, those of memory that some task changes and another one accesses, too.
         """
         told: list[str] = []
-        kept = [*_shared(self.steps)] if shared else []
+        kept = [step for step in self.steps if not step.alone] if shared else []
         kept = kept or [*self.steps]  # of a task that fails by itself all steps matter
         for task, steps in itertools.groupby(kept, lambda step: step.task):
             told.append(f"{task}:")
@@ -77,23 +74,6 @@ class Story:
         frames = wait.where.frames
         own = (each.lines for each in self.steps[::-1] if each.rank == wait.rank and each.lines)
         return next((lines for lines in own if lines[0].frames == frames), (wait.where,))
-
-
-def _shared(steps: Sequence[Step]) -> Iterator[Step]:
-    """``steps`` without what no other task can see, nor is seen by: its place in the order is nothing."""
-    users: dict[int, dict[str, bool]] = {}  # by 4 bytes: whether who accesses them changes them
-    for step in steps:
-        for word in _words(step):
-            by_task = users.setdefault(word, {})
-            by_task[step.task] = by_task.get(step.task, False) or step.writes
-    for step in steps:
-        every = [users[word] for word in _words(step)]
-        if not (every or step.alone) or any(len(each) > 1 and any(each.values()) for each in every):
-            yield step
-
-
-def _words(step: Step) -> range:
-    return range(0) if step.span is None else range(step.span[0] // 4, -(-step.span[1] // 4))
 
 
 def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
@@ -128,6 +108,7 @@ class Storyteller(Observer):
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._spans: deque[tuple[range | None, bool]] = deque(maxlen=MOST_STEPS)
         self._count = 0
         self._memory = Allocations()
         self._stuck: int | None = None
@@ -136,7 +117,7 @@ class Storyteller(Observer):
 
     def story(self, seed: int, error: BaseException | None = None) -> Story:
         """What has been noted of the run of ``seed``, which ``error`` ended."""
-        first, steps = self._count - len(self._steps), tuple(self._steps)
+        first, steps = self._count - len(self._steps), tuple(self._with_others())
         if not isinstance(error, DeadlockError):
             return Story(seed, first, steps)
         end = None if self._stuck is None else max(0, self._stuck - first)
@@ -149,11 +130,12 @@ class Storyteller(Observer):
         lines: tuple[SourceText, ...],
         after: Any = (),
         nbytes: int = 0,
-        **access: Any,
+        span: range | None = None,
+        writes: bool = False,
     ) -> None:
         if task is not None:
-            who = self._who(task)
-            self._add(Step(task.name, task.rank, who, text, lines, tuple(after), nbytes, **access))
+            step = Step(task.name, task.rank, self._who(task), text, lines, tuple(after), nbytes)
+            self._add(step, span, writes=writes)
 
     def _who(self, task: Task) -> str:
         launch = f" of launch {task.number + 1}" if task.number and task.program else ""
@@ -163,9 +145,22 @@ class Storyteller(Observer):
         """What an address is called, if what is done there is told."""
         return self._memory.find(address)
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: Step, span: range | None = None, *, writes: bool = False) -> None:
+        """``span``: the words that it accesses; None if others see it otherwise."""
         self._steps.append(step)
+        self._spans.append((span, writes))
         self._count += 1
+
+    def _with_others(self) -> Iterator[Step]:
+        """The steps, with whether others can tell."""
+        users: dict[int, dict[str, bool]] = {}  # by word: whether who accesses it changes it
+        for step, (span, writes) in zip(self._steps, self._spans, strict=True):
+            for word in span or ():
+                by_task = users.setdefault(word, {})
+                by_task[step.task] = by_task.get(step.task, False) or writes
+        told = {word for word, tasks in users.items() if len(tasks) > 1 and any(tasks.values())}
+        for step, (span, _) in zip(self._steps, self._spans, strict=True):
+            yield step._replace(alone=span is not None and told.isdisjoint(span))
 
     def on_stuck(self) -> None:
         self._stuck = self._count
@@ -190,8 +185,8 @@ class Storyteller(Observer):
         place = self._memory.find(address)
         if place is not None:
             text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
-            span = address, address + nbytes
-            self._add(Step("memory", task.rank, task.who, text, (), (), nbytes, span, True))
+            step = Step("memory", task.rank, task.who, text, nbytes=nbytes)
+            self._add(step, _words(address, address + nbytes), writes=True)
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)
@@ -230,7 +225,7 @@ class Storyteller(Observer):
 
     def on_barrier(self, task: Task | None, threads: Any = None) -> None:
         met = "" if threads is None else f" of threads {threads.min()} to {threads.max()}"
-        self._note(task, f"barrier{met}", program_lines(), alone=True)
+        self._note(task, f"barrier{met}", program_lines(), span=range(0))
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
         self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued(task))
@@ -246,8 +241,12 @@ class Storyteller(Observer):
         self._note(task, f"has done: {label}", _enqueued(task))
 
 
-def _span(addresses: Any, size: int) -> tuple[int, int]:
-    return int(min(addresses)), int(max(addresses)) + size
+def _words(low: int, high: int) -> range:
+    return range(low // 4, -(-high // 4))
+
+
+def _span(addresses: Any, size: int) -> range:
+    return _words(int(min(addresses)), int(max(addresses)) + size)
 
 
 def _enqueued(task: Task) -> tuple[SourceText, ...]:

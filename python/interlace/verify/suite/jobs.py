@@ -232,6 +232,8 @@ def _raced(fn: Callable[[], Any], world_size: int, plan: CheckPlan) -> RaceRepor
         events=report.events + others.events,
         launches=report.launches + others.launches,
         ordering=report.ordering | others.ordering,
+        loads=report.loads | others.loads,
+        received=report.received | others.received,
         superfluous=tuple(each for each in report.superfluous if each in others.superfluous),
     )
 
@@ -354,8 +356,10 @@ def lint_launches(
     stands for is compiled to. What the races settle is no finding.
     """
     checked = [each.report for each in results if isinstance(each.report, RaceReport)]
-    clean = all(report.clean for report in checked)
-    ordering = frozenset().union(*(report.ordering for report in checked if clean))
+    ended = not any(report.errors or report.refusals for report in checked)
+    ordering = frozenset().union(*(report.ordering for report in checked if ended))
+    private = frozenset().union(*(report.loads for report in checked if ended))
+    private -= frozenset().union(*(report.received for report in checked))
     linted, requests, begin = [], [], processor_seconds()
     for name, asked in launched(results):
         try:
@@ -366,7 +370,7 @@ def lint_launches(
             text = f"{name} cannot be linted: {error}"
             linted.append(replace(_linted(subject, name, ()), refusals=(text,)))
     reports = lint_many(requests, on_report=lambda report: on_done())
-    for report in by_cause([settled(report, ordering) for report in reports]):
+    for report in by_cause([settled(report, ordering, private) for report in reports]):
         variant = f"{report.kernel} sm_{report.arch}"
         linted.append(_linted(subject, variant, report.texts(), report.seconds, report))
     return _of_processor(linted, processor_seconds() - begin)

@@ -13,7 +13,8 @@ from tiers import few
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, shims.installed("torch", "triton_dist"):
-        patch.syspath_prepend("tests/peers")
+        for folder in ("tests/peers", "tests/peers/orders"):
+            patch.syspath_prepend(folder)
         yield importlib.import_module("order_kernels")
 
 
