@@ -1,10 +1,10 @@
-"""Names in the code of a kernel, and in the functions that it calls: the values that they stand for."""
+"""Names in the code of a kernel and of what it calls: the values that they stand for."""
 
 import dis
 import inspect
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -75,3 +75,10 @@ def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Itera
                 codes.append(constant)
             elif constant != function.__doc__:
                 yield constant
+
+
+def wrap_with_statements(wrapper: Callable[[Any], Any]) -> None:
+    """Let ``wrapper`` stand around what Triton's compiler does with a ``with`` statement, from now on."""
+    from triton.compiler.code_generator import CodeGenerator  # few need it
+
+    CodeGenerator.visit_With = wrapper(CodeGenerator.visit_With)

@@ -1,6 +1,7 @@
 """Damaged copies of what interlace reads, and little memory to read them in."""
 
 import contextlib
+import gc
 import json
 import pathlib
 import random
@@ -61,6 +62,7 @@ def damaged_json(whole: bytes, chance: random.Random, share: float = 0.5) -> byt
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
     """Within this no more than 256 MiB can be had; what tracemalloc counts takes ten times as long."""
+    gc.collect()  # what is freed later would be room
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))

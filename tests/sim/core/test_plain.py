@@ -271,7 +271,7 @@ def test_who_takes_more_memory_is_found() -> None:
 
     def greedy(data: bytes) -> None:
         try:
-            bytes(1 << 31)
+            bytes(1 << 45)
         except Exception as error:
             raise plain.UnreadableError("too much") from error
 

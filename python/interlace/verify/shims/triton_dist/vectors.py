@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import triton.language as tl
-from triton.compiler.code_generator import CodeGenerator
 from triton.language import core
+
+from interlace.runtime.compat.kernel_code import wrap_with_statements
 
 
 class VectorType(core.base_type):  # type: ignore[misc]
@@ -252,4 +253,4 @@ def _with_several_names(visit: Any) -> Any:
     return visit_with
 
 
-CodeGenerator.visit_With = _with_several_names(CodeGenerator.visit_With)
+wrap_with_statements(_with_several_names)
