@@ -195,7 +195,84 @@ def read_by_others(mesh: DeviceMesh) -> None:
     module(sequence(1)())
     assert isinstance(seen[0], DTensor) and seen[0].placements == (Replicate(),)
     assert seen[0].shape == (3, SEQUENCE * dist.get_world_size(), WIDTH) == tuple(seen[0].size())
-    assert "Ungathered" in repr(seen[0]) and not seen[0]._wholes
+    assert "Ungathered" in repr(seen[0]) and seen[0]._gathered is None
+
+
+class Pair(nn.Module):
+    """q and k; ``before`` and ``between`` are what the module does with their input."""
+
+    def __init__(self, before: Callable[[Any], Any], between: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.between = before, between
+        self.wq, self.wk = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
+
+    def forward(self, x: Any) -> Any:
+        self.before(x)
+        q = self.wq(x)
+        self.between(x)
+        return q * self.wk(x)
+
+
+def pair_plan(kind: Any) -> dict[str, Any]:
+    linears = {f"0.w{name}": kind.ColwiseParallel() for name in "qk"}
+    return {"0": gathering(kind), **linears}
+
+
+def changed_in_place(mesh: DeviceMesh) -> None:
+    """Readers behind a change of a prepared input see it, in whichever mode it was made."""
+
+    def unseen(x: DTensor) -> None:
+        with torch.no_grad():
+            x.mul_(2)
+
+    def in_view(x: DTensor) -> None:
+        with torch.no_grad():
+            x[0].mul_(3)
+
+    def seen_and_unseen(x: DTensor) -> None:
+        torch.relu(x)
+        unseen(x)
+        x.mul_(2)
+        unseen(x)
+
+    for change in (unseen, in_view, seen_and_unseen):
+        both(mesh, lambda c=change: nn.Sequential(Pair(c, lambda x: 0)), pair_plan, sequence(1))
+    x, outputs = sequence(1)(), []
+    for kind in (torch_styles, styles):  # one that q has not read; torch's could not go backward
+        module = nn.Sequential(Pair(lambda x: 0, unseen))
+        with torch.no_grad():
+            outputs.append(torch_styles.parallelize_module(module, mesh, pair_plan(kind))(x))
+    torch.testing.assert_close(*outputs)
+
+
+def gradient_of_the_prepared(mesh: DeviceMesh) -> None:
+    """A hook on a prepared input sees, and may change, the gradient of all its readers."""
+    seen: list[torch.Tensor] = []
+
+    def double(grad: DTensor) -> DTensor:
+        seen.append(grad.full_tensor())
+        return grad * 2
+
+    def retain(x: DTensor) -> None:
+        x.retain_grad()
+        kept.append(x)
+
+    def nothing(x: DTensor) -> None:
+        pass
+
+    def watch(x: DTensor) -> None:
+        x.register_hook(double)
+
+    kept: list[Any] = []
+    for before, between in (
+        (watch, nothing), (nothing, watch), (torch.relu, watch), (retain, nothing), (nothing, retain),
+    ):  # fmt: skip
+        both(mesh, lambda a=before, b=between: nn.Sequential(Pair(a, b)), pair_plan, sequence(1))
+    whole = [each.grad.full_tensor() for each in kept]
+    for found in (seen, whole):
+        for i in range(0, len(found), 4):  # two steps in torch's style, and two in interlace's
+            torch.testing.assert_close(found[i : i + 2], found[i + 2 : i + 4])
 
 
 def prepared_in_torchs_way(mesh: DeviceMesh) -> None:

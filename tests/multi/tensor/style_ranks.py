@@ -292,6 +292,7 @@ def cases(world_size: int) -> dict[str, Callable[[DeviceMesh], None]]:
         made[name] = lambda mesh, a=(prepared, local): shared.one_gather(mesh, *a)  # type: ignore[misc]
     for function in (
         shared.nothing_is_kept, shared.gathered_again, shared.read_by_others,
+        shared.changed_in_place, shared.gradient_of_the_prepared,
         shared.prepared_in_torchs_way, shared.prepared_outputs_and_kwargs, other_output_layouts,
         dtensor_inputs, fallbacks, embeddings_and_norms, autocast, optimizers, in_other_forms,
     ):  # fmt: skip

@@ -138,7 +138,7 @@ class ColwiseLinear(FusedLinear):
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
         if isinstance(input, shared_gathers.Ungathered):
-            input = input.for_linear()
+            input = input.for_linear(self)
         local, layout = self._local(input)
         if not isinstance(layout, int) or layout == last:
             raise Unfused(self._nothing_to_gather(input, layout))

@@ -11,7 +11,8 @@ autocast or gradient mode, and when activation checkpointing calls the linears a
 recomputation run the same ops, and all ranks decide alike.
 
 :class:`Ungathered` is what a module reads of which a PrepareModuleInput says that its input is gathered. It
-is a replicated DTensor to all that ask, but each rank has its shard alone until an op reads it.
+is a replicated DTensor to all that ask, but each rank has its shard alone until an op reads it. From then
+on all read the gathered one.
 
 ``X`` may not lead back to ``x``, or both would live for ever. It does if ``x`` is a leaf that requires a
 gradient: of these only the last one of a thread has its ``X`` kept.
@@ -97,6 +98,9 @@ def _state(input: Tensor, how: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*how, version, autocast, *_pass())
 
 
+NO_BACKWARD = -1  # the task of a graph that does not run
+
+
 def _pass() -> tuple[bool, int]:
     """What tells a forward from its recomputation, which runs inside a backward."""
     return torch.is_grad_enabled(), torch._C._current_graph_task_id()
@@ -119,32 +123,55 @@ class _Later(torch.autograd.Function):
 
 
 class Ungathered(DTensor):
-    """A replicated DTensor of which each rank has its shard until an op reads it."""
+    """A replicated DTensor of which each rank has its shard until an op other than a linear reads it.
+
+    From then on the gathered tensor stands for it, in every mode, as an op may change it in place. What
+    leads to its gradient leads to that of the shard, in which those of linears and of other ops meet.
+    """
 
     shard: DTensor
     _say: Callable[[str], None]
-    _wholes: dict[tuple[bool, int], DTensor]
+    _gathered: DTensor | None
+    _born: tuple[
+        Any, bool
+    ]  # how the gathered tensor stood in the graph before it was changed in place
+    _read: dict[Any, DTensor]
 
     @staticmethod
     def of(shard: DTensor, say: Callable[[str], None]) -> "Ungathered":
-        """``say`` is called with the name of each op that has the shard gathered for itself."""
+        """``say`` is called with the name of the op that has the shard gathered for itself."""
+        shard = shard.redistribute(
+            placements=shard.placements
+        )  # a node for the gradients to meet in
         made: Any = _Later.apply(shard)  # type: ignore[no-untyped-call]
-        made.shard, made._say, made._wholes = shard, say, {}
+        made.shard, made._say, made._gathered, made._read = shard, say, None, {}
         return made  # type: ignore[no-any-return]
 
-    def for_linear(self) -> DTensor:
-        """The shard, which a linear gathers while it multiplies; if it is gathered already, that."""
-        return self._wholes.get(_pass(), self.shard)
+    def for_linear(self, linear: Any) -> DTensor:
+        """The shard, which ``linear`` gathers while it multiplies; if an op has gathered it already, that.
+
+        Within a backward it is what ``linear`` read last before: a recomputation repeats its forward.
+        """
+        read = self.shard if self._gathered is None else self._gathered
+        if _pass()[1] != NO_BACKWARD:
+            return self._read.get(linear, read)
+        self._read[linear] = read
+        return read
 
     def whole(self, reader: str) -> DTensor:
         """The gathered tensor, for the op ``reader``."""
-        made = self._wholes.get(_pass())
-        if made is None:
+        if self._gathered is None:
             self._say(reader)
-            made = self.shard.redistribute(placements=self.placements)
-            if made.requires_grad == (self.shard.requires_grad and torch.is_grad_enabled()):
-                self._wholes[_pass()] = made
-        return made
+            local = self.shard._local_tensor
+            with torch.inference_mode(local.is_inference()), torch.enable_grad():
+                self._gathered = self.shard.redistribute(placements=self.placements)
+            self._born = _place_in_graph(self._gathered)
+        return self._gathered
+
+    def _in_graph(self) -> DTensor:
+        """The tensor whose gradient is this one's."""
+        changed = self._gathered is not None and _place_in_graph(self._gathered) != self._born
+        return self._gathered if changed else self.shard  # type: ignore[return-value]
 
     @classmethod
     def __torch_function__(
@@ -155,7 +182,11 @@ class Ungathered(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        args, kwargs = tree_map_only(Ungathered, lambda each: each.whole(name), (args, kwargs))
+
+        def stand_in(each: Ungathered) -> DTensor:
+            return each._in_graph() if func in _OF_GRADIENTS else each.whole(name)
+
+        args, kwargs = tree_map_only(Ungathered, stand_in, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
@@ -182,12 +213,22 @@ class Ungathered(DTensor):
         return f"Ungathered(shard={self.shard!r})"
 
 
+def _place_in_graph(tensor: Tensor) -> tuple[Any, bool]:
+    return tensor.grad_fn, tensor.requires_grad
+
+
 _class: Any = Tensor
 _METADATA: frozenset[Any] = frozenset(
     {
         _class.shape.__get__, _class.dtype.__get__, _class.device.__get__, _class.ndim.__get__,
-        _class.layout.__get__, _class.requires_grad.__get__, _class.is_leaf.__get__,
-        _class.grad_fn.__get__, Tensor.size, Tensor.stride, Tensor.dim, Tensor.ndimension,
+        _class.layout.__get__, Tensor.size, Tensor.stride, Tensor.dim, Tensor.ndimension,
         Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
+    }
+)  # fmt: skip
+_OF_GRADIENTS: frozenset[Any] = frozenset(
+    {
+        _class.requires_grad.__get__, _class.is_leaf.__get__, _class.grad_fn.__get__,
+        _class.grad.__get__, _class.grad.__set__, _class.retains_grad.__get__, Tensor.retain_grad,
+        Tensor.register_hook, torch.autograd.grad, torch.autograd.backward, Tensor.backward,
     }
 )  # fmt: skip
