@@ -7,8 +7,8 @@ that, and in backward their gradients of it are added before one reduce-scatter:
 
 ``X`` is kept for ``x``, the same tensor object, and no longer than that lives. ``x`` is gathered anew for a
 linear that has read ``X`` already, after a backward through the op, after ``x`` has changed, under another
-autocast or gradient mode, and when activation checkpointing calls the linears again. So a forward and its
-recomputation run the same ops, and all ranks decide alike.
+autocast or gradient mode, in another checkpointed region, and when activation checkpointing calls the
+linears again. So a forward and its recomputation run the same ops, and all ranks decide alike.
 
 :class:`Ungathered` is what a module reads of which a PrepareModuleInput says that its input is gathered. It
 is a replicated DTensor to all that ask, but each rank has its shard alone until an op reads it. From then
@@ -40,6 +40,7 @@ class _Kept:
     def __init__(self, gathered: Tensor, state: tuple[Any, ...]) -> None:
         self.gathered: Tensor | None = gathered
         self.state, self.readers = state, list[Any]()
+        self.region = weakref.ref(_region())  # weak: it may lead to the input
 
 
 class _OwnGathers(threading.local):
@@ -60,6 +61,8 @@ def find(input: Tensor, reader: Any, *how: Any) -> Tensor | None:
     """The gathered ``input``, for a linear that has not read it yet; ``how``: it was gathered."""
     kept = _own.kept.get(input) if can_share() else None
     if kept is None or kept.gathered is None or kept.state != _state(input, how):
+        return None
+    if kept.region() is not _region():
         return None
     if any(each() is reader for each in kept.readers):
         return None
@@ -96,6 +99,16 @@ def _state(input: Tensor, how: tuple[Any, ...]) -> tuple[Any, ...]:
     kind = local.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (*how, version, autocast, *_pass())
+
+
+def _outside() -> None:
+    """Stands for the region of what is not checkpointed."""
+
+
+def _region() -> Any:
+    """What saves tensors for backward: in a region that torch checkpoints that is a function of its own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return _outside if hooks is None else hooks[0]
 
 
 NO_BACKWARD = -1  # the task of a graph that does not run
