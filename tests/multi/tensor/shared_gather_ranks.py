@@ -122,7 +122,7 @@ def nothing_is_kept(mesh: DeviceMesh) -> None:
 
 
 def gathered_again(mesh: DeviceMesh) -> None:
-    """Another linear takes nothing from before a backward, without gradients, of old rows, or of outside."""
+    """Another linear takes nothing from before a backward, without gradients, of old rows, of outside."""
     torch.manual_seed(0)
     plan = {name: styles.ColwiseParallel(input_layouts=Shard(1)) for name in "01"}
     pair = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER))
@@ -150,7 +150,9 @@ def gathered_again(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(found, weight.sum(1) + bias)
         x = sequence(1)().requires_grad_()
         (first(x) * checkpoint(second, x, use_reentrant=False)).sum().backward()
-        assert gathers.call_count == 11  # what is outside of a region is not there when it runs again
+        assert (
+            gathers.call_count == 11
+        )  # what is outside of a region is not there when it runs again
     leaves = []
     for _ in range(2):  # that require a gradient, and have no backward
         x = sequence(1)().requires_grad_()

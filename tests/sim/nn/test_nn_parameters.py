@@ -363,7 +363,13 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "ColumnParallelLinear was initialised": lambda: inn.ColumnParallelLinear(2, 8),
     "QKVParallelLinear was initialised": lambda: inn.QKVParallelLinear(2, 4, 2, head_dim=2),
     "VocabParallelEmbedding was initialised": lambda: inn.VocabParallelEmbedding(5, 2),
+    "SequenceParallelMLP was initialised": lambda: inn.SequenceParallelMLP(
+        2, 8, output_init_method=torch.nn.init.zeros_
+    ),
     "router of MoE has other values": lambda: inn.MoE(2, 2, 4, 1),
+    "q.weight of UlyssesAttention has other values": lambda: inn.UlyssesAttention(
+        2, 4, head_dim=2, layout="sbhd"
+    ),
     "ColumnParallelLinear was initialised from": lambda: copy.deepcopy(
         inn.ColumnParallelLinear(2, 8)
     ),
@@ -380,6 +386,7 @@ def test_ranks_that_start_differently_are_told(text: str) -> None:
                 for each in layer.parameters():
                     each.zero_()
         input = torch.zeros(4, dtype=torch.int64) if "Embedding" in text else torch.ones(4, 2)
+        input = torch.ones(4, 1, 2) if "Attention" in text else input
         try:
             with torch.no_grad():
                 layer(input)

@@ -18,6 +18,7 @@ from interlace.nn.functions.attention import (
     index_tensor,
     positions_of_ranks,
 )
+from interlace.nn.parameters.sharded_module import check_equal
 from interlace.nn.parameters.sharding import OnGroup, positive
 from interlace.runtime.algorithms.attention.shards import TokenShards
 from interlace.runtime.compat.torch_modes import modes_active
@@ -154,6 +155,7 @@ class UlyssesAttention(OnGroup):
                     f'algorithm="fused" needs heads that world size {self.group.world_size} divides, got '
                     f'num_heads {num_heads} and num_kv_heads {kv}; use "unfused" or "auto"'
                 )
+        self._found_alike = False
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv, size
         self.causal, self.scale, self.window = causal, scale, window
         self.layout, self.balance, self.algorithm = layout, balance, algorithm
@@ -180,6 +182,11 @@ class UlyssesAttention(OnGroup):
             text = f"rotary must be a function or None, got {rotary!r}"
             refuse("UlyssesAttention", self.group, "", TypeError(text))
         tokens, lengths = self._lengths(input, lengths)
+        if not self._found_alike and self.group.world_size > 1:
+            every = self.named_parameters()
+            said = {f"{name} of UlyssesAttention has other values": each for name, each in every}
+            check_equal("UlyssesAttention", self.group, said)
+            self._found_alike = True
         if not self.fusible:
             return self._beside(input, lengths, rotary, how)
         x = input.transpose(0, 1) if self.layout == "bshd" else input

@@ -94,6 +94,8 @@ class SequenceParallelMLP(OnGroup):
         linear.check_features(self, input, self.hidden_size, "hidden_size", self.up.weight)
         up, gate = self.up, self.gate
         layers = [up] if gate is None else [gate, up]
+        for layer in layers:
+            layer._check_alike(layer.group, layer=self)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         outputs = linear.gathering_linear(up, input, weights, biases)
         how = self.activation

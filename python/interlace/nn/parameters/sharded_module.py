@@ -7,7 +7,7 @@ number of ranks, and so is what is drawn next. At most one unsharded layer is in
 
 import abc
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,21 +98,12 @@ class ShardedModule(OnGroup):
             return
         kind, drawn = type(layer or self).__name__, self._drawn
         there = {name: self._parameters.get(name) for name in names}
-        mine = {name: _digest(each) for name, each in there.items() if each is not None}
-        if drawn is not None and drawn.versions == self._versions():
-            mine["state"] = _digest(drawn.state)
-        found = group.agree(kind, mine)
         said = {name: f"{name} of {kind} has other values" for name in names}
-        said["state"] = f"{kind} was initialised from another state of torch's generator"
-        for what, text in said.items():
-            having = [(rank, own[what]) for rank, own in enumerate(found) if what in own]
-            for rank, digest in having:
-                if digest != having[0][1]:
-                    raise ValueError(
-                        f"{text} on rank {rank} of the group than on rank {having[0][0]}: call "
-                        "torch.manual_seed with one seed on all ranks before the layer is made, or load a "
-                        "state dict"
-                    )
+        mine: dict[str, torch.Tensor]
+        mine = {said[name]: each for name, each in there.items() if each is not None}
+        if drawn is not None and drawn.versions == self._versions():
+            mine[f"{kind} was initialised from another state of torch's generator"] = drawn.state
+        check_equal(kind, group, mine)
         self._found_alike, self._drawn = True, None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -172,6 +163,23 @@ class ShardedModule(OnGroup):
 
 def _generator_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def check_equal(kind: str, group: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise on all ranks unless each of ``tensors`` has the same bytes on all; keys are what is said then.
+
+    One host message. A rank may have no tensor of a key.
+    """
+    found = group.agree(kind, {said: _digest(each) for said, each in tensors.items()})
+    for said in dict.fromkeys(said for own in found for said in own):
+        having = [(rank, own[said]) for rank, own in enumerate(found) if said in own]
+        for rank, digest in having:
+            if digest != having[0][1]:
+                raise ValueError(
+                    f"{said} on rank {rank} of the group than on rank {having[0][0]}: call "
+                    "torch.manual_seed with one seed on all ranks before the layer is made, or load a "
+                    "state dict"
+                )
 
 
 def _digest(tensor: torch.Tensor) -> str:
