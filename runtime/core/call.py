@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.runtime.core import plain
-from interlace.runtime.core.errors import DifferentOpsError
+from interlace.runtime.core.errors import DifferentOpsError, of_another_rank
 from interlace.runtime.core.stream import Event, Outcome
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
     for rank, (op, refused, text) in enumerate(answers):
         if isinstance(refused, bool):
             kind = TypeError if refused else ValueError
-            raise kind(f"{op}: rank {rank} cannot take part: {text}")
+            raise of_another_rank(kind(f"{op}: rank {rank} cannot take part: {text}"))
     op, terms, _ = answers[0]
     first: dict[str, tuple[int, Any]] = {}  # of each term beside, who says it first
     for rank, (other_op, other_terms, _) in enumerate(answers):

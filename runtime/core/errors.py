@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 OF_PARENT = (
     "this group belongs to the parent process; a forked child has to make its own (start processes with "
@@ -24,6 +24,15 @@ class InterlaceError(RuntimeError):
     """
 
     frames: tuple[tuple[str, int], ...] = ()
+
+
+Raised = TypeVar("Raised", bound=Exception)
+
+
+def of_another_rank(error: Raised) -> Raised:
+    """``error``, for which another rank is to blame, who ends of it by itself."""
+    error.elsewhere = True  # type: ignore[attr-defined]
+    return error
 
 
 class PlaceUnavailableError(InterlaceError):

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -34,10 +35,23 @@ def install() -> None:
             note = f"{hidden} frames of interlace are not shown; INTERLACE_DEBUG=debug shows them"
             print(note, file=sys.stderr)
         before(kind, error, error.__traceback__ if hidden else trace)
-        if isinstance(error, (AbortedError, PeerDiedError)):
+        if any(map(_is_of_another, _chain(error))):
             _follow(str(error))
 
     sys.excepthook = uncaught
+
+
+def _is_of_another(error: BaseException) -> bool:
+    return isinstance(error, (AbortedError, PeerDiedError)) or hasattr(error, "elsewhere")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, and what it was raised from or beside, each once."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _hide(error: BaseException | None) -> int:
@@ -45,25 +59,23 @@ def _hide(error: BaseException | None) -> int:
 
     Not out of those of a fault within interlace: its frames are needed.
     """
-    count, meant, seen = 0, False, set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    count, meant = 0, False
+    for raised in _chain(error):
         kept, hidden, inside = [], 0, False
-        trace = error.__traceback__
+        trace = raised.__traceback__
         while trace is not None:
             name = str(trace.tb_frame.f_globals.get("__name__", ""))
             inside = name.startswith("interlace.") or (inside and name.startswith(_AROUND))
             hidden += inside
             kept += [] if inside else [trace]
             trace = trace.tb_next
-        on_purpose = isinstance(error, InterlaceError) or "told" in vars(error)
+        on_purpose = isinstance(raised, InterlaceError) or "told" in vars(raised)
         if kept and (on_purpose or (meant and not inside)):
             count += hidden
             for each in reversed(kept):
                 trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
-            error.__traceback__ = trace
+            raised.__traceback__ = trace
         meant = meant or on_purpose
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return count
 
 

@@ -48,6 +48,7 @@ from interlace.runtime.core.errors import (
     CollectiveTimeoutError,
     InterlaceError,
     PeerDiedError,
+    of_another_rank,
 )
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.places.hosts.joining import UnconnectedError
@@ -405,11 +406,10 @@ class HostLinks:
                 listener.join(_MOMENT.total_seconds())
         if self._failure is None and not self._closed.is_set():
             if peer in self._left:
-                self.fail(
-                    InterlaceError(
-                        f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
-                    )
+                left = (
+                    f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
                 )
+                self.fail(of_another_rank(InterlaceError(left)))
             else:
                 self._lost(peer, error)
         return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")

@@ -27,6 +27,7 @@ from interlace.runtime.core.errors import (
     CollectiveTimeoutError,
     InterlaceError,
     PeerDiedError,
+    of_another_rank,
 )
 from interlace.runtime.core.place import BOUND
 from interlace.runtime.places.one_host import meetings, rendezvous
@@ -384,10 +385,11 @@ class HostGroup:
             return death or self._death(control, self.pidfds, doing) or failure
         for rank in waited_for:
             if control.has_left(rank):  # perhaps because of a death
-                return self._death(control, self.pidfds, doing) or InterlaceError(
-                    f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it in "
-                    f"{doing}"
+                left = (
+                    f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it"
                 )
+                error = of_another_rank(InterlaceError(f"{left} in {doing}"))
+                return self._death(control, self.pidfds, doing) or error
         return None
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:

@@ -372,3 +372,32 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
     assert 'fails.py", line 7, in one_op' in done.stderr
     assert "INTERLACE_DEBUG=debug shows them" in done.stderr
     assert not re.search(r'File ".*/interlace/', done.stderr)
+
+
+ENDS = """
+import sys
+import torch
+import interlace
+
+interlace.barrier()
+rank, ones = interlace.get_rank(), torch.ones(4)
+try:
+    if sys.argv[1] == "exits" and rank == 1:
+        sys.exit(3)
+    if sys.argv[1] == "wrapped" and rank == 1:
+        raise KeyError("mine")
+    interlace.all_reduce(ones, op="nonsense" if sys.argv[1] == "misused" and rank == 1 else "sum")
+except Exception as error:
+    raise RuntimeError("wrapped") from error
+"""
+
+
+@thorough
+@pytest.mark.parametrize("how", ["exits", "wrapped", "misused"])
+def test_torchrun_names_it_whatever_others_end_with(how: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, "3", str(tmp_path / "ends.py"), how], capture_output=True, text=True
+    )
+    assert re.search(r"rank +: 1 ", done.stderr.split("Root Cause")[1]), done.stderr
