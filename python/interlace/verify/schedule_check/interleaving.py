@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ class Storyteller(Observer):
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
-        self._spans: deque[tuple[range | None, bool]] = deque(maxlen=MOST_STEPS)
+        self._spans: deque[tuple[Collection[int] | None, bool]] = deque(maxlen=MOST_STEPS)
         self._count = 0
         self._memory = Allocations()
         self._stuck: int | None = None
@@ -130,7 +130,7 @@ class Storyteller(Observer):
         lines: tuple[SourceText, ...],
         after: Any = (),
         nbytes: int = 0,
-        span: range | None = None,
+        span: Collection[int] | None = None,
         writes: bool = False,
     ) -> None:
         if task is not None:
@@ -145,7 +145,9 @@ class Storyteller(Observer):
         """What an address is called, if what is done there is told."""
         return self._memory.find(address)
 
-    def _add(self, step: Step, span: range | None = None, *, writes: bool = False) -> None:
+    def _add(
+        self, step: Step, span: Collection[int] | None = None, *, writes: bool = False
+    ) -> None:
         """``span``: the words that it accesses; None if others see it otherwise."""
         self._steps.append(step)
         self._spans.append((span, writes))
@@ -174,7 +176,7 @@ class Storyteller(Observer):
             size = pointers.get_element_ty().primitive_bitwidth // 8
             behind = bool((np.diff(addresses.astype(np.int64)) == size).all())
             text = f"{verb} {_elements(len(addresses))} at {place}"
-            nbytes, span = len(addresses) * size * behind, _span(addresses, size)
+            nbytes, span = len(addresses) * size * behind, _words(addresses, size)
             writes = verb == "stores"
             self._note(task, text, program_lines(), nbytes=nbytes, span=span, writes=writes)
 
@@ -186,7 +188,7 @@ class Storyteller(Observer):
         if place is not None:
             text = f"{_elements(elements)} at {place}, stored by {task.name}: visible now"
             step = Step("memory", task.rank, task.who, text, nbytes=nbytes)
-            self._add(step, _words(address, address + nbytes), writes=True)
+            self._add(step, _words([address], nbytes), writes=True)
 
     def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)
@@ -199,7 +201,7 @@ class Storyteller(Observer):
         if task is None or not addresses:
             return
         place = together(self._place(task, each) or "own memory" for each in addresses)
-        span = _span(addresses, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
+        span = _words(addresses, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         before = active(result.data, atomic.pointers, atomic.mask)
         seen, *others = dict.fromkeys(before)
         more = f" and {others[0] if len(others) == 1 else f'{len(others)} more'}" if others else ""
@@ -225,7 +227,7 @@ class Storyteller(Observer):
 
     def on_barrier(self, task: Task | None, threads: Any = None) -> None:
         met = "" if threads is None else f" of threads {threads.min()} to {threads.max()}"
-        self._note(task, f"barrier{met}", program_lines(), span=range(0))
+        self._note(task, f"barrier{met}", program_lines(), span=())
 
     def on_signal(self, task: Task, slot: Any, op: str) -> None:
         self._note(task, f"publishes {self._memory.find(slot.data_ptr())} ({op})", _enqueued(task))
@@ -241,12 +243,12 @@ class Storyteller(Observer):
         self._note(task, f"has done: {label}", _enqueued(task))
 
 
-def _words(low: int, high: int) -> range:
-    return range(low // 4, -(-high // 4))
-
-
-def _span(addresses: Any, size: int) -> range:
-    return _words(int(min(addresses)), int(max(addresses)) + size)
+def _words(addresses: Any, size: int) -> set[int]:
+    """The words of 4 bytes that elements of ``size`` bytes at ``addresses`` have a part of."""
+    first = np.asarray(addresses, np.uint64)
+    last = first + np.uint64(max(0, size - 1))
+    ends = np.concatenate([first, *(first + np.uint64(at) for at in range(4, size, 4)), last])
+    return {*(ends // np.uint64(4)).tolist()}
 
 
 def _enqueued(task: Task) -> tuple[SourceText, ...]:
