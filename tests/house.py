@@ -194,7 +194,9 @@ FOLDERS = {
         "face interlace/groups interlace/process_group interlace/symmetric_memory "
         "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
     ),
-    "interlace/verify/shims/triton_dist": "face interlace/symmetric_memory interlace/verify/shims",
+    "interlace/verify/shims/triton_dist": (
+        "face interlace/symmetric_memory interlace/verify/shims runtime/compat"
+    ),
     "interlace/verify/suite": (
         "face interlace/attention interlace/fused interlace/groups interlace/verify/lint_check "
         "interlace/verify/protocols interlace/verify/race_check "

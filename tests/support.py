@@ -235,6 +235,9 @@ MENDED = {"published descriptor store": (3, 8), "release without barrier": (3, 9
 
 TRITON, TORCH = (releases.release(releases.installed(name)) for name in ("Triton", "torch"))
 
+SCALES_BY_ROW = TORCH >= (2, 12)
+"""Whether a CPU multiplies fp8 matrices with a scale for each row, in ``torch._scaled_mm``."""
+
 
 def mended(rule: str) -> bool:
     """Whether the installed Triton compiles kernels that break ``rule`` so that they do not."""

@@ -26,7 +26,7 @@ import torch_names
 from interlace import functional
 from multi.functional.compile_norms import NORMED
 from multi.process_group.backend_ranks import world
-from support import compiled_anew
+from support import SCALES_BY_ROW, compiled_anew
 
 ALWAYS = {"policy": "always"}
 
@@ -317,8 +317,8 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[tuple[str, int]]]] = {
 }
 
 
-if not torch_names.NEWEST:
-    del PATTERNS["scaled by row"]  # not on a CPU, before torch 2.13
+if not SCALES_BY_ROW:
+    del PATTERNS["scaled by row"]
 
 MOVING = (
     "_c10d_functional.all_gather_into_tensor.default",

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import interlace
-import torch_names
 from multi.functional.compile_norms import EPS, numbers
 from multi.process_group.backend_ranks import world
 from stand_ins.models import vllm_ops
+from support import SCALES_BY_ROW
 
 Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn
@@ -167,8 +167,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] =
 }
 
 
-if not torch_names.NEWEST:
-    del CALLS["shards of fp8"]  # scales by row: not on a CPU, before torch 2.13
+if not SCALES_BY_ROW:
+    del CALLS["shards of fp8"]
 
 
 def calls(path: str, version_2: bool) -> dict[str, Any]:

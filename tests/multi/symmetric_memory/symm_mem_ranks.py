@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import interlace
 from multi.process_group.backend_ranks import world
-from support import TORCH, compiled_anew
+from support import SCALES_BY_ROW, TORCH, compiled_anew
 
 Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 FP8 = torch.float8_e4m3fn
@@ -407,7 +407,7 @@ def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, 
             scaled_scatter(dim),
             arguments,
         )
-    if TORCH >= (2, 13):  # before, a CPU multiplies no rows with scales
+    if SCALES_BY_ROW:
         arguments = fq3, fp8_w, scales(*fq3.shape[:2], 1), scales(1, fp8_w.shape[1])
         for dim in (0, 1):
             found[f"scatter {dim} by row"] = scaled_reducing, by_row(dim), arguments

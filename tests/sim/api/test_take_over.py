@@ -20,7 +20,6 @@ from interlace.symmetric_memory.registration import TAKEN_OVER
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install
-from support import TORCH
 from tiers import thorough
 
 GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -68,9 +67,9 @@ def test_all_to_which_compilers_lower_are_taken_over() -> None:
     assert hasattr(torch.ops.symm_mem, TAKEN_OVER[0])
     names = [name.removeprefix("symm_mem::") for name in torch._C._dispatch_get_all_op_names()]
     found = {name for name in names if name.startswith(("fused_", "_low_contention_"))}
-    # these are of torch after 2.14, which keeps them: for scales by block, and for a switch's multicast
-    left = {n for n in found if "block_scaled" in n or "_ce_multicast" in n}
-    assert found - left == set(TAKEN_OVER) and (not left or TORCH >= (2, 14))
+    # torch has these as of 2.14, and keeps them: they are for a switch's multicast
+    left = {name for name in found if "_ce_multicast" in name}
+    assert found - left == set(TAKEN_OVER)
 
 
 def on_gpu(name: str, *args: Any, **options: Any) -> Any:
