@@ -153,6 +153,7 @@ def races(  # type: ignore[misc]
             _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
             stories.append(teller.story(seed, raised))
             broken = {key: _broken(key, relaxed) for key in keys}
+            free = relaxed[-1].found
             if mixed := [key for key in keys if broken[key] is None]:
                 alone = [Detector(seed, rules, mixed) for rules in ALONE]
                 _observed(on_rank, world_size, seed, Several(alone), made, store_buffers, timeout)
@@ -161,7 +162,8 @@ def races(  # type: ignore[misc]
                     broken[key] = [rule for rule, each in found_by if key in each.found]
             for finding in new:
                 again = teller.detector.found.get(finding.key, finding)
-                found[finding.key] = _explained(finding, broken[finding.key] or [], again)
+                behind = free.get(finding.key, finding).signal is not None
+                found[finding.key] = _explained(finding, broken[finding.key] or [], again, behind)
         on_seed(seed)
 
     def observed_without(seed: int, asked: list[DetectorWithout]) -> None:
@@ -260,12 +262,15 @@ def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
     return rules[:1] if rules or key in free.found else None
 
 
-def _explained(finding: Finding, broken: list[str], again: Finding) -> Finding:
-    """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses."""
+def _explained(finding: Finding, broken: list[str], again: Finding, behind: bool) -> Finding:
+    """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses.
+
+    ``behind``: whether the signal comes after the first access without regard to barriers, too.
+    """
     finding = replace(finding, first=again.first, second=again.second)
     if finding.first is None:
         return finding
-    made = [CAUSES[rule][1](finding) for rule in broken] or [hints.missing(finding)]
+    made = [CAUSES[rule][1](finding) for rule in broken] or [hints.missing(finding, behind)]
     kinds = {CAUSES[rule][0] for rule in broken}
     kinds = kinds or {"mixed access" if finding.polled else finding.kind}
     return replace(

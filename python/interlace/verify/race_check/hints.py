@@ -4,6 +4,7 @@ A test applies each hint to its own example (``tests/sim/verify/reports/test_hin
 """
 
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 from interlace.verify.race_check.findings import Access, Finding
@@ -101,7 +102,16 @@ def puts(finding: Finding) -> Hint:
     )
 
 
-def missing(finding: Finding) -> Hint:
+def _moved(signal: Access, first: Access) -> Hint:
+    """The signal is given too early: its line, or the call of it, in the function of ``first``."""
+    functions = [line.rpartition(" ")[2] for line in (*first.lines[:1], *signal.lines)]
+    depth = functions.index(functions[0], 1) - 1 if functions[0] in functions[1:] else 0
+    at = replace(signal, lines=signal.lines[depth:])
+    return Hint(f"move the signal, {_line(at)}, behind the first access", (at,))
+
+
+def missing(finding: Finding, behind: bool) -> Hint:
+    """Of what no rule explains. ``behind``: whether the signal comes after the first access at all."""
     first, second = finding.first, finding.second
     assert first is not None
     plain = finding.polled
@@ -113,6 +123,8 @@ def missing(finding: Finding) -> Hint:
         return Hint(text + _ordered(plain, "acquire" if poll else "release"), (plain,))
     if finding.signal is not None:
         signal, wait = _ends(finding)
+        if not behind:
+            return _moved(signal, first)
         text = (
             f"{_line(wait)} is no wait for {_line(signal)}: another width, or written again since"
         )

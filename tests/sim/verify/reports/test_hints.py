@@ -26,6 +26,12 @@ def fence(SCOPE: tl.constexpr):
 
 
 @triton.jit
+def raise_behind_a_barrier(flag):
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+@triton.jit
 def tell(peers_ptr, out_ptr, rank, B: tl.constexpr):
     """Rank 0 writes a block of rank 1 and raises a flag there; program 0 does, and 1 in one GPU."""
     i = tl.arange(0, B)
@@ -99,6 +105,8 @@ EXAMPLES = {
     "a plain signal": (told(BARRIER + "tl.store(flag, 1)", POLLED), "signal with release: stores at"),
     "fences of gpu scope": (
         told(BARRIER + 'fence("gpu")\n' + RELAXED[0], RELAXED[1] + '\nfence("gpu")'), 'scope="sys"'),
+    "a signal before the store": (
+        told("raise_behind_a_barrier(flag)\ntl.store(block, i + 2.0)", POLLED), "move the signal, xchg"),
     "relaxed, and no barrier": (told(RELAXED[0], POLLED), "; and "),
     "relaxed, and of gpu scope": (
         told(BARRIER + RAISE.format("relaxed", "gpu"), POLLED), "; and "),
@@ -146,6 +154,11 @@ def applied(text: str, finding: Finding) -> str:
             if "tl.debug_barrier() between the first access and" in part:
                 indent = line[: len(line) - len(line.lstrip())]
                 line = f"{indent}tl.debug_barrier()\n{line}"
+        if "move the signal" in hint:
+            assert finding.first
+            lines.insert(finding.first.lines[0].frames[0][1], line)
+            del lines[at]
+            continue
         lines[at] = line
     return "\n".join(lines) + "\n"
 
