@@ -304,6 +304,72 @@ def test_what_is_no_tensor_on_one_rank_all_are_told(kind: str) -> None:
         assert "input must be a tensor, got NoneType" in text
 
 
+def fails(kind: str) -> str:
+    """What rank 1 makes of a layer that fails there alone, in its middle; then all can sum."""
+    torch.manual_seed(1)
+    wrong = interlace.get_rank() == 1
+
+    def own(x: torch.Tensor, *others: torch.Tensor) -> Any:
+        if wrong:
+            raise LookupError("not today")
+        return (x, others[0]) if others else x
+
+    moe, x = inn.MoE(4, 4, 2, 1), torch.ones(1, 2, 4)
+    moe(x)  # parameters are compared, once
+    if wrong:
+        moe.router.data = torch.ones(2, 3)
+    run: dict[str, Callable[[], Any]] = {
+        "activation": lambda: inn.SequenceParallelMLP(4, 4, own)(x),
+        "rotary": lambda: inn.UlyssesAttention(4, 2)(x, rotary=own),
+        "rotary, heads apart": lambda: inn.UlyssesAttention(4, 1)(x, rotary=own),
+        "router": lambda: moe(x),
+        "scalar": lambda: moe(torch.tensor(1.0) if wrong else x),
+    }
+    try:
+        with torch.no_grad():
+            run[kind]()
+    except (ValueError, LookupError, RuntimeError) as error:
+        total = torch.ones(1)
+        interlace.all_reduce(total)
+        return f"{error}, {total.item()}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("activation", "LookupError: not today"),
+        ("rotary", "LookupError: not today"),
+        ("rotary, heads apart", "LookupError: not today"),
+        ("router", "RuntimeError: mat1 and mat2 shapes"),
+        ("scalar", "input must have 4 features, got a scalar"),
+    ],
+)
+def test_what_fails_in_a_layer_on_one_rank_fails_on_all(kind: str, text: str) -> None:
+    first, second = interlace.run(fails, 2, kind)
+    assert f"rank 1 cannot take part: {text}" in first and first.endswith(", 2.0"), first
+    assert text.partition(": ")[2] in second and second.endswith(", 2.0"), second
+
+
+@pytest.mark.parametrize(
+    ("make", "weights"),
+    [
+        (lambda: inn.ColumnParallelLinear(4, 4), "weight of ColumnParallelLinear is"),
+        (lambda: inn.RowParallelLinear(8, 4), "weight of RowParallelLinear is"),
+        (lambda: inn.QKVParallelLinear(4, 2), "weight of QKVParallelLinear is"),
+        (lambda: inn.SequenceParallelMLP(4, 4), "weight of SequenceParallelMLP is"),
+        (lambda: inn.UlyssesAttention(4, 2), "weights of UlyssesAttention are"),
+        (lambda: inn.MoE(4, 4, 2, 1), "weight of MoE is"),
+    ],
+)
+def test_an_input_of_another_dtype_is_told_by_the_layers_name(
+    make: Callable[[], Any], weights: str
+) -> None:
+    error = failure(lambda: make()(torch.ones(1, 2, 4, dtype=torch.bfloat16)), 2)
+    assert isinstance(error, TypeError)
+    assert f"input is torch.bfloat16, {weights} torch.float32" in str(error)
+
+
 def test_copies_are_of_tensors() -> None:
     error = failure(lambda: inn.copy_to_group("weight"), 1)  # type: ignore[arg-type]
     assert isinstance(error, TypeError)

@@ -18,6 +18,7 @@ from interlace.nn.functions.attention import (
     index_tensor,
     positions_of_ranks,
 )
+from interlace.nn.functions.linear_gradients import casts
 from interlace.nn.parameters.sharded_module import check_equal
 from interlace.nn.parameters.sharding import OnGroup, positive
 from interlace.runtime.algorithms.attention.shards import TokenShards
@@ -181,14 +182,20 @@ class UlyssesAttention(OnGroup):
         if rotary is not None and not callable(rotary):
             text = f"rotary must be a function or None, got {rotary!r}"
             refuse("UlyssesAttention", self.group, "", TypeError(text))
-        tokens, lengths = self._lengths(input, lengths)
+        lengths = self._lengths(input, lengths)
         if not self._found_alike and self.group.world_size > 1:
             every = self.named_parameters()
             said = {f"{name} of UlyssesAttention has other values": each for name, each in every}
             check_equal("UlyssesAttention", self.group, said)
             self._found_alike = True
-        if not self.fusible:
-            return self._beside(input, lengths, rotary, how)
+        step = self._fused if self.fusible else self._beside
+        return self._on_all_ranks(step, input, lengths, rotary, how)
+
+    def _fused(
+        self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, how: dict[str, Any]
+    ) -> Tensor:
+        """The projections with the exchange of heads in their matmuls."""
+        tokens = lengths[self.group.rank]
         x = input.transpose(0, 1) if self.layout == "bshd" else input
         with_group: Any = {"group": self.group, "algorithm": self.algorithm}
         total, size = sum(lengths), self.head_dim
@@ -209,8 +216,8 @@ class UlyssesAttention(OnGroup):
         made = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
         return made.transpose(0, 1) if self.layout == "bshd" else made
 
-    def _lengths(self, input: Any, lengths: Any) -> tuple[int, list[int]]:
-        """The number of this rank's tokens, and every rank's."""
+    def _lengths(self, input: Any, lengths: Any) -> list[int]:
+        """Every rank's number of tokens."""
         op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
         if not isinstance(input, Tensor):
             text = f"input must be a tensor, got {type(input).__name__}"
@@ -218,6 +225,9 @@ class UlyssesAttention(OnGroup):
         if input.dim() != 3 or input.shape[2] != hidden:
             text = f"input must have 3 dimensions and {hidden} features, got shape {tuple(input.shape)}"
             refuse(op, self.group, "", ValueError(text))
+        if input.dtype != self.q.weight.dtype and not casts(input):
+            text = f"input is {input.dtype}, weights of {op} are {self.q.weight.dtype}"
+            refuse(op, self.group, "", TypeError(text))
         tokens = input.shape[1 if self.layout == "bshd" else 0]
         given = [tokens] * world
         if lengths is not None:
@@ -228,7 +238,7 @@ class UlyssesAttention(OnGroup):
         if not torch.compiler.is_compiling() and not modes_active():
             # positions follow from them, and what others have no rank can see
             self.group.told(Call(op, (("lengths", tuple(given)),)))
-        return tokens, given
+        return given
 
     def _by_rank(self) -> tuple[Tensor, Tensor | None]:
         """The weights and biases of queries, keys and values, those of each rank's heads together."""

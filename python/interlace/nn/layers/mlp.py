@@ -92,14 +92,16 @@ class SequenceParallelMLP(OnGroup):
     @disable
     def forward(self, input: Tensor) -> Tensor:
         linear.check_features(self, input, self.hidden_size, "hidden_size", self.up.weight)
-        up, gate = self.up, self.gate
-        layers = [up] if gate is None else [gate, up]
+        layers = [self.up] if self.gate is None else [self.gate, self.up]
         for layer in layers:
             layer._check_alike(layer.group, layer=self)
+        return self._on_all_ranks(self._through, input, layers)
+
+    def _through(self, input: Tensor, layers: list[linear.ColumnParallelLinear]) -> Tensor:
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        outputs = linear.gathering_linear(up, input, weights, biases)
+        outputs = linear.gathering_linear(self.up, input, weights, biases)
         how = self.activation
         hidden = activate(outputs[0], how) if isinstance(how, str) else how(outputs[0])
-        if gate is not None:
+        if self.gate is not None:
             hidden = hidden * outputs[1]
         return self.down(hidden)  # type: ignore[no-any-return]

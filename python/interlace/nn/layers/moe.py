@@ -256,9 +256,15 @@ class MoE(ShardedModule):
         with self.group.accepting("MoE"):
             if not isinstance(input, Tensor):
                 raise TypeError(f"input must be a tensor, got {type(input).__name__}")
-        check_features(self, input, self.hidden_size, "hidden_size")
+            if not input.dim():
+                raise ValueError(f"input must have {self.hidden_size} features, got a scalar")
+        up = self._parameters["up"]
+        check_features(self, input, self.hidden_size, "hidden_size", up)
         if not torch.compiler.is_compiling():
             self._check_alike(self.group, *WHOLE)
+        return self._on_all_ranks(self._routed_to_experts, input)
+
+    def _routed_to_experts(self, input: Tensor) -> Tensor:
         whole: Any = [self._parameters.get(name) for name in WHOLE]
         if self.sequence_parallel:
             whole = copy_to_group(*whole, group=self.group)

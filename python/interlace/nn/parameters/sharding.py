@@ -1,6 +1,7 @@
 """Sharding of a parameter over a group: the part of it that a rank holds, and the DTensor that lies so."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from interlace.collectives.rootless import _all_gather
 from interlace.groups import rank_lists
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
+from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
 
 
@@ -53,6 +55,13 @@ class OnGroup(torch.nn.Module):
     @property
     def group(self) -> Communicator:
         return self._held.communicator
+
+    def _on_all_ranks(self, step: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        """``step(*given)``, in the middle of the layer: where it fails on one rank, it does on all."""
+        if torch.compiler.is_compiling() or modes_active():
+            return step(*given)
+        with self.group.accepting(type(self).__name__):
+            return step(*given)
 
 
 @dataclass(frozen=True)
