@@ -114,7 +114,7 @@ FOLDERS = {
         "interlace/arguments interlace/attention interlace/fused interlace/groups interlace/ops/eager "
         "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core runtime/numerics"
     ),
-    "interlace/compile": "interlace/groups interlace/ops runtime/tuning",
+    "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
     "interlace/functional": (
         "interlace/arguments interlace/fused interlace/groups interlace/ops runtime/compat"
     ),
@@ -135,7 +135,7 @@ FOLDERS = {
     ),
     "interlace/verify/lint_check": "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning",
     "interlace/verify/protocols": "runtime/core",
-    "python": "interlace/compile interlace/process_group",
+    "python": "interlace/cli interlace/compile interlace/process_group",
     "interlace": (
         "interlace/arguments interlace/attention interlace/functional interlace/fused "
         "interlace/groups interlace/ops interlace/ops/eager "
@@ -156,7 +156,7 @@ FOLDERS = {
     ),
     "interlace/tensor": "interlace/tensor/mesh interlace/tensor/uneven",
     "interlace/nn/parameters": (
-        "interlace/collectives interlace/groups interlace/tensor runtime/core"
+        "interlace/collectives interlace/groups interlace/tensor runtime/compat runtime/core"
     ),
     "interlace/nn/layers": (
         "interlace interlace/arguments interlace/collectives interlace/experts interlace/functional "
@@ -229,7 +229,7 @@ FOLDERS = {
         "interlace/benchmark/timing interlace/cli/bench interlace/cli/output "
         "interlace/fused runtime/tuning"
     ),
-    "program": "interlace/cli",
+    "program": "python",
 }
 
 

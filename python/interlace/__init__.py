@@ -13,15 +13,15 @@ import signal as _signal
 import sys as _sys
 import typing as _typing
 
-if _sys.argv[:1] == ["-m"] and (_called := _sys.orig_argv[-len(_sys.argv) :])[:1] == [
-    "interlace"
-]:  # python -m interlace
-    _cli = _importlib.import_module("interlace.cli.main")
-    if not _cli.needs_torch(_called[1:]):
-        _sys.exit(_cli.run(_called[1:]))  # without what follows, which takes seconds
+import interlace_command as _interlace_command
+
+if (_called := _interlace_command.arguments()) is not None:
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        # Ctrl-C while the command imports ends it without a traceback; main() takes this back.
+        # Ctrl-C while the command imports ends it without a traceback; run() takes this back.
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    _cli = _importlib.import_module("interlace.cli.main")
+    if not _cli.needs_torch(_called):
+        _sys.exit(_cli.run(_called))  # without what follows, which takes seconds
 
 from interlace.runtime.compat.environment import check_environment as _check_environment
 

@@ -112,6 +112,8 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see the package's first lines
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     called = _called(arguments)
     top = parser(called)
     given = top.parse_args(arguments)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from interlace.compile.fusion import Pattern, check_policy, fuse
+from interlace.compile.fusion import Pattern, check_options, fuse
 from interlace.compile.graph_nodes import AnyGraph, graph_of
 from interlace.compile.norms import keep_sums, know_eps
 from interlace.compile.prediction import Machine
@@ -29,7 +29,7 @@ class FusionPass(CustomGraphPass):
     every graph also gets one line in the log of "interlace.compile". ``patterns``: rewrites of your own, of
     class :class:`Pattern`.
 
-    Raises ValueError for another policy. It is a pass of ``torch.fx`` graphs:
+    Raises ValueError or TypeError as :func:`fuse`. It is a pass of ``torch.fx`` graphs:
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
@@ -46,7 +46,7 @@ class FusionPass(CustomGraphPass):
         on_report: Callable[[Report], None] | None = None,
         patterns: Sequence[Pattern] = (),
     ) -> None:
-        check_policy(policy)
+        check_options(policy, machine, patterns)
         self.policy, self.machine, self.on_report = policy, machine, on_report
         self.patterns = tuple(patterns)
 

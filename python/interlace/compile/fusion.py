@@ -88,9 +88,17 @@ class Pattern:
     predict: Callable[[Collective, Any, Machine], Prediction] | None = None
 
 
-def check_policy(policy: str) -> None:
+def check_options(policy: str, machine: Any, patterns: Sequence[Any]) -> None:
+    """Raise for what the fusion pass does not take."""
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    if not isinstance(machine, Machine | None):
+        raise TypeError(f"machine must be a Machine or None, got {machine!r}")
+    if not isinstance(patterns, Sequence):
+        raise TypeError(f"patterns must be a sequence of Patterns, got {patterns!r}")
+    for index, each in enumerate(patterns):
+        if not isinstance(each, Pattern):
+            raise TypeError(f"patterns[{index}] must be a Pattern, got {each!r}")
 
 
 def fuse(
@@ -108,7 +116,7 @@ def fuse(
     the ops that torch computes them by. What the graph returns keeps its names, so a program can be saved.
     ``patterns``: each :class:`Pattern` of your own, which come before interlace's.
 
-    Raises ValueError for another policy, TypeError for another ``graph``.
+    Raises ValueError for another policy, TypeError for what is no graph, machine or pattern.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
@@ -117,7 +125,7 @@ def fuse(
     >>> fuse(graph, policy="always").summary()
     'inference graph: fused 1 of 1 collectives (all_gather_matmul 1)'
     """
-    check_policy(policy)
+    check_options(policy, machine, patterns)
     module = getattr(graph, "graph_module", graph)
     report = _fuse(nodes.graph_of(graph), policy, machine, name, patterns)
     if isinstance(module, fx.GraphModule):

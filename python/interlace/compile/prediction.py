@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from interlace.arguments import checks
 from interlace.runtime.tuning import calibration
 
 
@@ -133,7 +134,8 @@ def predict(
     terms : how many matmuls are added before a reduction; ``inner`` is their sum.
     batch : how many ops a batch of weights becomes; ``rows`` has those of all.
 
-    Raises ValueError for another ``collective``, a negative length, and a ``world_size`` below 1.
+    Raises ValueError for another ``collective``, a negative length, and another number below 1; TypeError
+    for what is no number, dtype or machine.
 
     >>> layer = predict("all_gather", 8192, 28672, 8192, 8, dtype=torch.bfloat16, machine=GPU)
     >>> round(1e6 * layer.unfused), round(1e6 * layer.fused), layer.fused < layer.unfused
@@ -144,11 +146,15 @@ def predict(
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
-    for name, number in (("rows", rows), ("columns", columns), ("inner", inner)):
-        if number < 0:
-            raise ValueError(f"{name} must not be negative, got {number}")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    lengths = {"rows": rows, "columns": columns, "inner": inner}
+    counts = {"world_size": world_size, "terms": terms, "batch": batch}
+    for name, number in {**lengths, **counts}.items():
+        least = int(name in counts)
+        if checks.integer(name, number) < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+    for name, value, kind in (("dtype", dtype, torch.dtype), ("machine", machine, Machine)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     reduces = collective != "all_gather"
     whole = rows * (columns if reduces else inner) * dtype.itemsize
     passes = 2 if collective == "all_reduce" else 1

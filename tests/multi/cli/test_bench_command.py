@@ -278,7 +278,7 @@ class Missing:
         if name.split(".")[0] in ("rich", "matplotlib"):
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
-from interlace.__main__ import main
+from interlace.cli.main import run as main
 arguments = ["bench", "broadcast", "--sizes", "64", "--place", "sim", "--repetitions", "1"]
 assert main(arguments) == 0
 assert main([*arguments, "--plot", "-"]) == 0

@@ -1,10 +1,13 @@
 """The words of the command line: help, errors before anything begins, lines of progress."""
 
 import contextlib
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -48,16 +51,49 @@ def test_the_help_of_a_command_says_what_it_does(capsys: pytest.CaptureFixture[s
         assert ended.value.code == 0 and first in printed and command.help == first.rstrip(".")
 
 
+SCRIPT = str(pathlib.Path(sysconfig.get_path("scripts"), "interlace"))
+
+
 @pytest.mark.parametrize(
     "given", ["", "--help", "--version", "inspect --help", "inspect nothing", "inspct", "-v"]
 )
 def test_help_and_inspect_import_neither_torch_nor_triton(given: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "interlace", *given.split()]
+    check_imports(["-m", "interlace", *given.split()], given)
+
+
+@pytest.mark.parametrize("called", ["-minterlace", SCRIPT])
+def test_the_console_script_imports_neither_of_them(called: str) -> None:
+    check_imports([called, "--help"], "--help")
+
+
+def check_imports(called: list[str], given: str) -> None:
+    command = [sys.executable, "-X", "importtime", *called]
     done = subprocess.run(command, capture_output=True, text=True)
     imported = set(re.findall(r"\|\s+(\w+)(?:\.[\w.]+)?$", done.stderr, re.MULTILINE))
     assert "interlace" in imported and not imported & {"torch", "triton"}
     wrong = given in ("inspect nothing", "inspct", "-v")
     assert done.returncode == (2 if wrong else 0), done.stderr[-300:]
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
+"""
+
+
+@pytest.mark.parametrize("called", ["inspect", "doctor"])
+def test_ctrl_c_while_a_command_imports_prints_nothing(called: str, tmp_path: pathlib.Path) -> None:
+    module = "interlace.cli.main" if called == "inspect" else "torch"
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED.replace("MODULE", repr(module)))
+    command = [sys.executable, "-m", "interlace", called]
+    there = dict(os.environ, PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, env=there)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_command_behind_an_option_is_one_too() -> None:

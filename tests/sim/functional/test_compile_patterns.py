@@ -12,7 +12,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import interlace
 import interlace.compile as compiler
 from interlace import functional
-from interlace.compile import CPU, GPU, Collective, Machine, Pattern, Prediction, predict
+from interlace.compile import (
+    CPU,
+    GPU,
+    Collective,
+    FusionPass,
+    Machine,
+    Pattern,
+    Prediction,
+    fuse,
+    predict,
+)
 
 GROUP = interlace.GroupSpec("tp", 4)
 RELU = torch.ops.aten.relu.default
@@ -44,14 +54,36 @@ def test_a_prediction_by_hand() -> None:
     ("wrong", "text"),
     [
         ({"collective": "gather"}, "collective must be one of all_gather, .*, got 'gather'"),
-        ({"inner": -1}, "inner must not be negative, got -1"),
+        ({"inner": -1}, "inner must be at least 0, got -1"),
         ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"terms": -2}, "terms must be at least 1, got -2"),
+        ({"rows": 1.5}, "rows must be an int, got 1.5"),
+        ({"columns": None}, "columns must be an int, got None"),
+        ({"dtype": "bf16"}, "dtype must be a dtype, got 'bf16'"),
+        ({"machine": "gpu"}, "machine must be a Machine, got 'gpu'"),
     ],
 )
 def test_what_cannot_be_predicted(wrong: dict[str, Any], text: str) -> None:
     right = {"collective": "all_gather", "rows": 1, "columns": 1, "inner": 1, "world_size": 1}
-    with pytest.raises(ValueError, match=text):
-        predict(**right | wrong, dtype=torch.float32, machine=CPU)
+    right |= {"dtype": torch.float32, "machine": CPU}
+    with pytest.raises((ValueError, TypeError), match=text):
+        predict(**right | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"policy": "often"}, "policy must be one of"),
+        ({"machine": "gpu"}, "machine must be a Machine or None, got 'gpu'"),
+        ({"patterns": [1]}, r"patterns\[0\] must be a Pattern, got 1"),
+        ({"patterns": 1}, "patterns must be a sequence of Patterns, got 1"),
+    ],
+)
+def test_options_of_the_pass_are_refused_when_it_is_made(wrong: dict[str, Any], text: str) -> None:
+    for made in (FusionPass, lambda **options: fuse(fx.Graph(), **options)):
+        with pytest.raises((ValueError, TypeError), match=text):
+            made(**wrong)
 
 
 def test_the_pass_decides_by_it() -> None:
