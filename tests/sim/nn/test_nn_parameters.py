@@ -351,25 +351,6 @@ def test_what_fails_in_a_layer_on_one_rank_fails_on_all(kind: str, text: str) ->
     assert text.partition(": ")[2] in second and second.endswith(", 2.0"), second
 
 
-@pytest.mark.parametrize(
-    ("make", "weights"),
-    [
-        (lambda: inn.ColumnParallelLinear(4, 4), "weight of ColumnParallelLinear is"),
-        (lambda: inn.RowParallelLinear(8, 4), "weight of RowParallelLinear is"),
-        (lambda: inn.QKVParallelLinear(4, 2), "weight of QKVParallelLinear is"),
-        (lambda: inn.SequenceParallelMLP(4, 4), "weight of SequenceParallelMLP is"),
-        (lambda: inn.UlyssesAttention(4, 2), "weights of UlyssesAttention are"),
-        (lambda: inn.MoE(4, 4, 2, 1), "weight of MoE is"),
-    ],
-)
-def test_an_input_of_another_dtype_is_told_by_the_layers_name(
-    make: Callable[[], Any], weights: str
-) -> None:
-    error = failure(lambda: make()(torch.ones(1, 2, 4, dtype=torch.bfloat16)), 2)
-    assert isinstance(error, TypeError)
-    assert f"input is torch.bfloat16, {weights} torch.float32" in str(error)
-
-
 def test_copies_are_of_tensors() -> None:
     error = failure(lambda: inn.copy_to_group("weight"), 1)  # type: ignore[arg-type]
     assert isinstance(error, TypeError)
@@ -456,13 +437,18 @@ def test_ranks_that_start_differently_are_told(text: str) -> None:
         try:
             with torch.no_grad():
                 layer(input)
+                if loaded:
+                    for each in layer.modules():
+                        getattr(each, "reset_parameters", lambda: None)()
+                    layer(input)
         except ValueError as error:
             return str(error)
         return "nothing"
 
     for said in interlace.run(on_rank, 4, False):
         assert said.startswith(text) and "on rank 1 of the group than on rank 0" in said
-    assert interlace.run(on_rank, 4, True) == ["nothing"] * 4
+    for said in interlace.run(on_rank, 4, True):  # until they are drawn again
+        assert said == "nothing" if "Attention" in text else said.startswith(text)
 
 
 def uneven() -> str:
@@ -479,14 +465,12 @@ def test_sequences_that_do_not_divide() -> None:
         assert "3" in text and "2" in text and text != "nothing"
 
 
-@pytest.mark.parametrize(
-    "text", [text for text in LAYERS if "initialised" in text and "Embed" not in text]
-)
+@pytest.mark.parametrize("text", [text for text in LAYERS if "Embed" not in text])
 def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> None:
     def on_rank() -> None:
         torch.manual_seed(0)
-        LAYERS[text]()(torch.ones(4, 2, dtype=torch.bfloat16))
+        LAYERS[text]()(torch.ones(4, 1, 2, dtype=torch.bfloat16))
 
-    layer = text.partition(" ")[0]
-    said = f"input is torch.bfloat16, weight of {layer} is torch.float32 (on rank"
-    assert said in str(failure(on_rank, 4))
+    (layer,) = re.findall("[A-Z][A-Za-z]+", text)
+    found = str(failure(on_rank, 4))
+    assert re.search(f"input is torch.bfloat16, weights? of {layer} (is|are) torch.float32", found)

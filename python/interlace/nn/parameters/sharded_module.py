@@ -82,6 +82,7 @@ class ShardedModule(OnGroup):
             parameter.copy_(self._shardings[name].local(whole.detach()))
         drew = not torch.equal(before, _generator_state(some.device))
         counted = not some.is_inference()
+        self._found_alike = False
         self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
     def _versions(self) -> list[tuple[int, int]]:
