@@ -28,7 +28,8 @@ class MemoryRange:
     """Memory from ``base`` to before ``end``; ``freed`` says that nothing refers to it any more.
 
     ``owners``: of a tensor's memory, the storages that keep it. ``read_only``: why nothing may be stored
-    there, whatever pointer leads to it, if so.
+    there, whatever pointer leads to it, if so. ``parts``: what kernels call tensors that are less than it,
+    by their first byte, that behind their last, and the size of an element.
     """
 
     base: int
@@ -37,6 +38,7 @@ class MemoryRange:
     freed: bool = False
     owners: list[weakref.ref[torch.UntypedStorage]] | None = None
     read_only: str = ""
+    parts: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +58,27 @@ class MemoryRange:
 
     def has(self, low: int, high: int) -> bool:
         return self.base <= low and high <= self.end
+
+    def call(self, tensor: torch.Tensor, name: str) -> None:
+        """A kernel calls ``tensor``, of this memory, by ``name``; the first name stays."""
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        low, size = tensor.data_ptr() - self.base, tensor.element_size()
+        high = low + (last + 1) * size
+        if tensor.numel() and high - low < self.nbytes:
+            self.parts.setdefault((low, high, size), name)
+
+    def part(self, offset: int) -> str:
+        """The element at a byte, in the smallest such tensor, as "inbox[3]"; else ""."""
+        around = [each for each in self.parts if each[0] <= offset < each[1]]
+        if not around:
+            return ""
+        low, high, size = min(around, key=lambda each: each[1] - each[0])
+        return f"{self.parts[low, high, size]}[{(offset - low) // size}]"
+
+
+def byte_of(memory: str, offset: int, part: str) -> str:
+    """The name of a byte of ``memory``, and of the ``part`` that it is in, if that has one."""
+    return f"{memory}, byte {offset}" + (f" ({part})" if part else "")
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,15 @@ class Allocations:
     def find(self, address: int) -> str | None:
         """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
         found = self.at(address)
-        return None if found is None else f"{found.name}, byte {address - found.base}"
+        return (
+            None
+            if found is None
+            else byte_of(found.name, offset := address - found.base, found.part(offset))
+        )
+
+    def part(self, name: str, offset: int) -> str:
+        """:meth:`MemoryRange.part` of the memory of that name."""
+        return next((e.part(offset) for e in self._by_base.values() if e.name == name), "")
 
     def name(self, address: int) -> str:
         return self.find(address) or f"address {address:#x}"

@@ -164,10 +164,12 @@ class Scheduler(ProgramHooks):
 
     def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
         """Add every program of ``launch``; the result tells whether all have ended."""
-        for argument in kernel_arguments.leaves(launch.arguments).values():
+        for name, argument in kernel_arguments.leaves(launch.arguments).items():
             value = getattr(argument, "base", argument)  # of a descriptor
             if isinstance(value, torch.Tensor):
-                self.memory.of_tensor(value, rank)
+                found = self.memory.of_tensor(value, rank)
+                if found.owners is None:
+                    found.call(value, name)
         function, threads = self._programs(launch, self)
 
         def body() -> None:

@@ -10,6 +10,7 @@ import pytest
 from interlace.cli import main
 from interlace.verify import races, schedules, shims
 from interlace.verify.schedule_check.interleaving import Step, Story
+from interlace.verify.suite.jobs import load_function
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MUTANTS, PROGRESS, TWO_SHOTS
 from tiers import thorough
@@ -110,3 +111,20 @@ def test_text_json_page_and_sarif_say_the_same(
     for told in (messages, panels):
         for text in texts + linted:
             assert sum(each.endswith(text) for each in told) == 1
+
+
+def test_memory_of_a_heap_has_the_names_of_a_kernels_arguments(tmp_path: pathlib.Path) -> None:
+    kernels = pathlib.Path(__file__).with_name("iris_kernels.py").read_text()
+    mutant = tmp_path / "relaxed_ring.py"
+    raised = 'rank, to_rank, heap_bases, sem="re'
+    mutant.write_text(kernels.replace(raised + 'lease"', raised + 'laxed"'))
+    with shims.installed("iris"):
+        (finding,) = races(load_function(f"{mutant}::two_rounds"), 2, seeds=2).findings
+    assert finding.signal and (finding.part, finding.signal.part) == ("inbox[0]", "ready[0]")
+    assert ", byte 1024 (ready[0]), index 256\n" in str(finding)
+
+    stuck = tmp_path / "silent_ring.py"
+    stuck.write_text(re.sub(r"(?m)^    iris.atomic_xchg\(ready.*$", "", kernels))
+    with shims.installed("iris"):
+        error = str(schedules(load_function(f"{stuck}::two_rounds"), 2, n=1))
+    assert re.search(r"symmetric buffer 0 of rank \d, byte 1024 \(ready\[0\]\)", error), error

@@ -102,13 +102,15 @@ def test_keyboard_interrupt_is_not_swallowed() -> None:
 def test_triton_imported_first_says_what_to_do() -> None:
     script = (
         "import triton, interlace, torch\n"
+        "print(interlace.run(interlace.get_rank, 2))\n"  # which needs no kernel
         "interlace.run(lambda: interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4)), 2)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 1 and "import interlace first" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "[0, 1]\n")
+    assert "import interlace first" in done.stderr
 
 
 def test_ctrl_c_while_a_run_begins_leaves_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,3 +418,27 @@ def asks_itself_for_ever(out_ptr, rounds):
     while count != rounds:
         count = tl.where(rounds < 0, count % 7 + 1, count + 1)
     tl.store(out_ptr, count)
+
+
+@triton.jit
+def read_meet_write(
+    peers_ptr,
+    out_ptr,
+    rank,
+    SEM: tl.constexpr,
+    READ: tl.constexpr,
+    MEET: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    """Rank 0 reads, both meet, rank 1 writes what was read: those of the steps in one launch."""
+    mine = data(peers_ptr, 0)
+    if READ and rank == 0:
+        tl.store(out_ptr + tl.arange(0, 16), tl.load(mine))
+    tl.debug_barrier()
+    if MEET:
+        tl.atomic_add(flag(peers_ptr, 1 - rank, 0), 1, sem=SEM, scope="sys")
+        while tl.atomic_add(flag(peers_ptr, rank, 0), 0, sem=SEM, scope="sys") == 0:
+            pass
+    tl.debug_barrier()
+    if WRITE and rank == 1:
+        tl.store(mine, tl.full((16,), 1.0, tl.float32))

@@ -287,3 +287,34 @@ def test_a_poll_that_sees_the_same_again_is_not_looked_at_again(
 
     report = races(on_rank, 2, seeds=1)
     assert "DeadlockError" in str(report) and len(looked) < 50 < report.events / 5, report.events
+
+
+@pytest.mark.parametrize("arch", [None, 80])
+@pytest.mark.parametrize(
+    ("launches", "kind"),
+    [
+        (["read", "meet", "write"], ""),
+        (["read, meet", "write"], "weak order"),
+        (["read", "meet, write"], "note"),
+        (["read, meet, write"], "weak order"),
+    ],
+)
+def test_loads_of_a_launch_that_has_ended_are_done(
+    launches: list[str], kind: str, arch: int | None
+) -> None:
+    """Behind a relaxed meeting: what would have to be true for it to bite is a note."""
+
+    def on_rank(sem: str) -> None:
+        memory, rank, out = buffer(), interlace.get_rank(), torch.zeros(16)
+        for steps in launches:
+            chosen = [step in steps for step in ("read", "meet", "write")]
+            kernels.read_meet_write[(1,)](memory.peers, out, rank, sem, *chosen)
+
+    for seed in range(4):
+        report = races(on_rank, 2, "relaxed", seeds=[seed], arch=arch)
+        assert kinds(report) == ({kind} - {"note", ""}), report
+        noted = [note for note in report.notes if note.startswith("weak order")]
+        assert len(noted) == (kind == "note")
+        assert all("would bite on" in note and "the signal" not in note for note in noted)
+        report = races(on_rank, 2, "acq_rel", seeds=[seed], arch=arch)
+        assert report.clean and not any("weak order" in note for note in report.notes)

@@ -193,7 +193,8 @@ def test_a_deadlock_lists_every_program() -> None:
 def test_what_ends_a_poll_is_told_where_the_source_says_it() -> None:
     """A loop that goes on while a word is 0 ends with any other number, and 0 is not what it expects."""
     with pytest.raises(
-        interlace.DeadlockError, match=r"byte 16, seen 0 at memory_kernels\.py:\d+ in"
+        interlace.DeadlockError,
+        match=r"byte 16 \(flag_ptr\[4\]\), seen 0 at memory_kernels\.py:\d+ in",
     ):
         interlace.run(lambda: memory_kernels.poll[(1,)](signal_pad(), 4), 1)
 

@@ -57,6 +57,7 @@ class Agent:
         self.pending: Pending = {}
         self.for_lanes: Any = None
         self.arrived: Any = None
+        self.ends: list[tuple[int, int]] = []  # of its launches, in both of its times
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)
@@ -74,9 +75,21 @@ class Agent:
         for late in (*self.pending.values(), self.for_lanes):
             if late is not None:
                 self.learn(late)
+        self.tick()  # who knows of this time knows of the end
+        self._has_ended()
         clock = self.clock.copy()
         self.tick()
         return clock
+
+    def _has_ended(self) -> None:
+        self.ends.append((int(self.clock[self.lanes]), int(self.clock[self.thread])))
+
+    def had_ended(self, component: int, time: int, known: Any) -> bool:
+        """Whether ``known`` has the end of the launch in which it acted, as ``component``, at ``time``."""
+        if not self.owns(component) or component >= len(known):
+            return False
+        which = int(component == self.thread)
+        return any(time <= each[which] <= known[component] for each in self.ends)
 
     def learn(self, other: Any) -> None:
         self.clock = joined(self.clock, other)
@@ -169,6 +182,7 @@ class ThreadsAgent(Agent):
         for clock in late:
             self.learn(clock)
         self.barrier()
+        self._has_ended()
         return self.clock.copy()
 
     def barrier(self, threads: Any = None) -> None:

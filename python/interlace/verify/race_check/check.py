@@ -169,13 +169,15 @@ def races(  # type: ignore[misc]
     def observed_without(seed: int, asked: list[DetectorWithout]) -> None:
         _observed(on_rank, world_size, seed, Several(asked), made, store_buffers, timeout)
 
-    if found or errors or refusals:
+    causes = by_cause([each for each in found.values() if not each.is_done], reaches)
+    done = by_cause([each for each in found.values() if each.is_done], reaches)
+    if causes or errors or refusals:
         barriers.clear()
     return RaceReport(
         world_size,
         tuple(chosen),
         events,
-        by_cause(found.values(), reaches),
+        causes,
         tuple(errors),
         tuple(launches.values()),
         tuple(stories),
@@ -184,6 +186,7 @@ def races(  # type: ignore[misc]
         superfluous(barriers, chosen, observed_without),
         frozenset(loads),
         frozenset(received),
+        tuple(each for each in done if each.cause not in {other.cause for other in causes}),
     )
 
 
@@ -234,6 +237,10 @@ def _observed(
             run_sim(on_rank, world_size, scheduler=scheduler)
     except Exception as error:
         return error
+    finally:
+        if isinstance(detector, Detector):
+            named = {key: each.named(scheduler.memory) for key, each in detector.found.items()}
+            detector.found.update(named)
     return None
 
 

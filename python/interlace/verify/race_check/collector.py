@@ -166,4 +166,6 @@ class Collector(Observer):
         offset = seen.address - segment.base
         writers = self._signals.writers(seen.address)
         accesses = self._accesses[seen.written], self._accesses[seen.seen]
-        return FailedSignal(segment.label, offset, offset // seen.size, writers, *accesses)
+        ended = first.had_ended(conflict.component, conflict.time, seen.known)
+        index = offset // seen.size
+        return FailedSignal(segment.label, offset, index, writers, *accesses, ended)

@@ -5,10 +5,11 @@ replays the schedule in which it was seen.
 """
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from interlace.runtime.core.errors import SourceText
+from interlace.runtime.scheduler.allocations import Allocations, byte_of
 from interlace.verify.schedule_check.interleaving import Story
 
 # Kinds of findings, and what each means.
@@ -56,7 +57,8 @@ class FailedSignal:
     """A word that one program wrote behind its access, and another saw before its own, in vain.
 
     ``memory`` names the allocation, ``offset`` is the word's first byte and ``index`` its number in it;
-    ``writers`` counts who has written it.
+    ``part`` as of a :class:`Finding`; ``writers`` counts who has written it. ``ended``: whether the launch
+    of the first access had ended then.
     """
 
     memory: str
@@ -65,11 +67,13 @@ class FailedSignal:
     writers: int
     written: Access
     seen: Access
+    ended: bool = False
+    part: str = ""
 
     def __str__(self) -> str:
         others = f", one of {self.writers} writers" if self.writers > 1 else ""
         return (
-            f"{self.memory}, byte {self.offset}, index {self.index}\n"
+            f"{byte_of(self.memory, self.offset, self.part)}, index {self.index}\n"
             f"  written {self.written}{others}\n  seen    {self.seen}"
         )
 
@@ -105,6 +109,7 @@ class Finding:
     the one that should have ordered them; or ``polled`` is the load that waited for one and has no order.
     ``hint`` says what to do, and ``change`` at which lines, each with those that it was called from. Of an
     access that is wrong by itself ``first`` is None, and ``index`` says how the program came to that byte.
+    ``part``: the element of a kernel's argument, if the memory is more than that, as a heap is.
     ``reverse``: the kind that it is where the other access comes first, if some schedule has that.
     """
 
@@ -124,6 +129,23 @@ class Finding:
     reverse: str = ""
     polled: Access | None = None
     change: tuple[tuple[SourceText, ...], ...] = ()
+    part: str = ""
+
+    def named(self, memory: Allocations) -> "Finding":
+        """It with the names of the parts of ``memory``, the run's."""
+        part, signal = memory.part(self.memory, self.offset), self.signal
+        if signal is not None:
+            signal = replace(signal, part=memory.part(signal.memory, signal.offset))
+        return replace(self, part=part, signal=signal)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a load was done before the signal that a store came behind was written, in any order.
+
+        PTX lets the store come before a relaxed wait; GPUs do not store before they know that they will.
+        """
+        ended = self.race == "read-write" and self.signal is not None and self.signal.ended
+        return ended and self.kind == "weak order"
 
     @property
     def kinds(self) -> set[str]:
@@ -161,7 +183,7 @@ class Finding:
         lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
         elements = _counted(self.count, "element")
         if self.memory:
-            lines.append(f"  on      {self.memory}, byte {self.offset}, {elements}")
+            lines.append(f"  on      {byte_of(self.memory, self.offset, self.part)}, {elements}")
         lines += [f"  and     {text}" for text in self.also]
         reverse = f"{self.reverse}, where the second runs before the first" if self.reverse else ""
         facts = (
@@ -189,7 +211,8 @@ class RaceReport:
     ``ordering``: the lines of kernels at which atomics and fences ran; ``loads``: those of loads, and
     ``received``: of loads of what another had written since the kernel began. ``superfluous``: if nothing
     was found, the lines of barriers without which nothing would have been, in programs whose threads are
-    told apart; each by itself, one of them may stand for another.
+    told apart; each by itself, one of them may stand for another. ``done``: what PTX does not order and
+    GPUs do (:attr:`Finding.is_done`).
     """
 
     world_size: int
@@ -204,13 +227,19 @@ class RaceReport:
     superfluous: tuple[SourceText, ...] = ()
     loads: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
     received: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
+    done: tuple[Finding, ...] = ()
 
     @property
     def notes(self) -> list[str]:
         """What is no finding, as text."""
-        return [
+        barriers = [
             f"superfluous: without the barrier at {line} these schedules are in order, too"
             for line in self.superfluous
+        ]
+        return barriers + [
+            f"weak order: {each.second}, in no order after {each.first}, whose launch had ended. It would "
+            f"bite on a GPU that stores before it knows that the wait is over; to be sure: {each.hint}"
+            for each in self.done
         ]
 
     @property
@@ -245,4 +274,5 @@ class RaceReport:
             "errors": [{"seed": seed, "error": text} for seed, text in self.errors],
             "refusals": [{"seed": seed, "error": text} for seed, text in self.refusals],
             "superfluous": list(self.superfluous),
+            "done": [asdict(finding) for finding in self.done],
         }

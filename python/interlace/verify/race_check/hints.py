@@ -65,7 +65,7 @@ def order(finding: Finding) -> Hint:
         return Hint('the signal with sem="release", the wait with sem="acquire"', (signal, wait))
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
         return Hint(f'{_line(signal)}, which signals and waits, with sem="acq_rel"', (signal,))
-    releases = _how(signal)[0] in ("release", "acq_rel")
+    releases = finding.signal.ended or _how(signal)[0] in ("release", "acq_rel")
     acquires = _how(wait)[0] in ("acquire", "acq_rel")
     of_signal = f"the signal, {_ordered(signal, 'release')}"
     of_wait = f"the wait, {_ordered(wait, 'acquire')}"
