@@ -61,13 +61,15 @@ class Told(Detector):
 def test_who_has_found_all_that_was_asked_is_told_no_more() -> None:
     """So causes of a race cost no more where much else conflicts, too."""
     finding = Finding("uninitialised", None, Access(0, "user", "loads", ()), "memory", 0, 1, 0)
-    one, other = Told(0, asked=[finding.key]), Told(0)
+    one, other = Told(0, asked={finding.key: (3, -1)}), Told(0)
     both = Several([one, other])
+    for events in (2, 3):  # the first is another conflict
+        both.on_stuck()
+        for each in (one, other):
+            each.events = events
+            each._found(finding, np.arange(1), 1)
     both.on_stuck()
-    for each in (one, other):
-        each._found(finding, np.arange(1), 1)
-    both.on_stuck()
-    assert (one.times, other.times) == (1, 2)
+    assert (one.times, other.times) == (2, 3)
 
 
 def test_a_clean_verdict_does_not_need_a_bad_schedule() -> None:

@@ -144,17 +144,15 @@ def races(  # type: ignore[misc]
             on_seed(seed)
             break
         if new or differs:
-            keys = [each.key for each in new]
-            relaxed, teller = (
-                [Detector(seed, rules, keys) for rules in RELAXED],
-                RaceTeller(seed, new),
-            )
+            keys = {each.key: detector.first_at[each.key] for each in new}
+            relaxed = [Detector(seed, rules, keys) for rules in RELAXED]
+            teller = RaceTeller(seed, new)
             several = Several([*relaxed, teller.detector, teller])
             _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
             stories.append(teller.story(seed, raised))
             broken = {key: _broken(key, relaxed) for key in keys}
             free = relaxed[-1].found
-            if mixed := [key for key in keys if broken[key] is None]:
+            if mixed := {key: at for key, at in keys.items() if broken[key] is None}:
                 alone = [Detector(seed, rules, mixed) for rules in ALONE]
                 _observed(on_rank, world_size, seed, Several(alone), made, store_buffers, timeout)
                 for key in mixed:

@@ -1,7 +1,7 @@
 """Memory and accesses of a run by number, its signals, and all that a detector has found in it."""
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +19,24 @@ from interlace.verify.race_check.findings import Access, FailedSignal, Finding
 from interlace.verify.race_check.shadow import Conflict, Index, ShadowMemory, ShadowSegment
 from interlace.verify.race_check.signals import SignalLog
 
+At = tuple[int, int]
+
 
 class Collector(Observer):
     """``found``: the first finding of each :attr:`Finding.key`; ``reaches``: how far each goes.
 
-    With ``asked`` it is only to say which of these keys it finds, and is ``done`` when it has them all.
+    ``first_at``: by key, which conflict that was: how many accesses were before it, and with whose. With
+    ``asked``, which is this of another detector of the same schedule, it is only to say which of these very
+    conflicts it finds, and is ``done`` when it has them all.
     """
 
     _acting: Agent
     _agent: Callable[[Task], Any]
 
-    def __init__(self, seed: int, asked: Iterable[tuple[Any, ...]] | None = None) -> None:
-        self.seed = seed
-        self._missing = None if asked is None else set(asked)
+    def __init__(self, seed: int, asked: Mapping[tuple[Any, ...], At] | None = None) -> None:
+        self.seed, self.events = seed, 0
+        self._missing = None if asked is None else dict(asked)
+        self.first_at: dict[tuple[Any, ...], At] = {}
         self._memory = ShadowMemory()
         self._owners: list[Agent] = []  # by component
         self._sites: dict[Access, int] = {}
@@ -42,7 +47,7 @@ class Collector(Observer):
 
     @property
     def done(self) -> bool:
-        return self._missing == set()
+        return self._missing == {}
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
@@ -144,8 +149,10 @@ class Collector(Observer):
     def _found(
         self, finding: Finding, offsets: Any, size: int, conflict: Conflict | None = None
     ) -> None:
-        key = finding.key
-        if key not in self.found:
+        key, at = finding.key, (self.events, -1 if conflict is None else conflict.component)
+        asked = self._missing is None or self._missing.get(key) == at
+        if key not in self.found and asked:
+            self.first_at[key] = at
             if conflict is not None:
                 signal, owner = self._signal(conflict), self._owners[conflict.component]
                 poll = self._signals.polled(owner, conflict.time, self._acting)
@@ -153,7 +160,7 @@ class Collector(Observer):
                 finding = replace(finding, signal=signal, polled=polled)
             self.found[key] = finding
             if self._missing is not None:
-                self._missing.discard(key)
+                del self._missing[key]
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
 
     def _signal(self, conflict: Conflict) -> FailedSignal | None:

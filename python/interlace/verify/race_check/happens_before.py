@@ -26,7 +26,7 @@ whatever the schedule made of them. Why they are not ordered is found by asking 
 ``Rules`` off: the race is gone if its reason is that rule.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ from interlace.verify.race_check.agents import (
     joined,
     reaches,
 )
+from interlace.verify.race_check.collector import At
 from interlace.verify.race_check.fences import Fences
 from interlace.verify.race_check.shadow import (
     WRITES,
@@ -63,11 +64,13 @@ Spot = tuple[ShadowSegment, Index]
 
 class Detector(Fences):
     def __init__(
-        self, seed: int, rules: Rules | None = None, asked: Iterable[tuple[Any, ...]] | None = None
+        self,
+        seed: int,
+        rules: Rules | None = None,
+        asked: Mapping[tuple[Any, ...], At] | None = None,
     ) -> None:
         super().__init__(seed, asked)
         self.rules = rules or Rules()
-        self.events = 0
         self.launches: list[KernelLaunch] = []
         self._agents: dict[Any, Agent] = {}
         self._tasks: dict[Task, Agent] = {}
