@@ -442,3 +442,14 @@ def read_meet_write(
     tl.debug_barrier()
     if WRITE and rank == 1:
         tl.store(mine, tl.full((16,), 1.0, tl.float32))
+
+
+@triton.jit
+def reset_signal(peers_ptr, rank, WAIT: tl.constexpr, SCOPE: tl.constexpr):
+    """Two ranks signal each other, relaxed, and set the word back by a plain store."""
+    mine = flag(peers_ptr, rank, 0)
+    tl.atomic_xchg(flag(peers_ptr, 1 - rank, 0), 1, sem="relaxed", scope="sys")
+    if WAIT:
+        while tl.atomic_add(mine, 0, sem="acquire", scope=SCOPE) == 0:
+            pass
+    tl.store(mine, 0)

@@ -320,3 +320,20 @@ def test_loads_of_a_launch_that_has_ended_are_done(
         assert all("would bite on" in note and "the signal" not in note for note in noted)
         report = races(on_rank, 2, "acq_rel", seeds=[seed], arch=arch)
         assert report.clean and not any("weak order" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("arch", [None, 80])
+@pytest.mark.parametrize(
+    ("wait", "scope", "kind"),
+    [(True, "sys", set()), (False, "sys", {"mixed access"}), (True, "gpu", {"narrow scope"})],
+)
+def test_who_has_seen_a_signal_comes_after_it(
+    wait: bool, scope: str, kind: set[str], arch: int | None
+) -> None:
+    """PTX: a write comes before what follows in program order on who has read its value."""
+
+    def on_rank() -> None:
+        memory = buffer()
+        kernels.reset_signal[(1,)](memory.peers, interlace.get_rank(), wait, scope)
+
+    assert kinds(races(on_rank, 2, seeds=6, arch=arch)) == kind

@@ -9,6 +9,7 @@ import numpy as np
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 SYS = SCOPES["sys"]
 Pending = dict["Agent", Any]
+Times = dict[int, int]  # by component
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Agent:
         self.for_lanes: Any = None
         self.arrived: Any = None
         self.ends: list[tuple[int, int]] = []  # of its launches, in both of its times
+        self.observed: dict[Any, Times] = {}  # by word, the writes whose value it has read
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)
@@ -90,6 +92,13 @@ class Agent:
             return False
         which = int(component == self.thread)
         return any(time <= each[which] <= known[component] for each in self.ends)
+
+    def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
+        """It, or a thread of it, has read what ``writes`` have made of ``word``."""
+        self.observed[word, thread] = writes
+
+    def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
+        return self.observed.get((word, None), {}) | self.observed.get((word, thread), {})
 
     def learn(self, other: Any) -> None:
         self.clock = joined(self.clock, other)
@@ -199,6 +208,7 @@ class ThreadsAgent(Agent):
             self.times[threads] += 1
             return
         self.loaded.clear()
+        self.observed = {(word, None): writes for (word, _), writes in self.observed.items()}
         self.clock = self._put_own(self._known_to(self.acquired), slice(None))
         self.acquired.clear()
         self.times = np.full(self.components, self.times.max() + 1)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.source_lines import program_lines
 from interlace.runtime.scheduler.task import Task
-from interlace.verify.race_check.agents import Agent
+from interlace.verify.race_check.agents import Agent, reaches
 from interlace.verify.race_check.causes import Reach
 from interlace.verify.race_check.findings import Access, FailedSignal, Finding
 from interlace.verify.race_check.shadow import Conflict, Index, ShadowMemory, ShadowSegment
@@ -163,6 +164,10 @@ class Collector(Observer):
                 del self._missing[key]
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
 
+    def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
+        """Whether two atomics, of ``agent`` and of ``other``, are within each other's scope."""
+        return reaches(scope, agent, other) and reaches(other_scope, other, agent)
+
     def _signal(self, conflict: Conflict) -> FailedSignal | None:
         """The signal that should have ordered the present access behind that of ``conflict``."""
         first = self._owners[conflict.component]
@@ -176,3 +181,29 @@ class Collector(Observer):
         ended = first.had_ended(conflict.component, conflict.time, seen.known)
         index = offset // seen.size
         return FailedSignal(segment.label, offset, index, writers, *accesses, ended)
+
+    def _has_observed(
+        self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Any | None
+    ) -> bool:
+        """Whether who acts has read the value of an atomic on the word that it accesses now.
+
+        Then it comes after that: in PTX, what precedes in observation order does in causality order.
+        """
+        segment, cells = place
+        if len(conflict.cells) * segment.cell != size:  # several words
+            return False
+        first, thread = int(conflict.cells[0]), None
+        if threads is not None:
+            at = first - cells.start if isinstance(cells, slice) else list(cells).index(first)
+            thread = int(threads[at])
+        observed = self._acting.has_observed((segment.base + first * segment.cell, size), thread)
+        return conflict.time <= observed.get(conflict.component, -1)
+
+
+def does_of(what: str, pointers: Any) -> str:
+    return what + " by multicast" * getattr(pointers, "multicast", False)
+
+
+def stream_atomic(kind: str, sem: str) -> Atomic:
+    """The atomic of ``publish_kernel`` and ``wait_kernel``, which streams do themselves in ``sim``."""
+    return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")

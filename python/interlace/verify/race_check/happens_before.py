@@ -45,9 +45,8 @@ from interlace.verify.race_check.agents import (
     Rules,
     ThreadsAgent,
     joined,
-    reaches,
 )
-from interlace.verify.race_check.collector import At
+from interlace.verify.race_check.collector import At, does_of, stream_atomic
 from interlace.verify.race_check.fences import Fences
 from interlace.verify.race_check.shadow import (
     WRITES,
@@ -189,7 +188,7 @@ class Detector(Fences):
         component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         does = "puts" if stores and agent.putting else "stores" if stores else "loads"
-        site = self._site(agent, _does(does, pointers), program_lines())
+        site = self._site(agent, does_of(does, pointers), program_lines())
         for segment, cells in self._memory.find(addresses, size):
             place = segment, cells
             self._access(agent, component, place, site, size, stores=stores, multicast=multicast)
@@ -241,10 +240,12 @@ class Detector(Fences):
         stores: bool,
         repeats: Callable[[Conflict], bool] = lambda conflict: False,
         by_switch: KnownTimes | None = None,
+        threads: Any = None,
     ) -> bool:
         """Whether there was a store that this one ``repeats``; with that it does not conflict.
 
-        ``by_switch``: what an access by a multicast address comes after, of what was written.
+        ``by_switch``: what an access by a multicast address comes after, of what was written. ``threads``:
+        who accesses each of the cells, where they are told apart.
         """
         segment, cells = place
         before = by_switch or known
@@ -255,6 +256,7 @@ class Detector(Fences):
         self._report(kind, others, site, segment, size)
         every = segment.unordered(segment.atomics, cells, before)
         atomics = [each for each in every if stores or each.extra & WRITES]
+        atomics = [e for e in atomics if not self._has_observed(e, place, size, threads)]
         for each in () if stores else atomics:
             self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
         self._report("mixed access", atomics, site, segment, size)
@@ -271,7 +273,7 @@ class Detector(Fences):
         does = (
             "puts" if stores and agent.putting[threads].any() else "stores" if stores else "loads"
         )
-        site = self._site(agent, _does(does, pointers), program_lines())
+        site = self._site(agent, does_of(does, pointers), program_lines())
         multicast = self._by_multicast(pointers)
         unchanged = getattr(pointers, "unchanged", False)
         shared = getattr(pointers, "shared", False)
@@ -298,6 +300,7 @@ class Detector(Fences):
                 stores=stores,
                 repeats=repeats,
                 by_switch=by_switch,
+                threads=by,
             )
             if stores and not again:
                 putting = agent.putting[by] & self.rules.puts
@@ -336,7 +339,7 @@ class Detector(Fences):
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
         lines = program_lines()
         self.ordering.update(lines[:1])
-        does = _does(f"{atomic.kind} ({atomic.sem}, {atomic.scope})", atomic.pointers)
+        does = does_of(f"{atomic.kind} ({atomic.sem}, {atomic.scope})", atomic.pointers)
         threads = threads_of(atomic.pointers)
         if atomic.reads_only and not atomic.releases:
             self._changes = changes
@@ -363,14 +366,14 @@ class Detector(Fences):
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         agent = self._agent(task)
         site = self._site(agent, f"publishes ({op})", task_lines(task))
-        atomic = _stream_atomic("xchg", "release")
+        atomic = stream_atomic("xchg", "release")
         self._one_atomic(agent, slot.data_ptr(), slot.element_size(), atomic, True, site)
         agent.has_released(all_threads=not self.rules.barriers)
 
     def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
         agent = self._agent(task)
         site = self._site(agent, "waits", task_lines(task))
-        atomic = _stream_atomic("load", "acquire")
+        atomic = stream_atomic("load", "acquire")
         size = slots.element_size()
         for index in range(slots.numel()):
             self._one_atomic(agent, slots.data_ptr() + size * index, size, atomic, True, site)
@@ -407,6 +410,13 @@ class Detector(Fences):
             other, either = self._owners[conflict.component], extra | conflict.extra
             if either & WRITES and not self._reach(agent, scope, other, conflict.extra & 3):
                 self._report("narrow scope", [conflict], site, segment, size)
+        word = address, size
+        made = segment.writes.setdefault(word, {})
+        if atomic.kind != "store":
+            strong = (
+                (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
+            )
+            agent.observe(word, thread, {component: time for component, (time, _) in strong})
         if by is None:
             time = int(known.clock[component := agent.lanes if lanes else agent.thread])
             component += agent.ALIAS * agent.components * multicast
@@ -420,8 +430,14 @@ class Detector(Fences):
                 known,
                 (site, extra),
             )
-        self._signals.note(agent, (address, size), site, writes=writes)
-        messages = segment.messages.setdefault((address, size), {})
+            time = int(agent.times[thread])
+            component = agent.first + thread + agent.ALIAS * agent.components * multicast
+        if writes:
+            if atomic.kind == "store":
+                made.clear()
+            made[component] = time, scope
+        self._signals.note(agent, word, site, writes=writes)
+        messages = segment.messages.setdefault(word, {})
         self._receive(agent, messages, scope, atomic, thread)
         if writes:
             who = lanes if thread is None else thread
@@ -429,10 +445,6 @@ class Detector(Fences):
                 for each in [key for key in messages if key[0] is not agent or key[2] != who]:
                     del messages[each]
             self._send(agent, messages, scope, atomic, thread, who)
-
-    def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
-        """Whether two atomics, of ``agent`` and of ``other``, are within each other's scope."""
-        return reaches(scope, agent, other) and reaches(other_scope, other, agent)
 
     def _receive(
         self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
@@ -485,12 +497,3 @@ class Detector(Fences):
             agent.barrier(*([] if threads is None else [threads]))
             if isinstance(agent, ThreadsAgent):
                 self.barriers.update(program_lines()[:1])
-
-
-def _does(what: str, pointers: Any) -> str:
-    return what + " by multicast" * getattr(pointers, "multicast", False)
-
-
-def _stream_atomic(kind: str, sem: str) -> Atomic:
-    """The atomic of ``publish_kernel`` and ``wait_kernel``, which streams do themselves in ``sim``."""
-    return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")

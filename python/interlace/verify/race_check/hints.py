@@ -3,13 +3,16 @@
 A test applies each hint to its own example (``tests/sim/verify/reports/test_hints.py``).
 """
 
+import pathlib
 import re
 from dataclasses import replace
 from typing import NamedTuple
 
+from interlace.runtime.core.errors import SourceText
 from interlace.verify.race_check.findings import Access, Finding
 
 _BARRIER = "tl.debug_barrier()"
+_SHIMS = "/interlace/verify/shims/"
 
 
 class Hint(NamedTuple):
@@ -23,12 +26,26 @@ def _line(access: Access) -> str:
     return f"{access.what} at {access.lines[0]}" if access.lines else access.what
 
 
+def _own(access: Access) -> Access:
+    """``access`` without the lines of shims, which nobody can change."""
+    depth = next((n for n, line in enumerate(access.lines) if not _is_ours(line)), 0)
+    return replace(access, lines=access.lines[depth:])
+
+
+def _is_ours(line: SourceText) -> bool:
+    return bool(line.frames) and _SHIMS in pathlib.PurePath(line.frames[0][0]).as_posix()
+
+
+def _accesses(finding: Finding) -> tuple[Access, Access]:
+    assert finding.first is not None
+    return _own(finding.first), _own(finding.second)
+
+
 def _ends(finding: Finding) -> tuple[Access, Access]:
     """The signal and the wait between the two accesses; these themselves if there is none."""
-    assert finding.first is not None
     if finding.signal is None:
-        return finding.first, finding.second
-    return finding.signal.written, finding.signal.seen
+        return _accesses(finding)
+    return _own(finding.signal.written), _own(finding.signal.seen)
 
 
 def before(finding: Finding) -> Hint:
@@ -45,9 +62,9 @@ def after(finding: Finding) -> Hint:
 
 def scope(finding: Finding) -> Hint:
     """The atomics that do not reach each other: the race's own, or the signal's; or fences about them."""
-    first, second = finding.first, finding.second
-    assert first is not None
-    wide, enough = ("gpu", ("gpu", "sys")) if first.rank == second.rank else ("sys", ("sys",))
+    first, second = _accesses(finding)
+    ranks = {each.rank for each in (first, second, *_ends(finding))}  # some pass by another rank
+    wide, enough = ("gpu", ("gpu", "sys")) if len(ranks) == 1 else ("sys", ("sys",))
     if finding.race != "narrow scope":
         if finding.signal is None:
             return Hint(f'signal and wait with scope="{wide}"', (first, second))
@@ -89,8 +106,7 @@ def _ordered(access: Access, half: str) -> str:
 
 
 def proxy(finding: Finding) -> Hint:
-    assert finding.first is not None
-    accesses = finding.first, finding.second
+    accesses = _accesses(finding)
     kind = "alias" if any("by multicast" in each.what for each in accesses) else "async"
     return Hint(f"fence.proxy.{kind} between the two", accesses)
 
@@ -112,9 +128,8 @@ def _moved(signal: Access, first: Access) -> Hint:
 
 def missing(finding: Finding, behind: bool) -> Hint:
     """Of what no rule explains. ``behind``: whether the signal comes after the first access at all."""
-    first, second = finding.first, finding.second
-    assert first is not None
-    plain = finding.polled
+    first, second = _accesses(finding)
+    plain = None if finding.polled is None else _own(finding.polled)
     if plain is None and finding.race == "mixed access" and any(map(_how, (first, second))):
         plain = second if _how(first)[0] else first
     if plain is not None:

@@ -96,7 +96,11 @@ class KnownTimes:
 
 
 class ShadowSegment:
-    """Shadow cells of ``[base, base + nbytes)``. ``messages``: what was released, by address, size."""
+    """Shadow cells of ``[base, base + nbytes)``.
+
+    By address and size: ``messages``, what was released; ``writes``, the atomics that made the present
+    value, each with its time and scope.
+    """
 
     def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
         self.base, self.end, self.label, self.symmetric = base, base + nbytes, label, symmetric
@@ -104,6 +108,7 @@ class ShadowSegment:
             b""  # what bytes repeat that nobody has written, if what is there is undefined
         )
         self.messages: dict[tuple[int, int], Any] = {}
+        self.writes: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
         self.written = np.zeros(cells, MARK)

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from interlace.runtime.core.errors import SourceText
 from interlace.verify import Finding, races
+from interlace.verify.race_check import hints
+from interlace.verify.race_check.findings import Access, FailedSignal
 
 HEAD = '''
 import torch
@@ -175,3 +178,25 @@ def test_an_example_is_clean_once_its_hint_is_applied(name: str, tmp_path: pathl
     assert mended != text
     report = races(written(mended, tmp_path, 1), 2, seeds=3)
     assert report.clean, f"{finding}\n{mended}\n{report}"
+
+
+def access(rank: int, what: str, *files: str) -> Access:
+    lines = (SourceText(f"{file}:1 in f", ((f"/x/{file}", 1),)) for file in files)
+    return Access(rank, "f program 0", what, tuple(lines))
+
+
+def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_who_pass_it_on() -> (
+    None
+):
+    store, load = access(0, "stores", "mine.py"), access(0, "loads", "mine.py")
+    raised = access(0, "cas (release, gpu)", "interlace/verify/shims/nvshmem.py", "mine.py")
+    signal = FailedSignal(
+        "signal pad 0 of rank 1", 0, 0, 1, raised, access(1, "cas (acquire, sys)", "a.py")
+    )
+    finding = Finding("narrow scope", store, load, "memory", 0, 1, 0, "write-read", signal=signal)
+    text, (at,) = hints.scope(finding)
+    assert (
+        text == 'cas (release, gpu) at mine.py:1 in f: scope="sys"' and at.lines == raised.lines[1:]
+    )
+    (at,) = hints.before(finding).at
+    assert at.lines == raised.lines[1:]
