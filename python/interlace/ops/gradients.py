@@ -89,11 +89,12 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tenso
         return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
     if ctx.reduce_op == "product":
         (own,) = ctx.saved_tensors
-        zero = own == 0
-        zeros = wait(_ops.all_reduce(zero.to(own.dtype), "sum", size, name))
-        rest = wait(_ops.all_reduce(torch.where(zero, 1, own), "product", size, name))
-        others = torch.where(zero, rest, rest / torch.where(zero, 1, own))
-        return torch.where(zeros == zero.to(own.dtype), total * others.conj(), 0)
+        # no quotient: with a zero among them, too, it has derivatives
+        every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
+        ranks = torch.eye(size, dtype=total.real.dtype, device=own.device)
+        mine = wait(_ops.reduce_scatter(ranks, "avg", 0, size, name)) > 0
+        others = torch.where(mine.view(size, *[1] * own.dim()), 1, every).prod(0)
+        return total * others.conj()
     raise RuntimeError(f"interlace.{op} with reduce_op {ctx.reduce_op!r} has no gradient")
 
 

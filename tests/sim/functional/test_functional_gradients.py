@@ -30,6 +30,30 @@ def test_complex_numbers() -> None:
         assert not [name for name in refused if not real.search(name)], refused
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_second_derivative_of_a_product_with_zeros(dtype: torch.dtype) -> None:
+    """Against that of ``torch.prod``; a column has no zero, one, or two."""
+    every = torch.tensor([[2, 3, 0], [0, 5, 0], [4, 7, 6]], dtype=dtype)
+    if dtype.is_complex:
+        every = every * torch.tensor([[1j], [1 + 1j], [2 - 1j]])
+    weights = torch.tensor([[1.0], [2.0], [3.0]])
+
+    def derived(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        (first,) = torch.autograd.grad((y * y.conj()).real.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first * first.conj()).real.mul(weight).sum(), x)
+        return first.detach(), second
+
+    def on_rank() -> tuple[Tensor, Tensor]:
+        rank = interlace.get_rank()
+        x = every[rank].clone().requires_grad_()
+        return derived(x, functional.all_reduce(x, "product").wait() / 3**0.5, weights[rank])  # type: ignore[attr-defined]
+
+    whole = every.clone().requires_grad_()
+    first, second = derived(whole, whole.prod(0), weights)
+    for rank, found in enumerate(interlace.run(on_rank, 3)):
+        torch.testing.assert_close(found, (first[rank], second[rank]))
+
+
 def test_a_lone_rank() -> None:
     def case() -> Any:
         x = torch.ones(2, 3, requires_grad=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.scheduler.allocations import Allocations
 from interlace.verify.race_check.findings import ORDERS, WRITTEN, Access, Extent, Finding
 
 MOST_ACCESSES = 3  # of a cause that are told besides the first two
@@ -130,3 +131,11 @@ def _what(access: Access) -> str:
 def on_more_ranks(finding: Finding, world_size: int) -> Finding:
     """``finding``, which has been made on so many ranks, too."""
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
+
+
+def named(finding: Finding, memory: Allocations) -> Finding:
+    """``finding`` with the names of the parts of ``memory``, the run's."""
+    part, signal = memory.part(finding.memory, finding.offset), finding.signal
+    if signal is not None:
+        signal = replace(signal, part=memory.part(signal.memory, signal.offset))
+    return replace(finding, part=part, signal=signal)

@@ -18,7 +18,7 @@ from interlace.runtime.scheduler.strategies import for_seed
 from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check import hints
 from interlace.verify.race_check.agents import Rules
-from interlace.verify.race_check.causes import Reach, by_cause
+from interlace.verify.race_check.causes import Reach, by_cause, named
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector
 from interlace.verify.race_check.superfluous import DetectorWithout, superfluous
@@ -237,8 +237,8 @@ def _observed(
         return error
     finally:
         if isinstance(detector, Detector):
-            named = {key: each.named(scheduler.memory) for key, each in detector.found.items()}
-            detector.found.update(named)
+            for key, each in detector.found.items():
+                detector.found[key] = named(each, scheduler.memory)
     return None
 
 

@@ -5,11 +5,11 @@ replays the schedule in which it was seen.
 """
 
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler.allocations import Allocations, byte_of
+from interlace.runtime.scheduler.allocations import byte_of
 from interlace.verify.schedule_check.interleaving import Story
 
 # Kinds of findings, and what each means.
@@ -130,13 +130,6 @@ class Finding:
     polled: Access | None = None
     change: tuple[tuple[SourceText, ...], ...] = ()
     part: str = ""
-
-    def named(self, memory: Allocations) -> "Finding":
-        """It with the names of the parts of ``memory``, the run's."""
-        part, signal = memory.part(self.memory, self.offset), self.signal
-        if signal is not None:
-            signal = replace(signal, part=memory.part(signal.memory, signal.offset))
-        return replace(self, part=part, signal=signal)
 
     @property
     def is_done(self) -> bool:
