@@ -85,6 +85,8 @@ def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tenso
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
+    if tensor.is_quantized:  # torch copies and selects them by their scale, or not at all
+        raise TypeError(f"{name} is {tensor.dtype}; give a quantized tensor's int_repr()")
     return tensor  # type: ignore[no-any-return]
 
 
