@@ -7,9 +7,11 @@ first, and counts in seconds.
 
 import atexit
 import json
+import linecache
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -69,7 +71,8 @@ def _hide(error: BaseException | None) -> int:
             hidden += inside
             kept += [] if inside else [trace]
             trace = trace.tb_next
-        on_purpose = isinstance(raised, InterlaceError) or "told" in vars(raised)
+        told = isinstance(raised, InterlaceError) or "told" in vars(raised)
+        on_purpose = told or (inside and _is_raised(raised))
         if kept and (on_purpose or (meant and not inside)):
             count += hidden
             for each in reversed(kept):
@@ -77,6 +80,12 @@ def _hide(error: BaseException | None) -> int:
             raised.__traceback__ = trace
         meant = meant or on_purpose
     return count
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether a statement of its innermost frame says so: what nobody meant is no ``raise``."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
 
 
 def _follow(text: str) -> None:

@@ -374,6 +374,16 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
     assert not re.search(r'File ".*/interlace/', done.stderr)
 
 
+def test_frames_of_interlace_are_hidden_where_it_says_raise() -> None:
+    program = (
+        "import interlace.compile\ninterlace.compile.predict('foo', 1, 1, 1, 1, dtype=0, machine=0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "1 frames of interlace are not shown" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ValueError: collective must be one of")
+    assert not re.search(r'File ".*/interlace/', done.stderr)
+
+
 ENDS = """
 import sys
 import torch
