@@ -28,8 +28,8 @@ class MemoryRange:
     """Memory from ``base`` to before ``end``; ``freed`` says that nothing refers to it any more.
 
     ``owners``: of a tensor's memory, the storages that keep it. ``read_only``: why nothing may be stored
-    there, whatever pointer leads to it, if so. ``parts``: what kernels call tensors that are less than it,
-    by their first byte, that behind their last, and the size of an element.
+    there, whatever pointer leads to it, if so. ``parts``: kernels' names for tensors that lie in it, by
+    first byte, end, and size of an element.
     """
 
     base: int
@@ -146,11 +146,10 @@ class Allocations:
     def find(self, address: int) -> str | None:
         """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
         found = self.at(address)
-        return (
-            None
-            if found is None
-            else byte_of(found.name, offset := address - found.base, found.part(offset))
-        )
+        if found is None:
+            return None
+        offset = address - found.base
+        return byte_of(found.name, offset, found.part(offset))
 
     def part(self, name: str, offset: int) -> str:
         """:meth:`MemoryRange.part` of the memory of that name."""

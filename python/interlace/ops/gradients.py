@@ -89,7 +89,7 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tenso
         return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
     if ctx.reduce_op == "product":
         (own,) = ctx.saved_tensors
-        # no quotient: with a zero among them, too, it has derivatives
+        # the product of the others, not a quotient, which has no derivative where one is 0
         every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
         ranks = torch.eye(size, dtype=total.real.dtype, device=own.device)
         mine = wait(_ops.reduce_scatter(ranks, "avg", 0, size, name)) > 0

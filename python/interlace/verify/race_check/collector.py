@@ -26,9 +26,9 @@ At = tuple[int, int]
 class Collector(Observer):
     """``found``: the first finding of each :attr:`Finding.key`; ``reaches``: how far each goes.
 
-    ``first_at``: by key, which conflict that was: how many accesses were before it, and with whose. With
-    ``asked``, which is this of another detector of the same schedule, it is only to say which of these very
-    conflicts it finds, and is ``done`` when it has them all.
+    ``first_at``: which conflict that was, by key: the number of accesses before it, and whose it conflicts
+    with. ``asked``: the ``first_at`` of another detector of the same schedule. Then it looks for these
+    conflicts only, and is ``done`` when it has found all.
     """
 
     _acting: Agent
@@ -185,9 +185,9 @@ class Collector(Observer):
     def _has_observed(
         self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Any | None
     ) -> bool:
-        """Whether who acts has read the value of an atomic on the word that it accesses now.
+        """Whether the acting agent has read the value that this atomic wrote to the word.
 
-        Then it comes after that: in PTX, what precedes in observation order does in causality order.
+        Then it comes after the atomic: PTX counts observation order as causality order.
         """
         segment, cells = place
         if len(conflict.cells) * segment.cell != size:  # several words

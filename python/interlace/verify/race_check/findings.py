@@ -133,9 +133,9 @@ class Finding:
 
     @property
     def is_done(self) -> bool:
-        """Whether a load was done before the signal that a store came behind was written, in any order.
+        """Whether a load's launch had ended before the signal; before the store is but a relaxed wait.
 
-        PTX lets the store come before a relaxed wait; GPUs do not store before they know that they will.
+        PTX allows the store before that wait. GPUs store nothing until the wait is over.
         """
         ended = self.race == "read-write" and self.signal is not None and self.signal.ended
         return ended and self.kind == "weak order"
@@ -204,8 +204,8 @@ class RaceReport:
     ``ordering``: the lines of kernels at which atomics and fences ran; ``loads``: those of loads, and
     ``received``: of loads of what another had written since the kernel began. ``superfluous``: if nothing
     was found, the lines of barriers without which nothing would have been, in programs whose threads are
-    told apart; each by itself, one of them may stand for another. ``done``: what PTX does not order and
-    GPUs do (:attr:`Finding.is_done`).
+    told apart; each by itself, one of them may stand for another. ``done``: what GPUs order and PTX does
+    not promise (:attr:`Finding.is_done`).
     """
 
     world_size: int
