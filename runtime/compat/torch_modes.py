@@ -30,6 +30,26 @@ def when_profiled(change: Callable[[bool], None]) -> None:
         setattr(profiler, name, functools.partial(changed, getattr(profiler, name), starts))
 
 
+def returned_by_traces(kind: type[torch.Tensor], plain: Callable[[Any], torch.Tensor]) -> None:
+    """Let the graph of ``make_fx`` and ``torch.export`` return ``plain(tensor)`` for a ``kind``.
+
+    torch's tracer takes a subclass that it knows no node of for a constant: every run of the graph would
+    return what tracing computed.
+    """
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_slot
+
+    # PythonKeyTracer's own is looked up before the first trace runs what it traces
+    stock = torch.fx.Tracer.create_arg
+
+    def create_arg(self: torch.fx.Tracer, value: Any) -> Any:
+        if isinstance(value, kind) and isinstance(self, PythonKeyTracer):
+            value = plain(value)
+            value = get_proxy_slot(value, self, value, lambda slot: slot.proxy)
+        return stock(self, value)
+
+    torch.fx.Tracer.create_arg = create_arg  # type: ignore[assignment, method-assign]
+
+
 # -- what Dynamo does with a function -----------------------------------------------------------------
 #
 # As torch.compiler's functions of these names say. Those import Dynamo, and with it sympy, Inductor and

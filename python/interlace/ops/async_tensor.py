@@ -8,7 +8,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from interlace.runtime.compat.torch_groups import _register_work
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, allow_in_graph, modes_active
+from interlace.runtime.compat.torch_modes import (
+    PLAIN_TYPES,
+    allow_in_graph,
+    modes_active,
+    returned_by_traces,
+)
 from interlace.runtime.core.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
@@ -233,6 +238,12 @@ def completed(tensor: torch.Tensor) -> AsyncTensor:
 
 
 @functools.cache
+def _wait_in_traces() -> None:
+    """What a traced function returns without a use is waited for at its end."""
+    returned_by_traces(AsyncTensor, AsyncTensor._complete)
+
+
+@functools.cache
 def _take_plain_tangents() -> None:
     """Replace torch's ``process_runtime_tangent``, which runs before the backward of a compiled function.
 
@@ -317,7 +328,10 @@ _PEEKED = frozenset(  # what does not look at a tensor's values
 def wrapped(inner: torch.Tensor) -> torch.Tensor:
     """``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
     if _pre_dispatch_modes():
+        _wait_in_traces()
         return _AboveAutograd(inner)
+    if modes_active():
+        _wait_in_traces()
     if inner.requires_grad:
         return _Tracked.apply(inner)  # type: ignore[no-any-return,no-untyped-call]
     return AsyncTensor(inner)

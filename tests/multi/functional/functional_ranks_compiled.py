@@ -187,10 +187,10 @@ def some_results_used(backend: str) -> None:
 def traced_with_make_fx(mode: str) -> list[str]:
     rank, _size = place()
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = functional.all_reduce(x)
         z = x + 1
-        return y * z
+        return y * z, functional.all_gather(x)
 
     x = torch.full((2,), 1.0 + rank)
     graph = make_fx(run, tracing_mode=mode)(x)

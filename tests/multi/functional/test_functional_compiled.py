@@ -108,7 +108,8 @@ def test_one_graph_for_all_batches(uneven: bool) -> None:
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(mode: str) -> None:
     expected = ["interlace.all_reduce.default", "aten.add.Tensor",
-                "_c10d_functional.wait_tensor.default", "aten.mul.Tensor"]  # fmt: skip
+                "_c10d_functional.wait_tensor.default", "aten.mul.Tensor",
+                "interlace.all_gather.default", "_c10d_functional.wait_tensor.default"]  # fmt: skip
     assert on_ranks(ranks.traced_with_make_fx, 2, mode) == [expected] * 2
 
 

@@ -92,6 +92,23 @@ def test_export(name: str, strict: bool) -> None:
 
 
 @every_op
+def test_results_that_are_returned_unwaited(name: str) -> None:
+    def returned(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return OPS[name][0](x, TP, w), torch.sin(x)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(returned)
+
+    inputs = torch.ones(8, 3), W
+    expected = [f"interlace.{name}", "sin", "_c10d_functional.wait_tensor"]
+    for graph in (
+        make_fx(returned, tracing_mode="fake")(*inputs),
+        torch.export.export(Module(), inputs),
+    ):
+        assert ops_of(graph.graph) == expected and not graph.graph.find_nodes(op="get_attr")
+
+
+@every_op
 def test_compile_with_fullgraph(name: str) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
