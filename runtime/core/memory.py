@@ -51,6 +51,19 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+_NOT_COPIED = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or its bytes if torch does not copy its dtype: int1 to int7, uint1 to uint7."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.contiguous()``, of every dtype."""
+    return tensor if tensor.is_contiguous() else movable(tensor).contiguous().view(tensor.dtype)
+
+
 def neighbours(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One flat tensor over all of ``tensors``, if each begins where the one before it ends."""
     filled = [tensor for tensor in tensors if tensor.numel()]

@@ -140,6 +140,9 @@ CALLS: dict[str, tuple[Call, type[Exception]]] = {
     "quantized whole": (
         lambda bad: interlace.all_gather(_quantized(4), _quantized()) if bad
         else interlace.all_gather(_tensor(4), _tensor()), TypeError),
+    "quantized, functional": (
+        lambda bad: interlace.functional.wait(
+            interlace.functional.broadcast(_quantized() if bad else _tensor(), 1)), TypeError),
     "quantized, picked": (
         lambda bad: interlace.tensor.indexed_all_to_all_v(
             _quantized() if bad else _tensor(), [torch.tensor([0])] * 2), TypeError),

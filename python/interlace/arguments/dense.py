@@ -7,9 +7,16 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import movable
 from interlace.runtime.core.stream import Event
 
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+def check_not_quantized(name: str, dtype: torch.dtype) -> None:
+    """TypeError if it is: torch copies such elements by their scale, or not at all."""
+    if dtype in QUANTIZED:
+        raise TypeError(f"{name} is {dtype}; give a quantized tensor's int_repr()")
 
 
 def filled(
@@ -38,13 +45,13 @@ def copied_back(
     if event is not None:
         compute.wait_event(event)
     for out, made in pairs:
-        compute.copy(out, made, "output")
+        compute.copy(movable(out), movable(made), "output")
     return compute.record()
 
 
 def remember(communicator: Communicator, key: Any, call: Call) -> Call:
     """Keep ``call`` for the next time the same is asked for. TypeError if its tensors are quantized."""
     for term, value in call.terms:
-        if isinstance(value, torch.dtype) and value in QUANTIZED:
-            raise TypeError(f"{call.op}: {term} is {value}; give a quantized tensor's int_repr()")
+        if isinstance(value, torch.dtype):
+            check_not_quantized(f"{call.op}: {term}", value)
     return communicator.remember(key, call)

@@ -12,7 +12,7 @@ from interlace.arguments.words import Group, Sizes, Tensor, Yes
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.memory import overlap
+from interlace.runtime.core.memory import contiguous, movable, overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
@@ -46,7 +46,10 @@ def _exchanged(
 
     def start() -> Event | None:
         # peers may fill an output while others have still to read an input that is the same memory
-        made = [each.clone().contiguous() if shared else each.contiguous() for each in inputs]
+        made = [
+            contiguous(movable(each).clone().view(each.dtype) if shared else each)
+            for each in inputs
+        ]
         return dense.filled(
             communicator,
             outputs,

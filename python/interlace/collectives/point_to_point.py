@@ -22,6 +22,7 @@ from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.memory import contiguous
 from interlace.runtime.core.stream import Continued, Outcome
 from interlace.runtime.core.work import Work
 
@@ -46,7 +47,7 @@ def _isend(communicator: Communicator, tensor: torch.Tensor, peer: int, tag: int
     """Begin to send to ``peer``, a rank of the group."""
     with communicator.accepting():
         checks.check_member("dst", peer, communicator)
-        made = checks.source("tensor", tensor, communicator).contiguous()
+        made = contiguous(checks.source("tensor", tensor, communicator))
         _check_tag(tag)
         call = _call(communicator, "send", made)
 

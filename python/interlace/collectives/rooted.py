@@ -17,6 +17,7 @@ from interlace.collectives import chosen_algorithm
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.memory import contiguous
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
@@ -57,7 +58,7 @@ def checked_broadcast(
 def _launch_broadcast(
     communicator: Communicator, call: Call, data: torch.Tensor, root: int, algorithm: str
 ) -> Event | None:
-    made = data.contiguous()
+    made = contiguous(data)
     event = chosen_algorithm.serving(communicator, algorithm).broadcast(call, made, root)
     if made is data or communicator.rank == root:
         return event
@@ -232,7 +233,7 @@ def checked_gather(
     data, outputs, call = _agreed(communicator, "gather", tensor, gather_list, root)
 
     def start() -> Event | None:
-        engine, made = communicator.engine, data.contiguous()
+        engine, made = communicator.engine, contiguous(data)
         if outputs is None:
             return engine.gather(call, None, made, root)
         return dense.filled(
@@ -292,7 +293,7 @@ def checked_scatter(
 
     def start() -> Event | None:
         engine = communicator.engine
-        made = None if inputs is None else [each.contiguous() for each in inputs]
+        made = None if inputs is None else [contiguous(each) for each in inputs]
         return dense.filled(
             communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
         )

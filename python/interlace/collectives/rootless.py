@@ -27,6 +27,7 @@ from interlace.collectives import chosen_algorithm, sparse
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.memory import contiguous
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
 
@@ -172,7 +173,7 @@ def _launch_all_gather(
     data: torch.Tensor,
     algorithm: str,
 ) -> Event | None:
-    made, serving = data.contiguous(), chosen_algorithm.serving(communicator, algorithm)
+    made, serving = contiguous(data), chosen_algorithm.serving(communicator, algorithm)
     return dense.filled(
         communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
     )

@@ -3,11 +3,14 @@
 import pathlib
 
 import pytest
+import torch
 
 import interlace
 from cases import api_cases, support_table
 from cases.api_cases import FEW
 from cases.support_table import ANY, REDUCED
+from interlace import functional
+from interlace.runtime.core.memory import bytes_of, contiguous
 from tiers import few
 
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
@@ -28,6 +31,47 @@ def test_every_dtype_is_moved(name: str) -> None:
     """All dtypes on 3 ranks, a few on other numbers of ranks."""
     assert min(interlace.run(api_cases.serve, 3, name, support_table.MOVED_DTYPES, False)) > 20
     _on_others(name)
+
+
+def _move_transposed(dtype: torch.dtype) -> None:
+    rank = interlace.get_rank()
+
+    def of(number: int) -> torch.Tensor:
+        return (
+            torch.full((6 * dtype.itemsize,), number, dtype=torch.uint8).view(dtype).view(3, 2).t()
+        )
+
+    def numbers(tensor: torch.Tensor) -> set[int]:
+        return set(bytes_of(contiguous(tensor)).tolist())
+
+    tensor, parts = of(rank), [of(1), of(1)]
+    interlace.broadcast(tensor, 1)
+    assert numbers(tensor) == {1}
+    interlace.all_gather(parts, of(rank))
+    assert [numbers(part) for part in parts] == [{0}, {1}]
+    interlace.all_to_all(parts, parts[::-1])  # read before it is written
+    assert [numbers(part) for part in parts] == [{1 - rank}] * 2
+    interlace.scatter(tensor, [of(1), of(0)] if rank == 0 else None, 0)
+    assert numbers(tensor) == {1 - rank}
+    interlace.gather(tensor, parts if rank == 0 else None, 0)
+    assert rank or [numbers(part) for part in parts] == [{1}, {0}]
+    interlace.send(of(1), 1) if rank == 0 else interlace.recv(tensor, 0)
+    assert numbers(tensor) == {1}
+    for result, expected in (
+        (functional.all_gather(of(rank), 1), {0, 1}),
+        (functional.all_to_all(of(rank)), {0, 1}),
+        (functional.broadcast(of(rank), 0), {0}),
+        (functional.permute(of(rank), [1, 0]), {1 - rank}),
+        (functional.gather(of(rank), 0, 1), {0} if rank else {0, 1}),
+        (functional.scatter(of(rank), 1), {1}),
+    ):
+        assert numbers(functional.wait(result)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", support_table.MOVED_DTYPES, ids=str)
+def test_what_is_not_contiguous_is_moved(dtype: torch.dtype) -> None:
+    interlace.run(_move_transposed, 2, dtype)
 
 
 @pytest.mark.parametrize("name", few(REDUCING, *OTHERS))

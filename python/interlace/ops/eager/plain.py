@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import dense
 from interlace.collectives import rooted, rootless
 from interlace.collectives.all_to_all import _all_to_all_single
 from interlace.ops.eager import shapes
 from interlace.ops.eager.pending import Started
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import contiguous, movable
 from interlace.runtime.core.work import Work
 
 Tensor = torch.Tensor
@@ -26,6 +28,7 @@ def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Starte
     def op_of(start: Start) -> Callable[..., Started]:
         def op(communicator: Communicator, *given: Any, out: Tensor | None = None) -> Started:
             try:
+                dense.check_not_quantized("input", given[0].dtype)
                 made = make(*given, communicator.world_size)
                 if out is None:
                     out = made
@@ -88,7 +91,7 @@ def all_to_all(
 @_into(shapes.like)
 def broadcast(communicator: Communicator, output: Tensor, input: Tensor, src: int) -> Work | None:
     if communicator.rank == src and output is not input:
-        output.copy_(input)
+        movable(output).copy_(movable(input))
     return rooted._broadcast(communicator, (output,), (None, src), True)
 
 
@@ -113,7 +116,7 @@ def permute(
     size, rank = communicator.world_size, communicator.rank
     sent, received = [0] * size, [0] * size
     sent[src_dst[rank]] = received[list(src_dst).index(rank)] = input.numel()
-    flat = output.view(-1), input.reshape(-1)
+    flat = output.view(-1), contiguous(input).view(-1)
     return _all_to_all_single(communicator, flat, (received, sent), True)
 
 
@@ -128,7 +131,7 @@ def gather(
         if not input.dim():
             parts = list(output.unbind())
     else:
-        output.zero_()
+        movable(output).zero_()
     return rooted._gather(communicator, (input, parts), (None, dst), True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks
+from interlace.arguments import checks, dense
 from interlace.collectives.all_to_all import one_length_per_rank
 from interlace.ops.simulated_backward import in_rank
 from interlace.runtime.core import plain
@@ -85,8 +85,7 @@ def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tenso
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
-    if tensor.is_quantized:  # torch copies and selects them by their scale, or not at all
-        raise TypeError(f"{name} is {tensor.dtype}; give a quantized tensor's int_repr()")
+    dense.check_not_quantized(name, tensor.dtype)
     return tensor  # type: ignore[no-any-return]
 
 
