@@ -14,6 +14,7 @@ import torch
 
 import interlace
 from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
+from interlace import nn
 from interlace.groups.groups import resolve
 from interlace.nn import DeferredWeightGradients, column_parallel_linear, row_parallel_linear
 from interlace.nn.functions import linear_gradients, weight_gradients
@@ -393,6 +394,32 @@ def test_what_one_rank_does_wrong_all_ranks_are_told(
     for each in told:
         assert each is not None and each[0] is kind
         assert re.search(text, each[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "bias", "weight"),
+    [
+        (lambda **how: nn.ColumnParallelLinear(8, 8, **how), "bias", "weight"),
+        (lambda **how: nn.QKVParallelLinear(8, 2, head_dim=4, **how), "k.bias", "q.weight"),
+        (lambda **how: nn.SequenceParallelMLP(8, 8, **how), "up.bias", "up.weight"),
+        (lambda **how: nn.SequenceParallelMLP(8, 8, gated=True, **how), "up.bias", "gate.weight"),
+    ],
+)
+def test_a_layer_names_its_own_parameters(
+    make: Callable[..., torch.nn.Module], bias: str, weight: str
+) -> None:
+    def without_buffers() -> None:
+        make(gradient_accumulation_fusion=True)(torch.ones(2, 1, 8))
+
+    def of_another_dtype() -> None:
+        layer = make()
+        layer.get_parameter(bias).data = layer.get_parameter(bias).double()
+        layer(torch.ones(2, 1, 8))
+
+    with pytest.raises(ValueError, match=f" {weight} has main_grad None"):
+        interlace.run(without_buffers, 2)
+    with pytest.raises(TypeError, match=f" {bias} is torch.float64"):
+        interlace.run(of_another_dtype, 2)
 
 
 @pytest.mark.parametrize("layer", ["column", "row"])

@@ -54,6 +54,7 @@ def column_parallel_linear(
     save_gathered: bool = False,
     deferred: DeferredWeightGradients | None = None,
     out_dtype: torch.dtype | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Tensor]:
     """``[whole_input @ w.t() + b for w, b in zip(weights, biases)]``, this rank's columns of each.
 
@@ -71,6 +72,8 @@ def column_parallel_linear(
     save_gathered : keep the gathered input for backward, where it is gathered again otherwise.
     deferred : leave the weights' gradients there, for its ``run()``.
     out_dtype : dtype of the outputs, default the input's.
+    names : of the modules whose weights and biases they are, for errors: those of ``"q"`` are ``q.weight``
+        and ``q.bias``, of ``""`` ``weight`` and ``bias``; by default ``weights[0]`` and ``biases[0]``.
 
     The gradient of ``input`` is summed over the group, and scattered like ``input``. Inside
     ``torch.autocast`` operands are cast as ``torch.nn.functional.linear`` casts them.
@@ -89,7 +92,8 @@ def column_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
         source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
-        matrices, vectors = _checked_weights(weights, biases, source, communicator)
+        called = None if names is None else [f"{name}.weight".lstrip(".") for name in names]
+        matrices, vectors = _checked_weights(weights, biases, source, communicator, called)
         layer = Layer.of(
             communicator,
             dim,
@@ -99,8 +103,8 @@ def column_parallel_linear(
             deferred=deferred,
             out_dtype=out_dtype,
         )
-        names = [f"weights[{index}]" for index in range(len(matrices))]
-        _check_layer(layer, source, dict(zip(names, matrices, strict=True)))
+        called = called or [f"weights[{index}]" for index in range(len(matrices))]
+        _check_layer(layer, source, dict(zip(called, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
     run = ColumnParallelLinearFunction.apply
     with needing(_learnt(layer, {"input": [input], "a weight": matrices})):
@@ -145,7 +149,7 @@ def row_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
         source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
-        _checked_weights([weight], [bias], source, communicator, names=("weight", "bias"))
+        _checked_weights([weight], [bias], source, communicator, ["weight"])
         layer = Layer.of(
             communicator,
             dim,
@@ -192,7 +196,7 @@ def _checked_weights(
     biases: Any,
     input: Tensor,
     communicator: Communicator,
-    names: tuple[str, str] | None = None,
+    names: Sequence[str] | None = None,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
         raise TypeError(
@@ -202,7 +206,8 @@ def _checked_weights(
     checks.entries("biases", vectors, "weights", len(weights))
     casting = casts(input)
     for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
-        name, bias_name = names or (f"weights[{index}]", f"biases[{index}]")
+        name = f"weights[{index}]" if names is None else names[index]
+        bias_name = f"biases[{index}]" if names is None else name[:-6] + "bias"
         matrix = checks.source(name, weight, communicator)
         if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
             raise ValueError(

@@ -1,6 +1,6 @@
 """``torch.nn.Linear`` split over a group: by output features, or by input features."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def check_features(
 
 
 def gathering_linear(
-    layer: Any, input: Tensor, weights: list[Any], biases: list[Any]
+    layer: Any, input: Tensor, weights: list[Any], biases: list[Any], names: Sequence[str]
 ) -> list[Tensor]:
     """:func:`column_parallel_linear` with the options of ``layer``."""
     return column_parallel_linear(
@@ -113,6 +113,7 @@ def gathering_linear(
         group=layer.group,
         gather_dim=regions.sequence_dim(input, layer.batch_first),
         save_gathered=layer.save_gathered,
+        names=names,
         **_options(layer),
     )
 
@@ -180,7 +181,7 @@ class ColumnParallelLinear(LinearParameters):
         self._check_alike(self.group)
         bias = self.bias
         (output,) = gathering_linear(
-            self, input, [self.weight], [None if self.skip_bias_add else bias]
+            self, input, [self.weight], [None if self.skip_bias_add else bias], [""]
         )
         if self.gather_output:
             output = regions.gather_from_group(output, group=self.group)

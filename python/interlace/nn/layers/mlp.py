@@ -99,7 +99,8 @@ class SequenceParallelMLP(OnGroup):
 
     def _through(self, input: Tensor, layers: list[linear.ColumnParallelLinear]) -> Tensor:
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        outputs = linear.gathering_linear(self.up, input, weights, biases)
+        names = ["up"] if self.gate is None else ["gate", "up"]
+        outputs = linear.gathering_linear(self.up, input, weights, biases, names)
         how = self.activation
         hidden = activate(outputs[0], how) if isinstance(how, str) else how(outputs[0])
         if self.gate is not None:

@@ -107,7 +107,7 @@ class QKVParallelLinear(OnGroup):
             shared = copy_to_group(*shared, group=replicas)
         k_weight, v_weight, k_bias, v_bias = shared
         weights, biases = [q.weight, k_weight, v_weight], [q.bias, k_bias, v_bias]
-        outputs = gathering_linear(self, input, weights, biases)
+        outputs = gathering_linear(self, input, weights, biases, "qkv")
         return outputs[0], outputs[1], outputs[2]
 
     def extra_repr(self) -> str:
