@@ -1,14 +1,17 @@
 """The commands of docs/launching.md: torchrun, srun, sbatch, mpirun and Ray start its programs."""
 
 import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +20,8 @@ import interlace
 import pages
 from interlace.integrations import ray as on_ray
 from interlace.runtime.compat import launchers
+from interlace.runtime.core.errors import InterlaceError, PeerDiedError
+from interlace.runtime.start import uncaught
 from support import free_port
 from tiers import few, thorough
 
@@ -372,6 +377,29 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
     assert 'fails.py", line 7, in one_op' in done.stderr
     assert "INTERLACE_DEBUG=debug shows them" in done.stderr
     assert not re.search(r'File ".*/interlace/', done.stderr)
+
+
+@pytest.mark.parametrize("of_another", [False, True])
+def test_who_fails_because_of_another_rank_ends_after_it(
+    of_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's root cause has the earliest stamp, or else is the first process that it saw end."""
+    said, at_exit = tmp_path / "error.json", mock.Mock()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(said))
+    monkeypatch.setattr(uncaught.atexit, "register", at_exit)
+    monkeypatch.setattr(sys, "excepthook", mock.Mock())
+    uncaught.install()
+    error = InterlaceError("own")
+    if of_another:
+        error.__cause__ = PeerDiedError(1, 77, "barrier")
+    before = time.time()
+    sys.excepthook(InterlaceError, error, None)
+    if not of_another:
+        assert not said.exists() and not at_exit.called
+        return
+    message = json.loads(said.read_text())["message"]
+    assert message["message"] == "own" and int(message["extraInfo"]["timestamp"]) > before + 5
+    assert at_exit.call_args == mock.call(time.sleep, uncaught.LATER)
 
 
 def test_frames_of_interlace_are_hidden_where_it_says_raise() -> None:
