@@ -55,10 +55,9 @@ def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") 
         values = _narrow(values, dtype)  # a rank's own sum wraps around
     indices, values = own.t().contiguous(), values.contiguous()
     terms = (
-        ("layout", "sparse COO"),
         ("shape of tensor", tuple(tensor.shape)),
         ("sparse dims of tensor", tensor.sparse_dim()),
-        ("dtype of tensor", tensor.dtype),
+        ("dtype of tensor", f"{tensor.dtype}, sparse COO"),
         ("op", name),
     )
     call = Call(NAME, terms, part=len(indices))
