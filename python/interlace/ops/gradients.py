@@ -91,9 +91,8 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tenso
         (own,) = ctx.saved_tensors
         # the product of the others, not a quotient, which has no derivative where one is 0
         every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
-        ranks = torch.eye(size, dtype=total.real.dtype, device=own.device)
-        mine = wait(_ops.reduce_scatter(ranks, "avg", 0, size, name)) > 0
-        others = torch.where(mine.view(size, *[1] * own.dim()), 1, every).prod(0)
+        ranks = torch.arange(size, device=own.device).view(size, *[1] * own.dim())
+        others = torch.where(ranks == _ops.rank(own, size, name), 1, every).prod(0)
         return total * others.conj()
     raise RuntimeError(f"interlace.{op} with reduce_op {ctx.reduce_op!r} has no gradient")
 

@@ -69,6 +69,8 @@ INTERPRETED = [
     "benchmarks/cpu/schedules.py::exchange",
     "python/interlace/symmetric_memory/handle.py::SymmetricMemory._run",
     "python/interlace/symmetric_memory/handle.py::SymmetricMemory.stream_write_value32",
+    "python/interlace/verify/shims/cuda_driver.py::cuStreamWriteValue64",
+    "python/interlace/verify/shims/triton_dist/nvshmem_host.py::putmem_signal_on_stream",
     "python/interlace/verify/suite/targets.py::_signals",
     "runtime/places/shm/user_launches.py::_Launches.launch",
     "runtime/places/sim/place.py::SimPlace.run_kernel",

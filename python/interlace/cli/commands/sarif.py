@@ -99,7 +99,9 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
     def made(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
         every = (lines, *(each for each, _ in others), [subject])
         own = next(filter(None, (location(each, root) for each in every)), {})
-        related = [place for each in others if (place := location(each[0], root, each[1]))]
+        places = (location(each, root, text) for each, text in others)
+        at = own.get("physicalLocation")
+        related = [place for place in places if place and place["physicalLocation"] != at]
         return {
             "ruleId": _id(rule),
             "level": "error",

@@ -150,12 +150,16 @@ class Collector(Observer):
     def _found(
         self, finding: Finding, offsets: Any, size: int, conflict: Conflict | None = None
     ) -> None:
-        key, at = finding.key, (self.events, -1 if conflict is None else conflict.component)
+        key, whose = finding.key, -1
+        if conflict is not None:  # of a mirror the component: rules say which mirror it is
+            owner = self._owners[conflict.component]
+            whose = owner.first + (conflict.component - owner.first) % owner.components
+        at = self.events, whose
         asked = self._missing is None or self._missing.get(key) == at
         if key not in self.found and asked:
             self.first_at[key] = at
             if conflict is not None:
-                signal, owner = self._signal(conflict), self._owners[conflict.component]
+                signal = self._signal(conflict)
                 poll = self._signals.polled(owner, conflict.time, self._acting)
                 polled = None if poll is None or signal else self._accesses[poll]
                 finding = replace(finding, signal=signal, polled=polled)
