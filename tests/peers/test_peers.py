@@ -143,6 +143,7 @@ def test_a_right_kernel_is_clean(peer: Peer, tmp_path: pathlib.Path) -> None:
             for peer in PEERS
             if peer not in (NVSHMEM, EXPERTS, TUPLE, TRITON_DISTRIBUTED, WARPS)
         ),
+        *(m for m in MUTANTS if m[2] == "no wait for a flag that is put"),
     ),
     ids=[f"{m[0].file} {m[2]}" for m in MUTANTS],
 )

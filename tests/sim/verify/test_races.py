@@ -11,6 +11,7 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
+from interlace.verify.race_check.causes import Reach, by_cause
 from interlace.verify.race_check.check import Several
 from interlace.verify.race_check.findings import Access, Finding
 from interlace.verify.race_check.happens_before import Detector
@@ -70,6 +71,22 @@ def test_who_has_found_all_that_was_asked_is_told_no_more() -> None:
             each._found(finding, np.arange(1), 1)
     both.on_stuck()
     assert (one.times, other.times) == (2, 3)
+
+
+def test_what_a_rule_explains_is_told_first() -> None:
+    def between(first: str, second: str, kind: str) -> Finding:
+        accesses = [Access(rank, "k", f"{what}s", ()) for rank, what in enumerate((first, second))]
+        return Finding(kind, *accesses, "memory", 0, 1, 0, "write-read", hint="do")
+
+    bare, explained = between("store", "load", "write-read"), between("put", "load", "no barrier")
+    reaches = {each.key: Reach() for each in (bare, explained)}
+    told = by_cause([bare, explained], reaches)
+    assert [each.kind for each in told] == ["no barrier", "write-read"]
+    assert [each.hint for each in told] == [
+        "do",
+        "do; a finding above may be the cause of this one, too",
+    ]
+    assert by_cause([bare], reaches)[0].hint == "do"
 
 
 def test_a_clean_verdict_does_not_need_a_bad_schedule() -> None:

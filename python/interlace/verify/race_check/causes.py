@@ -60,7 +60,10 @@ class Reach:
 
 
 def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple[Finding, ...]:
-    """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`."""
+    """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`.
+
+    Those for which a rule is the cause come first: a thread that did not wait is in order with nobody.
+    """
     first: dict[Any, Finding] = {}
     reach: dict[Any, Reach] = {}
     reverse: dict[Any, str] = {}
@@ -81,7 +84,7 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
         if of is not None:
             del first[cause]
             also[of] += (f"{finding.kind} where it runs first: {_what(finding.second)}",)
-    return tuple(
+    told = [
         replace(
             finding,
             extent=reach[cause].extent(),
@@ -89,7 +92,11 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
             reverse=reverse.get(cause, ""),
         )
         for cause, finding in first.items()
-    )
+    ]
+    others = [each for each in told if each.kind != each.race]
+    perhaps = "; a finding above may be the cause of this one, too" if others else ""
+    bare = [replace(each, hint=each.hint + perhaps) for each in told if each.kind == each.race]
+    return (*others, *bare)
 
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
