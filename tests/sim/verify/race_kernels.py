@@ -445,11 +445,12 @@ def read_meet_write(
 
 
 @triton.jit
-def reset_signal(peers_ptr, rank, WAIT: tl.constexpr, SCOPE: tl.constexpr):
-    """Two ranks signal each other, relaxed, and set the word back by a plain store."""
-    mine = flag(peers_ptr, rank, 0)
-    tl.atomic_xchg(flag(peers_ptr, 1 - rank, 0), 1, sem="relaxed", scope="sys")
+def reset_signals(peers_ptr, rank, COUNT: tl.constexpr, WAIT: tl.constexpr, SCOPE: tl.constexpr):
+    """Two ranks signal each other by words, relaxed, and set them back by a plain store."""
+    words = tl.arange(0, COUNT)
+    mine = flag(peers_ptr, rank, words)
+    tl.atomic_xchg(flag(peers_ptr, 1 - rank, words), 1, sem="relaxed", scope="sys")
     if WAIT:
-        while tl.atomic_add(mine, 0, sem="acquire", scope=SCOPE) == 0:
+        while tl.min(tl.atomic_add(mine, 0, sem="acquire", scope=SCOPE), 0) == 0:
             pass
     tl.store(mine, 0)

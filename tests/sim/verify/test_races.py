@@ -344,13 +344,14 @@ def test_loads_of_a_launch_that_has_ended_are_done(
     ("wait", "scope", "kind"),
     [(True, "sys", set()), (False, "sys", {"mixed access"}), (True, "gpu", {"narrow scope"})],
 )
-def test_who_has_seen_a_signal_comes_after_it(
-    wait: bool, scope: str, kind: set[str], arch: int | None
+@pytest.mark.parametrize("count", [1, 4])
+def test_who_has_seen_signals_comes_after_them(
+    count: int, wait: bool, scope: str, kind: set[str], arch: int | None
 ) -> None:
     """PTX: a write comes before what follows in program order on who has read its value."""
 
     def on_rank() -> None:
         memory = buffer()
-        kernels.reset_signal[(1,)](memory.peers, interlace.get_rank(), wait, scope)
+        kernels.reset_signals[(1,)](memory.peers, interlace.get_rank(), count, wait, scope)
 
     assert kinds(races(on_rank, 2, seeds=6, arch=arch)) == kind

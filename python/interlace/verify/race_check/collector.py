@@ -189,19 +189,21 @@ class Collector(Observer):
     def _has_observed(
         self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Any | None
     ) -> bool:
-        """Whether the acting agent has read the value that this atomic wrote to the word.
+        """Whether the acting agent has read the value that this atomic wrote to each of its words.
 
         Then it comes after the atomic: PTX counts observation order as causality order.
         """
         segment, cells = place
-        if len(conflict.cells) * segment.cell != size:  # several words
-            return False
-        first, thread = int(conflict.cells[0]), None
-        if threads is not None:
-            at = first - cells.start if isinstance(cells, slice) else list(cells).index(first)
-            thread = int(threads[at])
-        observed = self._acting.has_observed((segment.base + first * segment.cell, size), thread)
-        return conflict.time <= observed.get(conflict.component, -1)
+        numbers = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        own = dict(zip(numbers.tolist(), numbers if threads is None else threads, strict=True))
+        words = conflict.cells[:: max(1, size // segment.cell)].tolist()
+        for word in words:
+            thread = None if threads is None else int(own[word])
+            address = segment.base + word * segment.cell
+            observed = self._acting.has_observed((address, size), thread)
+            if conflict.time > observed.get(conflict.component, -1):
+                return False
+        return True
 
 
 def does_of(what: str, pointers: Any) -> str:

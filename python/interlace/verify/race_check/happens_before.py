@@ -254,7 +254,7 @@ class Detector(Fences):
         earlier = segment.unordered_store(cells, before)
         others = [each for each in earlier if not repeats(each)]
         self._report(kind, others, site, segment, size)
-        every = segment.unordered(segment.atomics, cells, before)
+        every = segment.unordered(segment.atomics, cells, before, apart=True)
         atomics = [each for each in every if stores or each.extra & WRITES]
         atomics = [e for e in atomics if not self._has_observed(e, place, size, threads)]
         for each in () if stores else atomics:

@@ -165,15 +165,20 @@ class ShadowSegment:
         return found
 
     def unordered(
-        self, marks: dict[int, Any], index: Index, known: KnownTimes
+        self, marks: dict[int, Any], index: Index, known: KnownTimes, *, apart: bool = False
     ) -> Iterator[Conflict]:
-        """Loads or atomics of others that the present access does not come after."""
+        """Loads or atomics of others that the present access does not come after.
+
+        ``apart``: each of them, not one of each agent for all cells.
+        """
         for mark in marks.values():
             found = mark[index]
             where = np.flatnonzero(known.lacks(found))
-            if len(where):
-                time, component, site, extra = found[where[0]].tolist()
-                yield Conflict(component, site, time, self._numbers(index, where), extra)
+            many = np.unique(found[where]) if apart else found[where[:1]]
+            for one in many:
+                time, component, site, extra = one.tolist()
+                cells = where[found[where] == one] if len(many) > 1 else where
+                yield Conflict(component, site, time, self._numbers(index, cells), extra)
 
     def unwritten(self, index: Index, seen: Any = None) -> Any:
         """Cells that nobody is known to have written, and that hold poison.
