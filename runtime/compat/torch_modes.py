@@ -6,6 +6,7 @@ Tried with torch 2.13.
 import functools
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,7 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""The number of active dispatch modes."""
+"""The number of active dispatch modes, without those above autograd."""
+above_autograd: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+)
+"""Whether a mode sees ops before autograd does, as in ``make_fx(..., pre_dispatch=True)``."""
+
+
+def is_traced() -> bool:
+    """Whether ``make_fx`` or ``torch.export`` records the present ops."""
+    tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracer is not None and tracer.get_proxy_mode() is not None
 
 
 def when_profiled(change: Callable[[bool], None]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.compat.torch_modes import above_autograd, is_traced, modes_active
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, PreparedCall, Start, Terms, beside, needed, told
 from interlace.runtime.core.engine import Engine
@@ -229,7 +229,7 @@ class Communicator:
         place = self.place
         if self._closed or self._out_of_step:
             raise self._over(op)
-        if modes_active():
+        if modes_active() or above_autograd():
             _refuse_other_tensors(op)
         place.check()
         worker = place.worker
@@ -492,9 +492,9 @@ def _outcome(made: Outcome | Event | None) -> Outcome:
 
 
 def _refuse_other_tensors(op: str) -> None:
-    made = type(torch.empty(0))
-    if made is not torch.Tensor:
+    if is_traced():
+        raise TypeError(f"{op} would not be in the graph that is traced; use interlace.functional")
+    if (made := type(torch.empty(0))) is not torch.Tensor:
         raise TypeError(
-            f"{op}: under this dispatch mode new tensors are {made.__name__}s, which have no memory to "
-            "communicate; use interlace.functional"
+            f"{op}: new tensors are {made.__name__}s here, without memory; use interlace.functional"
         )

@@ -10,7 +10,12 @@ from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops import library, undispatched
 from interlace.ops.async_tensor import AsyncTensor, wrapped
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, allow_in_graph, modes_active
+from interlace.runtime.compat.torch_modes import (
+    PLAIN_TYPES,
+    above_autograd,
+    allow_in_graph,
+    modes_active,
+)
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
 """Arguments that may be None."""
@@ -73,9 +78,13 @@ def keeps(asked: bool, weights: Sequence[Any]) -> bool:
     return asked or (wanted and not torch.compiler.is_exporting())
 
 
+def _has_modes() -> bool:
+    return bool(modes_active()) or above_autograd()
+
+
 def direct(*tensors: Any) -> bool:
     """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if torch.compiler.is_compiling() or modes_active() or undispatched.transforms_active():
+    if torch.compiler.is_compiling() or _has_modes() or undispatched.transforms_active():
         return False
     recording = torch.is_grad_enabled()
     for tensor in tensors:
@@ -117,7 +126,7 @@ def name_of(reduce_op: Any) -> str:
 
 def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoReturn:
     """Raise ``error``; where the op would run now, on all ranks of the group."""
-    if not torch.compiler.is_compiling() and not modes_active():
+    if not torch.compiler.is_compiling() and not _has_modes():
         with bound(group, tag).accepting(op):
             raise error
     raise error
@@ -144,7 +153,7 @@ def check(
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {type(value).__name__}"
             refuse(op, group, tag, TypeError(text))
-    if not torch.compiler.is_compiling() and not modes_active():
+    if not torch.compiler.is_compiling() and not _has_modes():
         for name, value in given.items():  # in a backward, Dynamo would not have the layout read
             if value.layout is not torch.strided:
                 text = f"{name} must be a strided tensor, got {value.layout}"

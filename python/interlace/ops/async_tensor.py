@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from interlace.runtime.compat.torch_groups import _register_work
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
+    above_autograd,
     allow_in_graph,
     modes_active,
     returned_by_traces,
@@ -18,7 +19,6 @@ from interlace.runtime.core.work import Work
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 _aten: Any = torch.ops.aten
-_pre_dispatch_modes: Any = torch._ops._len_torch_dispatch_stack_pre_dispatch
 _view, _detach, _alias = _aten.view.default, _aten.detach.default, _aten.alias.default
 _AS_THEY_ARE = frozenset((int, float, bool, torch.Tensor))
 
@@ -327,11 +327,10 @@ _PEEKED = frozenset(  # what does not look at a tensor's values
 
 def wrapped(inner: torch.Tensor) -> torch.Tensor:
     """``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
-    if _pre_dispatch_modes():
+    if modes_active() or above_autograd():
         _wait_in_traces()
+    if above_autograd():
         return _AboveAutograd(inner)
-    if modes_active():
-        _wait_in_traces()
     if inner.requires_grad:
         return _Tracked.apply(inner)  # type: ignore[no-any-return,no-untyped-call]
     return AsyncTensor(inner)

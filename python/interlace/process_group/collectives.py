@@ -22,7 +22,7 @@ from interlace.process_group import dispatch
 from interlace.process_group.short_forms import all_flat, flat, long_form
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.compat.torch_groups import c10d
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, above_autograd, modes_active
 from interlace.runtime.core import place as places
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.place import Place
@@ -112,7 +112,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             raise InterlaceError(
                 f"rank {self.rank()}: process group {self._group_name!r} was {self._ended}"
             )
-        if not modes_active():
+        if not (modes_active() or above_autograd()):
             for tensor in tensors:
                 if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu:
                     break

@@ -34,14 +34,19 @@ import torch
 import torch.distributed as dist
 
 from interlace.runtime.compat.torch_groups import _create_work_from_future
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, DispatchMode, modes_active
+from interlace.runtime.compat.torch_modes import (
+    PLAIN_TYPES,
+    DispatchMode,
+    above_autograd,
+    modes_active,
+)
 
 _C: Any = torch._C
 
 
 def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Plain tensors of the same memory; None where torch's dispatcher has to see the call."""
-    if modes_active():
+    if modes_active() or above_autograd():
         return None
     plain = [_plain(tensor) for tensor in tensors]
     return None if any(tensor is None for tensor in plain) else plain  # type: ignore[return-value]

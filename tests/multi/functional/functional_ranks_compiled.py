@@ -184,7 +184,7 @@ def some_results_used(backend: str) -> None:
         torch.testing.assert_close(*grads)
 
 
-def traced_with_make_fx(mode: str) -> list[str]:
+def traced_with_make_fx(mode: str, above_autograd: bool) -> list[str]:
     rank, _size = place()
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ def traced_with_make_fx(mode: str) -> list[str]:
         return y * z, functional.all_gather(x)
 
     x = torch.full((2,), 1.0 + rank)
-    graph = make_fx(run, tracing_mode=mode)(x)
+    graph = make_fx(run, tracing_mode=mode, pre_dispatch=above_autograd)(x)
     torch.testing.assert_close(graph(x), run(x))
     torch.testing.assert_close(graph(x + 1), run(x + 1))
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]

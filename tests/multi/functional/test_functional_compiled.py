@@ -105,12 +105,13 @@ def test_one_graph_for_all_batches(uneven: bool) -> None:
     assert on_ranks(ranks.dynamic_batch, 2, "aot_eager", uneven) == [1, 1]
 
 
+@pytest.mark.parametrize("above_autograd", [False, True])
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx(mode: str) -> None:
+def test_make_fx(mode: str, above_autograd: bool) -> None:
     expected = ["interlace.all_reduce.default", "aten.add.Tensor",
                 "_c10d_functional.wait_tensor.default", "aten.mul.Tensor",
                 "interlace.all_gather.default", "_c10d_functional.wait_tensor.default"]  # fmt: skip
-    assert on_ranks(ranks.traced_with_make_fx, 2, mode) == [expected] * 2
+    assert on_ranks(ranks.traced_with_make_fx, 2, mode, above_autograd) == [expected] * 2
 
 
 def test_out_and_ops_in_place() -> None:

@@ -108,6 +108,22 @@ def test_results_that_are_returned_unwaited(name: str) -> None:
         assert ops_of(graph.graph) == expected and not graph.graph.find_nodes(op="get_attr")
 
 
+@pytest.mark.parametrize("above_autograd", [False, True])
+def test_what_would_not_be_in_the_graph_is_refused(above_autograd: bool) -> None:
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        interlace.all_reduce(y)
+        return y
+
+    def on_rank() -> None:
+        make_fx(summed, pre_dispatch=above_autograd)(torch.ones(2))
+
+    with pytest.raises(
+        TypeError, match=r"all_reduce would not be in the graph.*interlace\.functional"
+    ):
+        interlace.run(on_rank, 2)
+
+
 @every_op
 def test_compile_with_fullgraph(name: str) -> None:
     from torch._dynamo.backends.common import aot_autograd
