@@ -161,7 +161,8 @@ def races(  # type: ignore[misc]
             for finding in new:
                 again = teller.detector.found.get(finding.key, finding)
                 behind = free.get(finding.key, finding).signal is not None
-                found[finding.key] = _explained(finding, broken[finding.key] or [], again, behind)
+                rules = broken[finding.key] or []
+                found[finding.key] = _explained(finding, rules, again, behind, detector.polls)
         on_seed(seed)
 
     def observed_without(seed: int, asked: list[DetectorWithout]) -> None:
@@ -267,16 +268,20 @@ def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
     return rules[:1] if rules or key in free.found else None
 
 
-def _explained(finding: Finding, broken: list[str], again: Finding, behind: bool) -> Finding:
+def _explained(
+    finding: Finding, broken: list[str], again: Finding, behind: bool, polls: set[Any]
+) -> Finding:
     """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses.
 
     ``behind``: whether the signal comes after the first access without regard to barriers, too.
+    ``polls``: loads that waited for a plain store, by what they do and their lines.
     """
     finding = replace(finding, first=again.first, second=again.second)
     if finding.first is None:
         return finding
-    made = [CAUSES[rule][1](finding) for rule in broken] or [hints.missing(finding, behind)]
-    kinds = {CAUSES[rule][0] for rule in broken}
+    flag = hints.plain_flag(finding, polls)
+    made = [CAUSES[rule][1](finding) for rule in broken] or [flag or hints.missing(finding, behind)]
+    kinds = {CAUSES[rule][0] for rule in broken} or ({"weak order"} if flag else set())
     kinds = kinds or {"mixed access" if finding.polled else finding.kind}
     return replace(
         finding,

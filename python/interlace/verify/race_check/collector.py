@@ -1,7 +1,7 @@
 """Memory and accesses of a run by number, its signals, and all that a detector has found in it."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,8 @@ class Collector(Observer):
         self._sites: dict[Access, int] = {}
         self._accesses: list[Access] = []  # by the number of the site
         self._signals = SignalLog()
+        self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # plain access of each thread
+        self.polls: set[tuple[str, tuple[SourceText, ...]]] = set()  # plain, of plain stores
         self.found: dict[tuple[Any, ...], Finding] = {}
         self.reaches: dict[tuple[Any, ...], Reach] = {}
 
@@ -185,6 +187,27 @@ class Collector(Observer):
         ended = first.had_ended(conflict.component, conflict.time, seen.known)
         index = offset // seen.size
         return FailedSignal(segment.label, offset, index, writers, *accesses, ended)
+
+    def _note_polls(
+        self,
+        place: tuple[ShadowSegment, Index],
+        site: int,
+        size: int,
+        threads: Any | None,
+        atomics: Sequence[Conflict],
+        stores: Sequence[Conflict],
+    ) -> None:
+        """Remember loads that waited for a signal: an atomic; or a plain store, of a word, again."""
+        segment, cells = place
+        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        who = self._acting.number, -1 if threads is None else int(threads[0])
+        last, self._last[who] = self._last.get(who), (segment.base, int(numbers[0]), site)
+        again = last == self._last[who] and len(numbers) * segment.cell == size
+        if again and stores:
+            access = self._accesses[site]
+            self.polls.add((access.what, access.lines))
+        for each in (*atomics, *(stores if again else ())):
+            self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
 
     def _has_observed(
         self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Any | None

@@ -257,8 +257,7 @@ class Detector(Fences):
         every = segment.unordered(segment.atomics, cells, before, apart=True)
         atomics = [each for each in every if stores or each.extra & WRITES]
         atomics = [e for e in atomics if not self._has_observed(e, place, size, threads)]
-        for each in () if stores else atomics:
-            self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
+        self._note_polls(place, site, size, threads, *([], []) if stores else (atomics, others))
         self._report("mixed access", atomics, site, segment, size)
         if stores:
             loads = segment.unordered(segment.loads, cells, known)

@@ -5,11 +5,12 @@ A test applies each hint to its own example (``tests/sim/verify/reports/test_hin
 
 import pathlib
 import re
+from collections.abc import Container
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from interlace.runtime.core.errors import SourceText
-from interlace.verify.race_check.findings import Access, Finding
+from interlace.verify.race_check.findings import ORDERS, Access, Finding
 
 _BARRIER = "tl.debug_barrier()"
 _SHIMS = "/interlace/verify/shims/"
@@ -124,6 +125,22 @@ def _moved(signal: Access, first: Access) -> Hint:
     depth = functions.index(functions[0], 1) - 1 if functions[0] in functions[1:] else 0
     at = replace(signal, lines=signal.lines[depth:])
     return Hint(f"move the signal, {_line(at)}, behind the first access", (at,))
+
+
+def plain_flag(finding: Finding, polls: Container[Any]) -> Hint | None:
+    """Of a flag that is polled and stored plainly, and of what comes behind it. ``polls``: such loads."""
+    first, second = _accesses(finding)
+    pair = [first, second] if finding.race in ORDERS else []
+    signal = next((each for each in pair if each.what == "stores"), None)
+    load = next((each for each in pair if (each.what, each.lines) in polls), None)
+    if load is None or signal is None:
+        load, signal = finding.polled, None
+        if load is None or (load.what, load.lines) not in polls:
+            return None
+    text = f"poll with acquire: {_ordered(_own(load), 'acquire')}"
+    if signal is None:
+        return Hint(text, (_own(load),))
+    return Hint(f"{text}; and signal with release: {_ordered(signal, 'release')}", (load, signal))
 
 
 def missing(finding: Finding, behind: bool) -> Hint:

@@ -106,6 +106,9 @@ EXAMPLES = {
     "a volatile poll": (
         told(BARRIER + RAISED, "while tl.load(flag, volatile=True) == 0:\n    pass"), "as tl.atomic_add"),
     "a plain signal": (told(BARRIER + "tl.store(flag, 1)", POLLED), "signal with release: stores at"),
+    "a plain signal and a plain poll": (
+        told(BARRIER + "tl.store(flag, 1)", "while tl.load(flag) == 0:\n    pass"),
+        "; and signal with release: stores at"),
     "fences of gpu scope": (
         told(BARRIER + 'fence("gpu")\n' + RELAXED[0], RELAXED[1] + '\nfence("gpu")'), 'scope="sys"'),
     "a signal before the store": (
