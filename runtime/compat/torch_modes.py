@@ -22,6 +22,8 @@ above_autograd: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 )
 """Whether a mode sees ops before autograd does, as in ``make_fx(..., pre_dispatch=True)``."""
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the caller is in a transform of ``torch.func``."""
 
 
 def is_traced() -> bool:

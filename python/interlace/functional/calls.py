@@ -15,6 +15,7 @@ from interlace.runtime.compat.torch_modes import (
     above_autograd,
     allow_in_graph,
     modes_active,
+    transforms_active,
 )
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
@@ -84,7 +85,7 @@ def _has_modes() -> bool:
 
 def direct(*tensors: Any) -> bool:
     """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if torch.compiler.is_compiling() or _has_modes() or undispatched.transforms_active():
+    if torch.compiler.is_compiling() or _has_modes() or transforms_active():
         return False
     recording = torch.is_grad_enabled()
     for tensor in tensors:

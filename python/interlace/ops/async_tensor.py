@@ -14,6 +14,7 @@ from interlace.runtime.compat.torch_modes import (
     allow_in_graph,
     modes_active,
     returned_by_traces,
+    transforms_active,
 )
 from interlace.runtime.core.work import Work
 
@@ -327,6 +328,8 @@ _PEEKED = frozenset(  # what does not look at a tensor's values
 
 def wrapped(inner: torch.Tensor) -> torch.Tensor:
     """``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
+    if transforms_active():  # which take no subclass of a tensor of theirs
+        return _wait_tensor(inner)  # type: ignore[no-any-return]
     if modes_active() or above_autograd():
         _wait_in_traces()
     if above_autograd():

@@ -27,13 +27,11 @@ from interlace.groups import groups, specs
 from interlace.ops.async_tensor import AsyncTensor, wait
 from interlace.ops.eager.pending import Started, finish
 from interlace.ops.simulated_backward import prepare
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
+from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active, transforms_active
 from interlace.runtime.core.call import needed
 from interlace.runtime.core.communicator import Communicator
 
 _dispatched: Any = torch.ops.interlace
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
 
 GROUP = "SymInt group_size, str group_name"
 

@@ -108,6 +108,13 @@ def test_results_that_are_returned_unwaited(name: str) -> None:
         assert ops_of(graph.graph) == expected and not graph.graph.find_nodes(op="get_attr")
 
 
+@every_op
+def test_functionalize(name: str) -> None:
+    function = torch.func.functionalize(works_between(name, TP))
+    graph = make_fx(function, tracing_mode="fake")(torch.ones(8, 3), W).graph
+    assert ops_of(graph) == [f"interlace.{name}", "_c10d_functional.wait_tensor", "sin", "cos"]
+
+
 @pytest.mark.parametrize("above_autograd", [False, True])
 def test_what_would_not_be_in_the_graph_is_refused(above_autograd: bool) -> None:
     def summed(x: torch.Tensor) -> torch.Tensor:
