@@ -85,7 +85,12 @@ def _options(layer: Any) -> dict[str, Any]:
 
 
 def check_features(
-    layer: Any, input: Any, features: int, meaning: str, weight: Tensor | None = None
+    layer: Any,
+    input: Any,
+    features: int,
+    meaning: str,
+    weight: Tensor | None = None,
+    name: str = "weight",
 ) -> None:
     """Raise unless ``input`` has so many features, and the dtype of the layer's ``weight``.
 
@@ -99,7 +104,7 @@ def check_features(
                 f"input must have {features} features, {meaning}, got shape {tuple(input.shape)}"
             )
         if weight is not None and not casts(input):
-            checks.same_dtype("input", input.dtype, f"weight of {kind}", weight.dtype)
+            checks.same_dtype("input", input.dtype, f"{name} of {kind}", weight.dtype)
 
 
 def gathering_linear(

@@ -91,7 +91,8 @@ class SequenceParallelMLP(OnGroup):
 
     @disable
     def forward(self, input: Tensor) -> Tensor:
-        linear.check_features(self, input, self.hidden_size, "hidden_size", self.up.weight)
+        up = self.up.weight
+        linear.check_features(self, input, self.hidden_size, "hidden_size", up, "up.weight")
         layers = [self.up] if self.gate is None else [self.gate, self.up]
         for layer in layers:
             layer._check_alike(layer.group, layer=self)

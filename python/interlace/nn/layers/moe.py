@@ -259,7 +259,7 @@ class MoE(ShardedModule):
             if not input.dim():
                 raise ValueError(f"input must have {self.hidden_size} features, got a scalar")
         up = self._parameters["up"]
-        check_features(self, input, self.hidden_size, "hidden_size", up)
+        check_features(self, input, self.hidden_size, "hidden_size", up, "up")
         if not torch.compiler.is_compiling():
             self._check_alike(self.group, *WHOLE)
         return self._on_all_ranks(self._routed_to_experts, input)

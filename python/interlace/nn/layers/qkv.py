@@ -89,8 +89,8 @@ class QKVParallelLinear(OnGroup):
 
     @disable
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        check_features(self, input, self.hidden_size, "hidden_size", self.q.weight)
         q, k, v = self.q, self.k, self.v
+        check_features(self, input, self.hidden_size, "hidden_size", q.weight, "q.weight")
         q._check_alike(self.group, layer=self)  # k and v are drawn after it
         shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
