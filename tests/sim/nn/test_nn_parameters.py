@@ -473,4 +473,8 @@ def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> N
 
     (layer,) = re.findall("[A-Z][A-Za-z]+", text)
     found = str(failure(on_rank, 4))
-    assert re.search(f"input is torch.bfloat16, weights? of {layer} (is|are) torch.float32", found)
+    (name,) = re.findall(
+        rf"input is torch.bfloat16, (\S+) of {layer} (?:is|are) torch.float32", found
+    )
+    parts = {"QKVParallelLinear": "q.weight", "SequenceParallelMLP": "up.weight", "MoE": "up"}
+    assert name == parts.get(layer, "weights" if layer == "UlyssesAttention" else "weight")
