@@ -74,6 +74,21 @@ def test_what_is_not_contiguous_is_moved(dtype: torch.dtype) -> None:
     interlace.run(_move_transposed, 2, dtype)
 
 
+def test_what_is_lazily_conjugated_or_negated_is_moved_as_it_reads() -> None:
+    def on_rank() -> None:
+        x = torch.tensor([1 + 2j, 3 - 1j])
+        for lazy in (x.conj(), x.conj().imag):
+            plain = lazy.resolve_conj().resolve_neg()
+            for result, expected in (
+                (functional.all_reduce(lazy), 2 * plain),
+                (functional.all_gather(lazy), torch.cat([plain, plain])),
+                (functional.broadcast(lazy, 0), plain),
+            ):
+                assert torch.equal(functional.wait(result), expected)
+
+    interlace.run(on_rank, 2)
+
+
 @pytest.mark.parametrize("name", few(REDUCING, *OTHERS))
 def test_every_op_reduces_every_dtype(name: str) -> None:
     """All dtypes on 3 ranks; the coalesced forms are made of the others."""

@@ -28,8 +28,11 @@ def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Starte
     def op_of(start: Start) -> Callable[..., Started]:
         def op(communicator: Communicator, *given: Any, out: Tensor | None = None) -> Started:
             try:
-                dense.check_not_quantized("input", given[0].dtype)
-                made = make(*given, communicator.world_size)
+                input, *rest = given
+                dense.check_not_quantized("input", input.dtype)
+                if input.is_conj() or input.is_neg():  # lazily: its memory is other numbers
+                    input = input.resolve_conj().resolve_neg()
+                made = make(input, *rest, communicator.world_size)
                 if out is None:
                     out = made
                 elif (
@@ -42,7 +45,7 @@ def _into(make: Callable[..., Tensor]) -> Callable[[Start], Callable[..., Starte
             except Exception as error:
                 communicator.refuse(start.__name__, error)
                 raise
-            return Started([out], start(communicator, out, *given))
+            return Started([out], start(communicator, out, input, *rest))
 
         op.make = make  # type: ignore[attr-defined]
         return op
