@@ -156,15 +156,16 @@ def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def without_copies(graph: fx.Graph) -> None:
-    """``copy(empty, w)``, into which an in-place collective is traced, is w: the result of a wait.
+    """``copy(empty, w)``, ``detach(w)`` and ``alias(w)`` are w, the result of a wait.
 
-    Not where the copy leaves the graph beside w, for nobody would know that both are one. Other copies
-    stay: what they copy may be a tensor of the caller's that changes later.
+    An in-place collective is traced into the first, ``wait()`` of what needs a gradient into the others.
+    Not where it leaves the graph beside w, for nobody would know that both are one. Other copies stay:
+    what they copy may be a tensor of the caller's that changes later.
     """
     for node in list(graph.nodes):
-        if not is_call(node, aten.copy.default):
+        if not is_call(node, aten.copy.default, aten.detach.default, aten.alias.default):
             continue
-        source = arguments(node)[1]
+        source = arguments(node)[is_call(node, aten.copy.default)]
         if not is_call(source, wait_tensor):
             continue
         if len(source.users) > 1 and any(user.op == "output" for user in node.users):

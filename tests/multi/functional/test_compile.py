@@ -266,6 +266,18 @@ def test_collectives_of_other_kinds_are_told() -> None:
     assert not any(each.fused for each in told)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_wait_of_ones_own_hides_no_matmul(waits: bool, learns: bool) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        whole = functional.all_gather(x, group=GROUP)
+        return ((functional.wait(whole) if waits else whole) @ w).sum()
+
+    x, w = (torch.ones(8, 8, requires_grad=learns) for _ in range(2))
+    first, *_ = interlace.compile.explain(function, x, w, policy="always").candidates
+    assert (first.collective, first.fused) == ("all_gather", True), first
+
+
 @pytest.mark.parametrize(
     "options",
     few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}]),

@@ -49,6 +49,12 @@ def _ends(finding: Finding) -> tuple[Access, Access]:
     return _own(finding.signal.written), _own(finding.signal.seen)
 
 
+def _wide(finding: Finding) -> str:
+    """The scope that reaches all who are part of it: some signals pass by another rank."""
+    ranks = {each.rank for each in (*_accesses(finding), *_ends(finding))}
+    return "gpu" if len(ranks) == 1 else "sys"
+
+
 def before(finding: Finding) -> Hint:
     signal, _ = _ends(finding)
     which = f"the signal, {_line(signal)}" if finding.signal else "the signal behind it"
@@ -64,8 +70,8 @@ def after(finding: Finding) -> Hint:
 def scope(finding: Finding) -> Hint:
     """The atomics that do not reach each other: the race's own, or the signal's; or fences about them."""
     first, second = _accesses(finding)
-    ranks = {each.rank for each in (first, second, *_ends(finding))}  # some pass by another rank
-    wide, enough = ("gpu", ("gpu", "sys")) if len(ranks) == 1 else ("sys", ("sys",))
+    wide = _wide(finding)
+    enough = ("gpu", "sys") if wide == "gpu" else ("sys",)
     if finding.race != "narrow scope":
         if finding.signal is None:
             return Hint(f'signal and wait with scope="{wide}"', (first, second))
@@ -80,13 +86,19 @@ def order(finding: Finding) -> Hint:
     """Of a signal and a wait that are both relaxed, fences may be what one of them has."""
     signal, wait = _ends(finding)
     if finding.signal is None:
-        return Hint('the signal with sem="release", the wait with sem="acquire"', (signal, wait))
+        text = (
+            'what signals between the two with sem="release", what waits with sem="acquire", and what does '
+            'both, as a counter of programs, with sem="acq_rel"'
+        )
+        return Hint(text, (signal, wait))
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
         return Hint(f'{_line(signal)}, which signals and waits, with sem="acq_rel"', (signal,))
     releases = finding.signal.ended or _how(signal)[0] in ("release", "acq_rel")
     acquires = _how(wait)[0] in ("acquire", "acq_rel")
-    of_signal = f"the signal, {_ordered(signal, 'release')}"
-    of_wait = f"the wait, {_ordered(wait, 'acquire')}"
+    of_signal = f"the signal, {_ordered(signal, 'release', finding)}"
+    if finding.first is not None and finding.first.what == "puts":
+        of_signal = puts(finding).text
+    of_wait = f"the wait, {_ordered(wait, 'acquire', finding)}"
     if releases != acquires:
         return Hint(of_wait, (wait,)) if releases else Hint(of_signal, (signal,))
     return Hint(
@@ -94,13 +106,15 @@ def order(finding: Finding) -> Hint:
     )
 
 
-def _ordered(access: Access, half: str) -> str:
+def _ordered(access: Access, half: str, finding: Finding) -> str:
     """``access`` with ``half``, "release" or "acquire", besides the order that it has."""
-    kind = access.what.partition(" ")[0]
+    kind, scope = access.what.partition(" ")[0], _wide(finding)
     if kind in ("load", "loads"):
-        return f'{_line(access)}, as tl.atomic_add(..., 0, sem="acquire") or ld.acquire'
+        how = f'tl.atomic_add(..., 0, sem="acquire", scope="{scope}") or ld.acquire.{scope}'
+        return f"{_line(access)}, as {how}"
     if kind in ("store", "stores"):
-        return f'{_line(access)}, as tl.atomic_xchg(..., sem="release") or st.release'
+        how = f'tl.atomic_xchg(..., sem="release", scope="{scope}") or st.release.{scope}'
+        return f"{_line(access)}, as {how}"
     other = "acquire" if half == "release" else "release"
     sem = "acq_rel" if _how(access)[0] in (other, "acq_rel") else half
     return f'{_line(access)} with sem="{sem}"'
@@ -113,6 +127,11 @@ def proxy(finding: Finding) -> Hint:
 
 
 def puts(finding: Finding) -> Hint:
+    if finding.signal is None:
+        first, second = _accesses(finding)
+        return Hint(
+            f"a fence or a quiet between the put and what comes later, {_line(second)}", (first,)
+        )
     signal, _ = _ends(finding)
     return Hint(
         f"a fence between the put and the later one that signals, {_line(signal)}", (signal,)
@@ -137,22 +156,27 @@ def plain_flag(finding: Finding, polls: Container[Any]) -> Hint | None:
         load, signal = finding.polled, None
         if load is None or (load.what, load.lines) not in polls:
             return None
-    text = f"poll with acquire: {_ordered(_own(load), 'acquire')}"
+    text = f"poll with acquire: {_ordered(_own(load), 'acquire', finding)}"
     if signal is None:
         return Hint(text, (_own(load),))
-    return Hint(f"{text}; and signal with release: {_ordered(signal, 'release')}", (load, signal))
+    return Hint(
+        f"{text}; and signal with release: {_ordered(signal, 'release', finding)}", (load, signal)
+    )
 
 
 def missing(finding: Finding, behind: bool) -> Hint:
     """Of what no rule explains. ``behind``: whether the signal comes after the first access at all."""
     first, second = _accesses(finding)
-    plain = None if finding.polled is None else _own(finding.polled)
-    if plain is None and finding.race == "mixed access" and any(map(_how, (first, second))):
-        plain = second if _how(first)[0] else first
+    plain: Access | None = None if finding.polled is None else _own(finding.polled)
+    if plain is None and finding.race == "mixed access":
+        plain, atomic = (second, first) if _how(first)[0] else (first, second)
+        resets = plain.what == "stores" and atomic.what.startswith("store ")  # nobody waits
+        if resets or plain.what not in ("loads", "stores"):
+            plain = None
     if plain is not None:
         poll = plain.what == "loads"
         text = "poll with acquire: " if poll else "signal with release: "
-        return Hint(text + _ordered(plain, "acquire" if poll else "release"), (plain,))
+        return Hint(text + _ordered(plain, "acquire" if poll else "release", finding), (plain,))
     if finding.signal is not None:
         signal, wait = _ends(finding)
         if not behind:
