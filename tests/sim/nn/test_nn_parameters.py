@@ -1,6 +1,7 @@
 """Parameters of interlace.nn: what a rank holds, how it starts, state dicts, misuse. No gradients here."""
 
 import copy
+import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -425,29 +426,28 @@ LAYERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("text", LAYERS)
 def test_ranks_that_start_differently_are_told(text: str) -> None:
-    def on_rank(loaded: bool) -> str:
+    def on_rank(loaded: str) -> str:
         torch.manual_seed(interlace.get_rank())
         layer = LAYERS[text]()
-        if loaded:  # whatever it was initialised from
-            with torch.no_grad():
-                for each in layer.parameters():
-                    each.zero_()
         input = torch.zeros(4, dtype=torch.int64) if "Embedding" in text else torch.ones(4, 2)
         input = torch.ones(4, 1, 2) if "Attention" in text else input
-        try:
+        if loaded:  # whatever it was initialised from, until it is again
             with torch.no_grad():
+                for each in layer.parameters():
+                    (each if loaded == "in place" else each.data).zero_()
                 layer(input)
-                if loaded:
-                    for each in layer.modules():
-                        getattr(each, "reset_parameters", lambda: None)()
-                    layer(input)
+                for each in layer.modules():
+                    getattr(each, "reset_parameters", lambda: None)()
+        try:
+            layer(input)
         except ValueError as error:
             return str(error)
         return "nothing"
 
-    for said in interlace.run(on_rank, 4, False):
+    for said in interlace.run(on_rank, 4, ""):
         assert said.startswith(text) and "on rank 1 of the group than on rank 0" in said
-    for said in interlace.run(on_rank, 4, True):  # until they are drawn again
+    told = (interlace.run(on_rank, 4, how) for how in ("in place", "by .data"))
+    for said in itertools.chain(*told):
         assert said == "nothing" if "Attention" in text else said.startswith(text)
 
 

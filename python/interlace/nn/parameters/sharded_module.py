@@ -22,7 +22,7 @@ class _Drawn:
     """What parameters were initialised from: the ``state`` of torch's generator, if it was used."""
 
     state: torch.Tensor
-    versions: list[tuple[int, int]]
+    versions: list[Any]
 
 
 class ShardedModule(OnGroup):
@@ -85,9 +85,10 @@ class ShardedModule(OnGroup):
         self._found_alike = False
         self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _versions(self) -> list[Any]:
         """They change with the values of the parameters."""
-        return [(id(each), each._version) for each in self._parameters.values() if each is not None]
+        there = [each for each in self._parameters.values() if each is not None]
+        return [(id(each), each._version, _beginning(each)) for each in there]
 
     def _check_alike(self, group: Communicator, *names: str, layer: Any = None) -> None:
         """Raise on all ranks unless parameters are equal: one host message, before the first forward.
@@ -160,6 +161,13 @@ class ShardedModule(OnGroup):
             own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._attach()
+
+
+def _beginning(parameter: torch.Tensor) -> list[float]:
+    """The first values, as ``parameter.data`` is changed without another version; of plain memory."""
+    plain = type(parameter) is torch.nn.Parameter and not parameter.is_meta
+    there = plain and parameter.untyped_storage().nbytes()
+    return parameter.detach().flatten()[:8].tolist() if there else []
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:
