@@ -15,6 +15,7 @@ from interlace.verify.race_check.causes import Reach, by_cause
 from interlace.verify.race_check.check import Several
 from interlace.verify.race_check.findings import Access, Finding
 from interlace.verify.race_check.happens_before import Detector
+from interlace.verify.race_check.teller import RaceTeller
 from sim.verify import race_kernels as kernels
 from sim.verify import test_memory_faults
 from sim.verify.user_exchange import exchange, last_program
@@ -71,6 +72,16 @@ def test_who_has_found_all_that_was_asked_is_told_no_more() -> None:
             each._found(finding, np.arange(1), 1)
     both.on_stuck()
     assert (one.times, other.times) == (2, 3)
+
+
+def test_the_story_of_a_finding_is_of_the_same_conflict() -> None:
+    finding = Finding("uninitialised", None, Access(0, "user", "loads", ()), "memory", 0, 1, 0)
+    detector = RaceTeller(0, [finding], {finding.key: (3, -1)}).detector
+    found = []
+    for detector.events in (2, 3):
+        detector._found(finding, np.arange(1), 1)
+        found.append(len(detector.found))
+    assert found == [0, 1] and not detector.done  # it has to name memory until the end
 
 
 def test_what_a_rule_explains_is_told_first() -> None:

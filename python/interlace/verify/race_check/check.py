@@ -146,7 +146,7 @@ def races(  # type: ignore[misc]
         if new or differs:
             keys = {each.key: detector.first_at[each.key] for each in new}
             relaxed = [Detector(seed, rules, keys) for rules in RELAXED]
-            teller = RaceTeller(seed, new)
+            teller = RaceTeller(seed, new, keys)
             several = Several([*relaxed, teller.detector, teller])
             _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
             stories.append(teller.story(seed, raised))

@@ -1,6 +1,6 @@
 """The story of a schedule with races: their accesses are told, in memory of one rank too."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from interlace.runtime.scheduler.memory_check import BadAccess
 from interlace.runtime.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.scheduler.task import Task
 from interlace.verify.race_check.agents import Agent
+from interlace.verify.race_check.collector import At
 from interlace.verify.race_check.findings import Access, Finding
 from interlace.verify.race_check.happens_before import Detector
 from interlace.verify.schedule_check.interleaving import Storyteller
@@ -22,9 +23,12 @@ class RaceTeller(Storyteller):
     called, and finds the same again, with the number of the step of each access.
     """
 
-    def __init__(self, seed: int, findings: Iterable[Finding]) -> None:
+    def __init__(
+        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[Any, ...], At]
+    ) -> None:
+        """``asked``: where the findings were, as :class:`Collector` has it."""
         super().__init__()
-        self.detector = StepDetector(seed, lambda: self._count)
+        self.detector = StepDetector(seed, asked, lambda: self._count)
         every = [access for each in findings for access in (each.first, each.second)]
         self._named = {(each.rank, each.who, each.lines) for each in every if each is not None}
 
@@ -66,8 +70,12 @@ class RaceTeller(Storyteller):
 class StepDetector(Detector):
     """A detector to which accesses differ by their step; ``step()`` is the number of the next one."""
 
-    def __init__(self, seed: int, step: Callable[[], int]) -> None:
-        super().__init__(seed)
+    done = False  # when it has found all it still has to name memory
+
+    def __init__(
+        self, seed: int, asked: Mapping[tuple[Any, ...], At], step: Callable[[], int]
+    ) -> None:
+        super().__init__(seed, asked=asked)
         self._step = step
 
     def place(self, address: int) -> str | None:

@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,3 +204,52 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
     )
     (at,) = hints.before(finding).at
     assert at.lines == raised.lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("race", "first", "signal", "second", "said"),
+    [
+        (
+            "write-read",
+            "puts",
+            "store (relaxed, sys)",
+            "loads",
+            "a fence between the put and the later one",
+        ),
+        (
+            "write-write",
+            "puts",
+            "",
+            "puts",
+            "a fence or a quiet between the put and what comes later",
+        ),
+        ("mixed access", "store (relaxed, sys)", "", "stores", "nothing that was signalled"),
+        ("mixed access", "store (relaxed, sys)", "", "loads", "poll with acquire: "),
+        (
+            "mixed access",
+            "store (relaxed, sys)",
+            "",
+            "writes (fill_)",
+            "nothing that was signalled",
+        ),
+        ("write-read", "stores", "", "loads", "as a counter of programs, with"),
+    ],
+)
+def test_what_a_hint_asks_for(race: str, first: str, signal: str, second: str, said: str) -> None:
+    one, other = access(0, first, "a.py"), access(1, second, "b.py")
+    finding = Finding(race, one, other, "memory", 0, 1, 0, race)
+    if signal:
+        sent, seen = access(0, signal, "a.py"), access(1, "load (acquire, sys)", "b.py")
+        finding = replace(finding, signal=FailedSignal("memory", 0, 0, 1, sent, seen))
+    ask = hints.puts if (first, signal) == ("puts", "") else hints.order
+    made = hints.missing(finding, True) if race == "mixed access" else ask(finding)
+    assert said in made.text
+
+
+@pytest.mark.parametrize(("rank", "scope"), [(0, "gpu"), (1, "sys")])
+def test_a_hint_for_a_poll_has_a_scope_that_reaches(rank: int, scope: str) -> None:
+    store, load = access(0, "store (relaxed, sys)", "a.py"), access(rank, "loads", "b.py")
+    text = hints.missing(
+        Finding("mixed access", store, load, "m", 0, 1, 0, "mixed access"), True
+    ).text
+    assert f'scope="{scope}") or ld.acquire.{scope}' in text
