@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -19,9 +20,9 @@ from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check import hints
 from interlace.verify.race_check.agents import Rules
 from interlace.verify.race_check.causes import Reach, by_cause, named
+from interlace.verify.race_check.changed_lines import counters, superfluous
 from interlace.verify.race_check.findings import Finding, RaceReport
 from interlace.verify.race_check.happens_before import Detector
-from interlace.verify.race_check.superfluous import DetectorWithout, superfluous
 from interlace.verify.race_check.teller import RaceTeller
 from interlace.verify.race_check.torch_accesses import TorchAccesses
 from interlace.verify.schedule_check.interleaving import Story
@@ -117,6 +118,11 @@ def races(  # type: ignore[misc]
     barriers: set[SourceText] = set()
     reaches: dict[Any, Reach] = {}
     events = 0
+
+    def observed(seed: int, asked: Sequence[Observer]) -> Exception | None:
+        several: Any = Several(asked)
+        return _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
+
     for number, seed in enumerate(chosen, 1):
         detector = Detector(seed)
         raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
@@ -147,26 +153,31 @@ def races(  # type: ignore[misc]
             keys = {each.key: detector.first_at[each.key] for each in new}
             relaxed = [Detector(seed, rules, keys) for rules in RELAXED]
             teller = RaceTeller(seed, new, keys)
-            several = Several([*relaxed, teller.detector, teller])
-            _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
+            observed(seed, [*relaxed, teller.detector, teller])
             stories.append(teller.story(seed, raised))
             broken = {key: _broken(key, relaxed) for key in keys}
             free = relaxed[-1].found
             if mixed := {key: at for key, at in keys.items() if broken[key] is None}:
                 alone = [Detector(seed, rules, mixed) for rules in ALONE]
-                _observed(on_rank, world_size, seed, Several(alone), made, store_buffers, timeout)
+                observed(seed, alone)
                 for key in mixed:
                     found_by = zip(CAUSES, alone, strict=True)
                     broken[key] = [rule for rule, each in found_by if key in each.found]
+            chained = [
+                each.key for each in new if broken[each.key] == ["orders"] and not each.signal
+            ]
+            asked = {key: keys[key] for key in chained}
+            relays = counters(detector, asked, functools.partial(observed, seed))
             for finding in new:
                 again = teller.detector.found.get(finding.key, finding)
                 behind = free.get(finding.key, finding).signal is not None
                 rules = broken[finding.key] or []
-                found[finding.key] = _explained(finding, rules, again, behind, detector.polls)
+                told_as = _explained(finding, rules, again, behind, detector.polls)
+                if access := relays.get(finding.key):
+                    text, (at,) = hints.relay(access)
+                    told_as = replace(told_as, hint=text, change=(at.lines,))
+                found[finding.key] = told_as
         on_seed(seed)
-
-    def observed_without(seed: int, asked: list[DetectorWithout]) -> None:
-        _observed(on_rank, world_size, seed, Several(asked), made, store_buffers, timeout)
 
     causes = by_cause([each for each in found.values() if not each.is_done], reaches)
     done = by_cause([each for each in found.values() if each.is_done], reaches)
@@ -182,7 +193,7 @@ def races(  # type: ignore[misc]
         tuple(stories),
         tuple(refusals),
         frozenset(ordering),
-        superfluous(barriers, chosen, observed_without),
+        superfluous(barriers, chosen, observed),
         frozenset(loads),
         frozenset(received),
         tuple(each for each in done if each.cause not in {other.cause for other in causes}),

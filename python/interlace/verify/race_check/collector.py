@@ -1,6 +1,7 @@
 """Memory and accesses of a run by number, its signals, and all that a detector has found in it."""
 
 import ctypes
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,12 @@ class Collector(Observer):
     @property
     def done(self) -> bool:
         return self._missing == {}
+
+    @property
+    def weak_atomics(self) -> list[Access]:
+        """Those that do not both acquire and release."""
+        weak = re.compile(r"\((relaxed|acquire|release), ")
+        return [each for each in self._accesses if weak.search(each.what)]
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)

@@ -92,7 +92,7 @@ def order(finding: Finding) -> Hint:
         )
         return Hint(text, (signal, wait))
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
-        return Hint(f'{_line(signal)}, which signals and waits, with sem="acq_rel"', (signal,))
+        return relay(signal)
     releases = finding.signal.ended or _how(signal)[0] in ("release", "acq_rel")
     acquires = _how(wait)[0] in ("acquire", "acq_rel")
     of_signal = f"the signal, {_ordered(signal, 'release', finding)}"
@@ -104,6 +104,11 @@ def order(finding: Finding) -> Hint:
     return Hint(
         f"{of_signal}, {of_wait}; or fences, before the one and after the other", (signal, wait)
     )
+
+
+def relay(access: Access) -> Hint:
+    own = _own(access)
+    return Hint(f'{_line(own)}, which signals and waits, with sem="acq_rel"', (own,))
 
 
 def _ordered(access: Access, half: str, finding: Finding) -> str:

@@ -63,6 +63,24 @@ def last(peers_ptr, out_ptr, rank, B: tl.constexpr):
         tl.store(out_ptr + i, tl.load(block + i) + tl.load(block + B + i))
 
 
+@triton.jit
+def relayed(peers_ptr, out_ptr, rank, B: tl.constexpr):
+    """The last program of rank 0 tells rank 1 what all have stored there."""
+    i = tl.arange(0, B)
+    flag = tl.load(peers_ptr + 1).to(tl.pointer_type(tl.int32))
+    count = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)) + 8
+    block = (tl.load(peers_ptr + 1) + 64).to(tl.pointer_type(tl.float32))
+    if rank == 0:
+        tl.store(block + tl.program_id(0) * B + i, i + 1.0)
+        tl.debug_barrier()
+        if tl.atomic_add(count, 1, sem="LAST", scope="gpu") == 1:
+            tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    elif tl.program_id(0) == 0:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
+            pass
+        tl.store(out_ptr + i, tl.load(block + i) + tl.load(block + B + i))
+
+
 def fn():
     memory = default_group().place.allocate(1024)
     memory.view(get_rank(), 0, (256,), torch.int32).zero_()
@@ -94,6 +112,10 @@ EXAMPLES = {
     "a counter that releases": ({"LAST": "release", "KERNEL": "last"}, 'sem="acq_rel"'),
     "a counter that acquires": ({"LAST": "acquire", "KERNEL": "last"}, 'sem="acq_rel"'),
     "a relaxed counter": ({"LAST": "relaxed", "KERNEL": "last"}, 'sem="acq_rel"'),
+    "a counter that releases, before a signal": (
+        {"LAST": "release", "KERNEL": "relayed"}, "add (release, gpu) at"),
+    "a relaxed counter before a signal": (
+        {"LAST": "relaxed", "KERNEL": "relayed"}, "add (relaxed, gpu) at"),
     "a counter that acquires and signals": (
         told(BARRIER + RAISE.format("acquire", "sys"), POLL.format("release", "sys")), "acq_rel"),
     "no barrier": (told(RAISED, POLLED), "the signal, xchg (release, sys) at"),
