@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from multimem_kernels import add_up, meet, send_to_all
 from triton_dist.language.extra import libshmem_device
+from triton_dist.language.extra.language_extra import tid
 from triton_dist.utils import nvshmem_create_tensor
 
 COUNT = 32
@@ -27,7 +28,12 @@ def to_all_kernel(multicast, own, counts, out, rank, WORLD: tl.constexpr, FENCED
     offsets = tl.arange(0, COUNT)
     addresses = multicast + 4 * (rank * COUNT + offsets).to(tl.int64)
     send_to_all(addresses, tl.full([COUNT], rank + 1.0, tl.float32))
-    fence_addresses(FENCED)
+    if FENCED == "by one thread":
+        tl.debug_barrier()
+        if tid(0) == 0:
+            fence_addresses(True)
+    else:
+        fence_addresses(FENCED)
     meet(counts, 1, rank, WORLD)
     tl.debug_barrier()
     for source in range(WORLD):
@@ -70,12 +76,21 @@ def from_all(fenced):
 
 
 @triton.jit
-def puts_kernel(inbox, source, signal, out, FENCED: tl.constexpr, COUNT: tl.constexpr):
+def puts_kernel(inbox, source, signal, out, KIND: tl.constexpr, FENCED: tl.constexpr,
+                COUNT: tl.constexpr):  # fmt: skip
     """Two puts to the next rank, of which the second one signals: it does not stand for the first."""
     pe = (libshmem_device.my_pe() + 1) % libshmem_device.n_pes()
-    libshmem_device.putmem_nbi_block(inbox, source, 4 * COUNT, pe)
+    if KIND == "int_p":
+        if tid(0) == 0:
+            libshmem_device.int_p(inbox.to(tl.pointer_type(tl.int32)), 7, pe)
+    else:
+        libshmem_device.putmem_nbi_block(inbox, source, 4 if KIND == "a word" else 4 * COUNT, pe)
     if FENCED:
-        libshmem_device.fence()
+        if KIND == "one thread fences":
+            if tid(0) == 0:
+                libshmem_device.fence()
+        else:
+            libshmem_device.fence()
     libshmem_device.putmem_signal_nbi_block(
         inbox + COUNT, source + COUNT, 4 * COUNT, signal, 1, 9, pe
     )
@@ -86,9 +101,24 @@ def puts_kernel(inbox, source, signal, out, FENCED: tl.constexpr, COUNT: tl.cons
     tl.store(out + offsets, tl.load(inbox + offsets))
 
 
-def puts(fenced):
+@triton.jit
+def meeting_kernel(inbox, source, signal, out, KIND: tl.constexpr, FENCED: tl.constexpr,
+                   COUNT: tl.constexpr):  # fmt: skip
+    """A put, and a meeting of all ranks, which completes puts or does not."""
+    pe = (libshmem_device.my_pe() + 1) % libshmem_device.n_pes()
+    libshmem_device.putmem_block(inbox, source, 4 * COUNT, pe)
+    if FENCED:
+        libshmem_device.barrier_all()
+    else:
+        libshmem_device.sync_all()
+    offsets = tl.arange(0, COUNT)
+    tl.store(out + offsets, tl.load(inbox + offsets))
+
+
+def puts(kind, fenced):
     inbox, source = (nvshmem_create_tensor((2 * COUNT,), torch.float32) for _ in range(2))
     signal = nvshmem_create_tensor((1,), torch.int64)
     inbox.zero_(), source.fill_(1), signal.zero_()
     dist.barrier()
-    puts_kernel[(1,)](inbox, source, signal, torch.empty(2 * COUNT), fenced, COUNT, num_warps=1)
+    kernel = meeting_kernel if kind == "a meeting" else puts_kernel
+    kernel[(1,)](inbox, source, signal, torch.empty(2 * COUNT), kind, fenced, COUNT, num_warps=1)

@@ -32,8 +32,15 @@ def test_accesses_by_two_addresses_need_a_fence(kernels: Any, name: str, arch: i
     assert finding.kind == "no proxy fence" and "fence.proxy.alias" in finding.hint
 
 
-def test_a_put_with_a_signal_does_not_stand_for_puts_before_it(kernels: Any) -> None:
-    """As NVSHMEM says of a network; what it puts itself is ordered."""
-    assert races(kernels.puts, 2, True, seeds=2).clean
-    (finding,) = races(kernels.puts, 2, False, seeds=2).findings
+def test_one_thread_fences_for_those_whom_it_meets(kernels: Any) -> None:
+    assert races(kernels.to_all, 2, "by one thread", seeds=2).clean
+
+
+@pytest.mark.parametrize("kind", ["a block", "a word", "int_p", "one thread fences", "a meeting"])
+def test_neither_a_signal_of_a_put_nor_a_meeting_stands_for_puts_before_it(
+    kernels: Any, kind: str
+) -> None:
+    """As NVSHMEM says of a network; what the second one puts itself is ordered, and a barrier is quiet."""
+    assert races(kernels.puts, 2, kind, True, seeds=2).clean
+    (finding,) = races(kernels.puts, 2, kind, False, seeds=2).findings
     assert finding.kind == "weak order" and finding.second.what == "loads"

@@ -263,7 +263,9 @@ class ThreadsAgent(Agent):
         every = self.times, self.fenced_times, self.aliased_times, self.delivered_times
         for block, times in enumerate(every):
             own = clock[self.first + block * self.components :][: self.components]
-            own[threads] = times[threads]
+            own[threads] = np.maximum(
+                own[threads], times[threads]
+            )  # others' fences may have raised it
         return clock
 
     def known_by(self, thread: int) -> Any:

@@ -78,6 +78,12 @@ class Fences(Collector):
         """Whether an access is by a multicast address, and that makes a difference."""
         return self.rules.proxies and getattr(pointers, "multicast", False)
 
+    def _mirror(self, agent: Any, thread: int | None, *, multicast: bool, puts: bool) -> int:
+        """Where an atomic is noted, from its component: the mirror of a multicast address, or of puts."""
+        putting = agent.putting if thread is None else agent.putting[thread]
+        block = agent.PUTS * bool(puts and putting and self.rules.puts)
+        return (agent.ALIAS if multicast else block) * agent.components  # type: ignore[no-any-return]
+
     def fenced(self, clock: Any) -> Any:
         """``clock``, all of which the async proxy comes after."""
         return self._mirrored(clock, Agent.ASYNC)
@@ -163,7 +169,8 @@ class Fences(Collector):
             if sem != "acquire":
                 own = agent.released_by(thread, all_threads=not self.rules.barriers)
                 own = self.delivered(own) if puts else own
-                agent.fences.setdefault(thread, {SYS: agent.before})[level] = own
+                fences = agent.fences.setdefault(thread, {SYS: agent.before})
+                fences[level] = joined(fences.get(level), own)
         if sem == "acquire":
             return
         agent.has_released(threads, all_threads=not self.rules.barriers)

@@ -416,21 +416,22 @@ class Detector(Fences):
                 (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
             )
             agent.observe(word, thread, {component: time for component, (time, _) in strong})
+        mirror = self._mirror(agent, thread, multicast=multicast, puts=writes)
         if by is None:
             time = int(known.clock[component := agent.lanes if lanes else agent.thread])
-            component += agent.ALIAS * agent.components * multicast
+            component += mirror
             segment.note(segment.atomics, cells, component, time, site, extra)
         else:
             segment.note_threads(
                 segment.atomics,
                 cells,
-                agent.first + by + agent.ALIAS * agent.components * multicast,
+                agent.first + by + mirror,
                 agent.times[by],
                 known,
                 (site, extra),
             )
             time = int(agent.times[thread])
-            component = agent.first + thread + agent.ALIAS * agent.components * multicast
+            component = agent.first + thread + mirror
         if writes:
             if atomic.kind == "store":
                 made.clear()

@@ -48,6 +48,19 @@ SHIMS: dict[str, dict[str, str]] = {
         f"{_EXTRA}.cuda.libnvshmem_device": f"{_HERE}.triton_dist.libshmem_device",
         f"{_EXTRA}.cuda.language_extra": f"{_HERE}.triton_dist.language_extra",
         f"{_EXTRA}.cuda.tma_language": f"{_HERE}.triton_dist.missing",
+        # of other makers' GPUs, whose code may be imported
+        f"{_EXTRA}.hip": "",
+        f"{_EXTRA}.maca": "",
+        **{
+            f"{_EXTRA}.{name}": f"{_HERE}.triton_dist.missing"
+            for name in (
+                "hip.language_extra",
+                "hip.librocshmem_device",
+                "hip.libmori_shmem_device",
+                "maca.language_extra",
+                "maca.libmxshmem_device",
+            )
+        },
         "nvshmem": "",
         "nvshmem.core": f"{_HERE}.triton_dist.nvshmem_host",
         "nvshmem.bindings": "",

@@ -13,6 +13,7 @@ leaves a choice, the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
                        behind a barrier come after them
     signal_wait_until  acquires: what was ordered before the signal can be loaded
     barrier_all*       quiet, and all ranks meet
+    sync_all*          all ranks meet
     ..._block, _warp   all threads call it, meet, act, and meet again (nvshmemi_threadgroup_sync)
     ... without suffix each thread that calls it acts; others' stores are not covered without a barrier
 
@@ -249,11 +250,13 @@ getmem_nbi_block, getmem_nbi, getmem_nbi_warp = getmem_block, getmem, getmem_war
 @triton.jit
 def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``; a put, and as unordered."""
+    _put_begins()
     tl.inline_asm_elementwise(
         "st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r",
         [address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+    _put_ends()
 
 
 @triton.jit
@@ -368,8 +371,14 @@ def signal_wait_until(sig_addr, cmp_, cmp_val):
 @triton.jit
 def barrier_all():
     """``quiet``, and all ranks meet: one program of each calls it."""
+    quiet()
+    sync_all()
+
+
+@triton.jit
+def sync_all():
+    """All ranks meet: one program of each calls it. What was put need not have arrived."""
     tl.debug_barrier()
-    fence()
     tl.inline_asm_elementwise(
         """
         {
@@ -385,7 +394,7 @@ def barrier_all():
 
 
 barrier_all_block = barrier_all_warp = barrier_all
-sync_all = sync_all_block = sync_all_warp = barrier_all
+sync_all_block = sync_all_warp = sync_all
 
 
 # -- teams: all ranks are in one node, so they are all of each team that is known ------------------------
