@@ -45,6 +45,11 @@ class Atomic:
         return self.each_thread or self.pointers.data.size > 1
 
     @property
+    def looks(self) -> bool:
+        """Whether it may wait for what it finds: a store does not, nor does an xchg that only signals."""
+        return self.kind != "store" and (self.kind != "xchg" or self.sem == "acquire")
+
+    @property
     def acquires(self) -> bool:
         return self.sem in ("acquire", "acq_rel")
 

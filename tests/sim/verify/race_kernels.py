@@ -454,3 +454,16 @@ def reset_signals(peers_ptr, rank, COUNT: tl.constexpr, WAIT: tl.constexpr, SCOP
         while tl.min(tl.atomic_add(mine, 0, sem="acquire", scope=SCOPE), 0) == 0:
             pass
     tl.store(mine, 0)
+
+
+@triton.jit
+def reset_unseen(peers_ptr, rank):
+    """Rank 0 signals by word 0 and by word 1; rank 1 waits for word 0, and sets both back."""
+    if rank == 0:
+        tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
+        tl.atomic_xchg(flag(peers_ptr, 1, 1), 1, sem="relaxed", scope="sys")
+    else:
+        while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
+            pass
+        tl.store(flag(peers_ptr, 1, 0), 0)
+        tl.store(flag(peers_ptr, 1, 1), 0)

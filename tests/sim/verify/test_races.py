@@ -366,3 +366,13 @@ def test_who_has_seen_signals_comes_after_them(
         kernels.reset_signals[(1,)](memory.peers, interlace.get_rank(), count, wait, scope)
 
     assert kinds(races(on_rank, 2, seeds=6, arch=arch)) == kind
+
+
+def test_a_reset_is_told_as_no_signal() -> None:
+    def on_rank() -> None:
+        memory = buffer()
+        kernels.reset_unseen[(1,)](memory.peers, interlace.get_rank())
+
+    findings = races(on_rank, 2, seeds=6).findings
+    assert {each.kind for each in findings} == {"mixed access"}
+    assert all(each.hint.startswith("nothing that was signalled") for each in findings), findings

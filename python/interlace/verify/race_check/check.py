@@ -276,6 +276,8 @@ def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
     """The rule without which detectors with the ``RELAXED`` rules did not find it; None: it is several."""
     *without, free = relaxed
     rules = [rule for rule, each in zip(CAUSES, without, strict=True) if key not in each.found]
+    if "orders" in rules and rules[0].startswith("barriers"):  # there is a barrier, behind fences
+        return ["orders"]
     return rules[:1] if rules or key in free.found else None
 
 

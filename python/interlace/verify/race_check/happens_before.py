@@ -351,8 +351,7 @@ class Detector(Fences):
                 return
             self._looks.update(dict.fromkeys(words, look))
         site = self._site(agent, does, lines)
-        looks = atomic.kind != "store" and (atomic.kind != "xchg" or atomic.sem == "acquire")
-        before = active(result.data, atomic.pointers, atomic.mask) if looks else None
+        before = active(result.data, atomic.pointers, atomic.mask) if atomic.looks else None
         for position, address in enumerate(addresses.tolist()):
             thread = None if threads is None else int(threads[position])
             if before is not None:
@@ -399,7 +398,7 @@ class Detector(Fences):
         known = self._known(agent, by)
         before = self._known(agent, by, multicast=True) if multicast else known
         plain: Conflicts = segment.unordered_store(cells, before)
-        for each in plain:  # a signal, perhaps
+        for each in plain if atomic.looks else ():  # a signal, perhaps
             self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
         if writes:
             plain = [*plain, *segment.unordered(segment.loads, cells, known)]

@@ -138,9 +138,8 @@ def puts(finding: Finding) -> Hint:
             f"a fence or a quiet between the put and what comes later, {_line(second)}", (first,)
         )
     signal, _ = _ends(finding)
-    return Hint(
-        f"a fence between the put and the later one that signals, {_line(signal)}", (signal,)
-    )
+    text = "a quiet, or a fence of the thread that signals, between the put and the signal"
+    return Hint(f"{text}, {_line(signal)}", (signal,))
 
 
 def _moved(signal: Access, first: Access) -> Hint:

@@ -118,6 +118,8 @@ EXAMPLES = {
         {"LAST": "relaxed", "KERNEL": "relayed"}, "add (relaxed, gpu) at"),
     "a counter that acquires and signals": (
         told(BARRIER + RAISE.format("acquire", "sys"), POLL.format("release", "sys")), "acq_rel"),
+    "fences of all threads before a barrier": (
+        told('fence("sys")\n' + BARRIER + RELAXED[0], POLLED), "the signal, xchg (relaxed, sys) at"),
     "no barrier": (told(RAISED, POLLED), "the signal, xchg (release, sys) at"),
     "signal of gpu scope": (told(BARRIER + RAISE.format("release", "gpu"), POLLED), "xchg (release, gpu)"),
     "wait of gpu scope": (told(BARRIER + RAISED, POLL.format("acquire", "gpu")), "add (acquire, gpu)"),
@@ -236,7 +238,7 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
             "puts",
             "store (relaxed, sys)",
             "loads",
-            "a fence between the put and the later one",
+            "between the put and the signal",
         ),
         (
             "write-write",
