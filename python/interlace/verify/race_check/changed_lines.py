@@ -1,4 +1,4 @@
-"""What a run would be if one line of a kernel were another: asked by running its schedules again.
+"""Runs as they would be with one line of a kernel changed: their schedules are run again.
 
 Barriers without which it would be in order as well, left out line by line; only of programs whose threads
 are told apart, as of one that is interpreted it is not known which of its threads a barrier is for. And

@@ -174,7 +174,8 @@ def missing(finding: Finding, behind: bool) -> Hint:
     plain: Access | None = None if finding.polled is None else _own(finding.polled)
     if plain is None and finding.race == "mixed access":
         plain, atomic = (second, first) if _how(first)[0] else (first, second)
-        resets = plain.what == "stores" and atomic.what.startswith("store ")  # nobody waits
+        signals = ("store ", "xchg (relaxed", "xchg (release")  # which wait for nothing
+        resets = plain.what == "stores" and atomic.what.startswith(signals)
         if resets or plain.what not in ("loads", "stores"):
             plain = None
     if plain is not None:
