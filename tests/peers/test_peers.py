@@ -68,7 +68,7 @@ MUTANTS = [
     (TRITON_DISTRIBUTED, ("no barrier",), "notify is thread 0's alone",
      ("__syncthreads()\n            dl.notify(signal_ptr + slot, to_rank",
      "dl.notify(signal_ptr + slot, to_rank")),
-    (WARPS, ("no barrier",), "a fence orders its own thread's puts",
+    (WARPS, ("weak order",), "a fence orders its own thread's puts",
      ("libshmem_device.quiet()", "libshmem_device.fence()")),
     (WARPS, ("write-read",), "nobody waits for the signals",
      ("        libshmem_device.signal_wait_until(signal_ptr + thread, "

@@ -146,11 +146,13 @@ def function() -> Iterator[Callable[[str], Any]]:
         yield lambda name: load_function(f"{GPU_CODE}::{name}")
 
 
-def test_globals_are_each_ranks_own_and_end_with_the_run(function: Any) -> None:
-    fn = function("caches_are_each_ranks_own")
-    for _ in range(2):
-        assert interlace.run(fn, 2) == [(2, [[0, 0]]), (4, [[1, 1]])]
-    assert fn.__globals__["calls"] == 0 and not fn.__globals__["WORDS"]
+def test_globals_are_each_ranks_own_and_end_with_the_run() -> None:
+    for _ in range(2):  # the second time the file is there already
+        with shims.installed("torch"):
+            fn = load_function(f"{GPU_CODE}::caches_are_each_ranks_own")
+            for _ in range(2):
+                assert interlace.run(fn, 2) == [(2, [[0, 0]]), (4, [[1, 1]])]
+            assert fn.__globals__["calls"] == 0 and not fn.__globals__["WORDS"]
 
 
 def test_names_of_a_gpu_and_of_a_group(function: Any) -> None:

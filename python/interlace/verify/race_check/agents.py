@@ -17,13 +17,14 @@ class Rules:
     """The rules that hold.
 
     Off: every release has a barrier before it, every wait one after it, every signal covers all puts, every
-    atomic is acq_rel, or of scope sys, nothing needs a proxy fence.
+    atomic releases, acquires, or is of scope sys, nothing needs a proxy fence.
     """
 
     barriers: bool = True
     barriers_after: bool = True
     puts: bool = True
-    orders: bool = True
+    releases: bool = True
+    acquires: bool = True
     scopes: bool = True
     proxies: bool = True
 

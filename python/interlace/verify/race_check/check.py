@@ -46,7 +46,8 @@ CAUSES = {
     "barriers_after": ("no barrier", hints.after),
     "puts": ("weak order", hints.puts),
     "scopes": ("narrow scope", hints.scope),
-    "orders": ("weak order", hints.order),
+    "releases": ("weak order", hints.release),
+    "acquires": ("weak order", hints.acquire),
     "proxies": ("no proxy fence", hints.proxy),
 }
 NO_RULES = Rules(*[False] * len(fields(Rules)))
@@ -164,7 +165,9 @@ def races(  # type: ignore[misc]
                     found_by = zip(CAUSES, alone, strict=True)
                     broken[key] = [rule for rule, each in found_by if key in each.found]
             chained = [
-                each.key for each in new if broken[each.key] == ["orders"] and not each.signal
+                each.key
+                for each in new
+                if not each.signal and {*(broken[each.key] or [""])} <= {"releases", "acquires"}
             ]
             asked = {key: keys[key] for key in chained}
             relays = counters(detector, asked, functools.partial(observed, seed))
@@ -276,8 +279,8 @@ def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
     """The rule without which detectors with the ``RELAXED`` rules did not find it; None: it is several."""
     *without, free = relaxed
     rules = [rule for rule, each in zip(CAUSES, without, strict=True) if key not in each.found]
-    if "orders" in rules and rules[0].startswith("barriers"):  # there is a barrier, behind fences
-        return ["orders"]
+    if "releases" in rules and rules[0].startswith("barriers"):  # there is a barrier, behind fences
+        return ["releases"]
     return rules[:1] if rules or key in free.found else None
 
 
@@ -299,6 +302,6 @@ def _explained(
     return replace(
         finding,
         kind=kinds.pop() if len(kinds) == 1 else "weak order",
-        hint="; and ".join(each.text for each in made),
+        hint="; and ".join(dict.fromkeys(each.text for each in made)),
         change=tuple(dict.fromkeys(access.lines for each in made for access in each.at)),
     )

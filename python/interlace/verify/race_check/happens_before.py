@@ -358,7 +358,7 @@ class Detector(Fences):
                 segment, cells = self._at(address, size)
                 self._unwritten(segment, cells, site, size, before[position])
             self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
-        if atomic.releases or not self.rules.orders:
+        if atomic.releases or not self.rules.releases:
             agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
@@ -452,14 +452,14 @@ class Detector(Fences):
             if not self._reach(agent, scope, sender, sent_scope):
                 continue
             if thread is not None:
-                if atomic.acquires or not self.rules.orders:
+                if atomic.acquires or not self.rules.acquires:
                     agent.acquire(thread, clock)
                     if not self.rules.barriers_after:
                         agent.learn(clock)
                 else:
                     waiting = agent.waiting.setdefault(thread, {})
                     waiting[sender] = joined(waiting.get(sender), clock)
-            elif not atomic.acquires and self.rules.orders:
+            elif not atomic.acquires and self.rules.acquires:
                 agent.pending[sender] = joined(agent.pending.get(sender), clock)
             elif atomic.each_thread and self.rules.barriers_after:
                 agent.for_lanes = joined(agent.for_lanes, clock)
@@ -475,7 +475,7 @@ class Detector(Fences):
         thread: int | None,
         who: int,
     ) -> None:
-        releases = atomic.releases or not self.rules.orders
+        releases = atomic.releases or not self.rules.releases
         if thread is not None:
             own = self.delivered(agent.released_by(thread, all_threads=not self.rules.barriers))
             sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})

@@ -82,8 +82,16 @@ def scope(finding: Finding) -> Hint:
     return Hint(f'{whose}{" and ".join(lines)}: scope="{wide}"', tuple(at))
 
 
-def order(finding: Finding) -> Hint:
-    """Of a signal and a wait that are both relaxed, fences may be what one of them has."""
+def release(finding: Finding) -> Hint:
+    return _half(finding, "release")
+
+
+def acquire(finding: Finding) -> Hint:
+    return _half(finding, "acquire")
+
+
+def _half(finding: Finding, half: str) -> Hint:
+    """What the signal lacks, "release", or the wait, "acquire"."""
     signal, wait = _ends(finding)
     if finding.signal is None:
         text = (
@@ -93,17 +101,11 @@ def order(finding: Finding) -> Hint:
         return Hint(text, (signal, wait))
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
         return relay(signal)
-    releases = finding.signal.ended or _how(signal)[0] in ("release", "acq_rel")
-    acquires = _how(wait)[0] in ("acquire", "acq_rel")
-    of_signal = f"the signal, {_ordered(signal, 'release', finding)}"
+    if half == "acquire":
+        return Hint(f"the wait, {_ordered(wait, 'acquire', finding)}", (wait,))
     if finding.first is not None and finding.first.what == "puts":
-        of_signal = puts(finding).text
-    of_wait = f"the wait, {_ordered(wait, 'acquire', finding)}"
-    if releases != acquires:
-        return Hint(of_wait, (wait,)) if releases else Hint(of_signal, (signal,))
-    return Hint(
-        f"{of_signal}, {of_wait}; or fences, before the one and after the other", (signal, wait)
-    )
+        return puts(finding)
+    return Hint(f"the signal, {_ordered(signal, 'release', finding)}", (signal,))
 
 
 def relay(access: Access) -> Hint:

@@ -24,6 +24,7 @@ _HERE = "interlace.verify.shims"
 _EXTRA = "triton_dist.language.extra"
 _TORCH = "torch.distributed._symmetric_memory"
 _LIBRARIES = ("site-packages", "dist-packages")
+_IMPORTED: set[str] = set()  # modules of files that were checked: they may be there when others are
 
 # By name: the module that is stood for, and the module that does; parents first, "" for an empty one.
 SHIMS: dict[str, dict[str, str]] = {
@@ -145,7 +146,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
 
     # torch imports it in places; it is to stay
     importlib.import_module("torch._dynamo")
-    known = set(sys.modules)
+    known = set(sys.modules) - _IMPORTED
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]
     made = torch_memory.MemoryOfTorch
@@ -161,7 +162,9 @@ def _torch_of_a_gpu() -> Iterator[None]:
     real = {name: getattr(c10d, name) for name in torch_distributed.REPLACED}
 
     def modules() -> list[types.ModuleType]:
-        return [symmetric, *(m for name, m in sys.modules.items() if name not in known and _own(m))]
+        of_user = {name: m for name, m in sys.modules.items() if name not in known and _own(m)}
+        _IMPORTED.update(of_user)
+        return [symmetric, *of_user.values()]
 
     setup = user_code.UserCode(
         modules,
@@ -190,6 +193,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
             yield
     finally:
         place.AROUND.reset(token)
+        modules()
 
 
 def _own(module: types.ModuleType) -> bool:

@@ -108,7 +108,7 @@ RELAXED = RAISE.format("relaxed", "sys"), POLL.format("relaxed", "sys")
 EXAMPLES = {
     "no release": (told(BARRIER + RELAXED[0], POLLED), 'the signal, xchg (relaxed, sys) at'),
     "no acquire": (told(BARRIER + RAISED, RELAXED[1]), 'the wait, add (relaxed, sys) at'),
-    "neither": (told(BARRIER + RELAXED[0], RELAXED[1]), "or fences"),
+    "neither": (told(BARRIER + RELAXED[0], RELAXED[1]), "; and the wait, add (relaxed, sys) at"),
     "a counter that releases": ({"LAST": "release", "KERNEL": "last"}, 'sem="acq_rel"'),
     "a counter that acquires": ({"LAST": "acquire", "KERNEL": "last"}, 'sem="acq_rel"'),
     "a relaxed counter": ({"LAST": "relaxed", "KERNEL": "last"}, 'sem="acq_rel"'),
@@ -126,6 +126,8 @@ EXAMPLES = {
     "both of cta scope": (
         told(BARRIER + RAISE.format("release", "cta"), POLL.format("acquire", "cta"), **PROGRAMS),
         'scope="gpu"'),
+    "a fence of the one thread before its signal": (
+        told(BARRIER + 'fence("sys")\n' + RELAXED[0], RELAXED[1]), "the wait, add (relaxed, sys) at"),
     "a plain poll": (
         told(BARRIER + RAISED, "while tl.load(flag) == 0:\n    pass"), "poll with acquire: loads at"),
     "a volatile poll": (
@@ -164,7 +166,7 @@ def applied(text: str, finding: Finding) -> str:
         at = next(n for n in (number, number - 1) if lines[n].strip() != "pass")
         named = f":{change[0].frames[0][1]} in"
         line = lines[at]
-        for part in re.split("; and |, the wait,", hint):
+        for part in hint.split("; and "):
             if named not in part:
                 continue
             if sem := re.search(r'with sem="(\w+)"', part):
@@ -265,7 +267,7 @@ def test_what_a_hint_asks_for(race: str, first: str, signal: str, second: str, s
     if signal:
         sent, seen = access(0, signal, "a.py"), access(1, "load (acquire, sys)", "b.py")
         finding = replace(finding, signal=FailedSignal("memory", 0, 0, 1, sent, seen))
-    ask = hints.puts if (first, signal) == ("puts", "") else hints.order
+    ask = hints.puts if (first, signal) == ("puts", "") else hints.release
     made = hints.missing(finding, True) if race == "mixed access" else ask(finding)
     assert said in made.text
 
