@@ -27,7 +27,12 @@ from interlace.groups import groups, specs
 from interlace.ops.async_tensor import AsyncTensor, wait
 from interlace.ops.eager.pending import Started, finish
 from interlace.ops.simulated_backward import prepare
-from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active, transforms_active
+from interlace.runtime.compat.torch_modes import (
+    PLAIN_TYPES,
+    above_autograd,
+    modes_active,
+    transforms_active,
+)
 from interlace.runtime.core.call import needed
 from interlace.runtime.core.communicator import Communicator
 
@@ -133,7 +138,7 @@ class Ops:
 
 def _simulated(own: Sequence[Any]) -> bool:
     """Whether the caller is a simulated rank that has others beside it, and nobody else sees the call."""
-    if torch.compiler.is_compiling() or modes_active():
+    if torch.compiler.is_compiling() or modes_active() or above_autograd():
         return False
     rank = groups.joined()
     if rank is None or not rank.place.simulated or rank.world_size == 1:

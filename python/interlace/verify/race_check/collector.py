@@ -204,7 +204,7 @@ class Collector(Observer):
         atomics: Sequence[Conflict],
         stores: Sequence[Conflict],
     ) -> None:
-        """Remember loads that waited for a signal: an atomic; or a plain store, of a word, again."""
+        """Remember loads that waited: of what atomics wrote, or, repeated, of one word of a plain store."""
         segment, cells = place
         numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells
         who = self._acting.number, -1 if threads is None else int(threads[0])
@@ -224,11 +224,10 @@ class Collector(Observer):
         Then it comes after the atomic: PTX counts observation order as causality order.
         """
         segment, cells = place
-        numbers = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
-        own = dict(zip(numbers.tolist(), numbers if threads is None else threads, strict=True))
-        words = conflict.cells[:: max(1, size // segment.cell)].tolist()
-        for word in words:
-            thread = None if threads is None else int(own[word])
+        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells.tolist()
+        by = {} if threads is None else dict(zip(numbers, threads.tolist(), strict=True))
+        for word in conflict.cells[:: max(1, size // segment.cell)].tolist():
+            thread = by.get(word)
             address = segment.base + word * segment.cell
             observed = self._acting.has_observed((address, size), thread)
             if conflict.time > observed.get(conflict.component, -1):

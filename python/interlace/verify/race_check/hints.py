@@ -95,8 +95,8 @@ def _half(finding: Finding, half: str) -> Hint:
     signal, wait = _ends(finding)
     if finding.signal is None:
         text = (
-            'what signals between the two with sem="release", what waits with sem="acquire", and what does '
-            'both, as a counter of programs, with sem="acq_rel"'
+            'between the two, give sem="release" to what signals, sem="acquire" to what waits, and '
+            'sem="acq_rel" to what does both, as a counter of programs does'
         )
         return Hint(text, (signal, wait))
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:

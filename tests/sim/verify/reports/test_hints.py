@@ -258,7 +258,7 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
             "writes (fill_)",
             "nothing that was signalled",
         ),
-        ("write-read", "stores", "", "loads", "as a counter of programs, with"),
+        ("write-read", "stores", "", "loads", "to what does both, as a counter of programs does"),
     ],
 )
 def test_what_a_hint_asks_for(race: str, first: str, signal: str, second: str, said: str) -> None:
