@@ -43,7 +43,7 @@ FOLDERS = {
     "runtime/places": "",
     "runtime/record": "runtime/core",
     "runtime/places/one_host": "runtime/compat runtime/core runtime/record",
-    "runtime/places/shm/machine_code": "",
+    "runtime/places/shm/machine_code": "runtime/places/one_host",
     "runtime/scheduler": "runtime/core runtime/interpreter",
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",

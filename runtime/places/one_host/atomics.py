@@ -73,13 +73,14 @@ class Words:
     ``acquired(index)`` loads one; what was written before its release is seen afterwards.
     """
 
-    __slots__ = ("acquired", "address", "release", "view")
+    __slots__ = ("acquired", "address", "bytes", "release", "view")
 
     release: Callable[[int, int], None]
     acquired: Callable[[int], int]
 
     def __init__(self, address: int, data: memoryview) -> None:
         self.address = address
+        self.bytes = data
         self.view = data[: data.nbytes // 8 * 8].cast("B").cast("q")
         if ORDERED:
             self.release, self.acquired = self.view.__setitem__, self.view.__getitem__

@@ -18,8 +18,10 @@ LONGEST_SLEEP = 1e-3
 
 _NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
 _FUTEX = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-_WAIT, _WAKE = 0, 1
-_EVERYONE = 1 << 30
+FUTEX_WAIT, FUTEX_WAKE = 0, 1
+EVERYONE = 1 << 30  # threads to wake
+BELL = 64  # bytes from the word ASLEEP to the futex
+ANYONE = -1  # in ASLEEP
 
 _syscall = ctypes.CDLL(None).syscall
 _syscall.restype = ctypes.c_long
@@ -29,20 +31,21 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def wake(futex: int) -> None:
-    """Ring the bell at this address."""
+def wake(asleep: int) -> None:
+    """Ring the bell of whoever sleeps by the word at this address."""
     if _FUTEX is not None:
+        futex = asleep + BELL
         ctypes.c_uint32.from_address(futex).value += 1
-        _syscall(_FUTEX, ctypes.c_void_p(futex), _WAKE, _EVERYONE, None, None, 0)
+        _syscall(_FUTEX, ctypes.c_void_p(futex), FUTEX_WAKE, EVERYONE, None, None, 0)
 
 
 class Bell:
-    """The own bell: the word that says that this rank sleeps, and the address of its futex."""
+    """The own bell, by the address of the word that says that this rank sleeps."""
 
-    def __init__(self, asleep: memoryview, futex: int) -> None:
-        self._own_asleep = asleep
-        self._bell = ctypes.c_uint32.from_address(futex)
-        self._address = ctypes.c_void_p(futex)
+    def __init__(self, asleep: int) -> None:
+        self._own_asleep = ctypes.c_int64.from_address(asleep)
+        self._bell = ctypes.c_uint32.from_address(asleep + BELL)
+        self._address = ctypes.c_void_p(asleep + BELL)
 
     def sleep(self, seconds: float, ready: Callable[[], bool]) -> None:
         """Sleep until the bell rings, ``seconds`` at most; not at all if ``ready()``."""
@@ -51,11 +54,11 @@ class Bell:
             time.sleep(seconds)
             return
         rung = self._bell.value
-        self._own_asleep[0] = 1
+        self._own_asleep.value = ANYONE
         try:
             if not ready():
                 timeout = ctypes.byref(_Timespec(0, int(seconds * 1e9)))
                 still = ctypes.c_uint32(rung)
-                _syscall(_FUTEX, self._address, _WAIT, still, timeout, None, 0)
+                _syscall(_FUTEX, self._address, FUTEX_WAIT, still, timeout, None, 0)
         finally:
-            self._own_asleep[0] = 0
+            self._own_asleep.value = 0

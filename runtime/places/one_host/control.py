@@ -16,7 +16,7 @@ After the header page::
     2056 WANTED    int64, released by the owner: with whom it means to go on, see ``meetings.py``
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
-    2240 ASLEEP    int64: the owner sleeps, or is about to
+    2240 ASLEEP    int64: the owner sleeps, or is about to, until rank n - 1 does something, or ANYONE
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
     2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
@@ -25,13 +25,15 @@ After the header page::
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2528 CLAIM, SEEN  int64, released by the owner: for whom it waits, and the circle of such waits that it
          has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
-    2560 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
+    2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages between two ranks, see ``shm/boxes.py``
+    2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
     4096 area for messages of even numbers
     4096 + AREA    for those of odd numbers
     behind them    PLACES areas for the small data that goes with a message, used in turn
-    behind them    outgoing boxes of messages between two ranks, see ``shm/mail.py``
+    behind them    outgoing boxes of messages between two ranks, see ``shm/boxes.py``
     behind them    the owner's record, see ``runtime/record/recorder.py``; an entry of it has of a message
                    its length, extent, range and offset of shared memory
+    behind them    rings for large messages between two ranks; their memory is there from first use on
 
 A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
 release and W - 1 acquires per rank, whatever W is.
@@ -46,7 +48,7 @@ is several times as slow as writing what has meanwhile left its cache.
 import struct
 from collections.abc import Sequence
 
-from interlace.runtime.places.one_host.bell import Bell, wake
+from interlace.runtime.places.one_host.bell import ANYONE, Bell, wake
 from interlace.runtime.places.one_host.cores import CoreSpread
 from interlace.runtime.places.one_host.segment import Mapping
 from interlace.runtime.record.recorder import (
@@ -71,7 +73,7 @@ ATTEMPT, RESULT, WANTED = 2032 // 8, 2040 // 8, 2056 // 8
 SEQUENCE, ABORTED = 0, 64 // 8
 STAGED, REDUCED, DONE, MET, HOW = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8, 2520 // 8
 CLAIM, SEEN = 2528 // 8, 2536 // 8
-_ASLEEP, _BELL, _CORE, _WAITS, _SINCE, _WRITES = 2240, 2304, 2496, 2504, 2512, 2560
+_ASLEEP, _CORE, _WAITS, _SINCE, _MAIL, _WRITES = 2240, 2496, 2504, 2512, 2560, 2688
 _AREAS = 4096
 _TEXT = 64
 AREA = LARGEST_MESSAGE
@@ -79,7 +81,9 @@ _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
 RECORD = BOXES + BOXES_BYTES
-CONTROL_BYTES = RECORD + REGION_BYTES
+RINGS = RECORD + REGION_BYTES + 4095 & ~4095
+RINGS_BYTES = 4 << 20
+CONTROL_BYTES = RINGS + RINGS_BYTES
 HEADERS = RECORD + MESSAGES  # of messages
 
 
@@ -119,9 +123,10 @@ class Control:
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
-        asleep = [view[_ASLEEP // 8 : _ASLEEP // 8 + 1] for view in self.views]
-        self.bell = Bell(asleep[rank], self.bases[rank] + _BELL)
-        self._sleepers = [(asleep[peer], self.bases[peer] + _BELL) for peer in self.peers]
+        self.bell, self.mail_bell = Bell(self.own_asleep), Bell(self.mail_asleep(rank))
+        self._sleepers = list(
+            zip([self.views[peer] for peer in self.peers], self.asleep, strict=True)
+        )
         self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
@@ -130,7 +135,7 @@ class Control:
 
     def record(self, rank: int) -> memoryview:
         """The region of ``rank``'s record."""
-        return self._bytes[rank][RECORD:CONTROL_BYTES]
+        return self._bytes[rank][RECORD : RECORD + REGION_BYTES]
 
     @property
     def writes(self) -> memoryview:
@@ -149,14 +154,28 @@ class Control:
         self.ring()
 
     def ring(self) -> None:
-        """Wake every peer that sleeps. Called after each release."""
-        for asleep, futex in self._sleepers:
-            if asleep[0]:
-                wake(futex)
+        """Wake every peer that sleeps until this rank does something. Called after each release."""
+        own = 1 + self._rank
+        for view, asleep in self._sleepers:
+            if view[_ASLEEP // 8] in (ANYONE, own):
+                wake(asleep)
 
     @property
     def sequences(self) -> list[int]:
         return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
+
+    def ring_for(self, peer: int) -> None:
+        """Wake ``peer`` if it sleeps until a message moves."""
+        if self.views[peer][_MAIL // 8]:
+            wake(self.mail_asleep(peer))
+
+    def mail_asleep(self, rank: int) -> int:
+        """The address of ``rank``'s word for those who sleep until a message moves."""
+        return self.bases[rank] + _MAIL
+
+    @property
+    def own_asleep(self) -> int:
+        return self.bases[self._rank] + _ASLEEP
 
     @property
     def asleep(self) -> list[int]:

@@ -36,6 +36,7 @@ from interlace.runtime.places.one_host.blame import Blame, aborted_by
 from interlace.runtime.places.one_host.control import (
     ABORTED,
     CONTROL_BYTES,
+    RINGS_BYTES,
     SEQUENCE,
     Control,
     check_size,
@@ -98,7 +99,7 @@ class HostGroup:
         self.blame = Blame(self)
         self.options: Any = None  # torch's, of an op that the caller waits for
         self._joining = False
-        self._own: SharedSegment | None = None
+        self.segment: SharedSegment | None = None
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
@@ -140,7 +141,7 @@ class HostGroup:
     def _join(self) -> None:
         """Trade control segments and pidfds, check them, and forget the store's keys."""
         # Whoever inspects this process from outside finds its descriptor.
-        self._own = own = self.new_segment(CONTROL_BYTES)
+        self.segment = own = self.new_segment(CONTROL_BYTES, later=RINGS_BYTES)
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self.interruption)
         doing = f"joining group {self.prefix!r}"
@@ -175,9 +176,9 @@ class HostGroup:
             for delivery in received.values():
                 rendezvous.close_all(delivery.descriptors)
 
-    def new_segment(self, nbytes: int) -> SharedSegment:
+    def new_segment(self, nbytes: int, later: int = 0) -> SharedSegment:
         """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
-        return SharedSegment(Identity(self.nonce, self.rank, self.world_size, nbytes))
+        return SharedSegment(Identity(self.nonce, self.rank, self.world_size, nbytes), later)
 
     def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
         """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
@@ -327,15 +328,16 @@ class HostGroup:
             patience.step(doing, others)
 
     def patience(
-        self, timeout: float | None = None, bound: float | None = None, kind: Kind = Kind.OF_OP
+        self, timeout: float | None = None, kind: Kind = Kind.OF_OP, **of: float
     ) -> Patience:
-        """For one wait: step it after every poll that failed. ``bound`` in seconds, by default as of now.
+        """For one wait: step it after every poll that failed. ``of``: more of what Patience takes.
 
         ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
         """
-        wait, seconds = LastingWait(self.blame, kind), timeout or bound or self.bound()
+        wait, seconds = LastingWait(self.blame, kind), timeout or of.pop("bound", 0) or self.bound()
         bell, judge = self.control.bell if self.control else None, None if timeout else wait
-        return Patience(self.name, seconds, wait.look, spins=self._spins, bell=bell, judge=judge)
+        spins = int(of.pop("spins", self._spins))
+        return Patience(self.name, seconds, wait.look, spins=spins, bell=bell, judge=judge, **of)
 
     def bound(self) -> float:
         """Seconds that bound a wait of the op that runs now."""
@@ -448,8 +450,8 @@ class HostGroup:
         control, self.control = self.control, None
         if control is not None:
             control.leave()
-        if self._own is not None:
-            self._own.close()
+        if self.segment is not None:
+            self.segment.close()
         if control is not None:
             self._await_first(control, linger)
         self._rendezvous.close()

@@ -165,11 +165,14 @@ class Mapping:
 
 
 class SharedSegment:
-    """A segment that this process has made, and its descriptor, to hand to peers, until it is closed."""
+    """A segment that this process has made, and its descriptor, to hand to peers, until it is closed.
 
-    def __init__(self, identity: Identity) -> None:
+    The memory of its last ``later`` bytes is not there before it is reserved.
+    """
+
+    def __init__(self, identity: Identity, later: int = 0) -> None:
         self.identity = identity
-        self.descriptor = create_segment(identity)
+        self.descriptor = create_segment(identity, later)
         self.close = weakref.finalize(self, os.close, self.descriptor)
         try:
             self.mapping = map_segment(self.descriptor, identity)
@@ -177,8 +180,13 @@ class SharedSegment:
             self.close()
             raise
 
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Allocate ``nbytes`` of the data at ``offset``; InterlaceError if memory is short."""
+        with _allocating(nbytes):
+            _allocate(self.descriptor, PAGE + offset, nbytes)
 
-def create_segment(identity: Identity) -> int:
+
+def create_segment(identity: Identity, later: int = 0) -> int:
     """A zeroed, sealed memfd with its header written; the caller owns the descriptor."""
     nbytes = PAGE + identity.nbytes
     try:
@@ -186,26 +194,40 @@ def create_segment(identity: Identity) -> int:
     except (AttributeError, OSError) as error:
         raise PlaceUnavailableError(f"place 'shm' needs Linux memfd_create: {error}") from error
     try:
-        for offset in range(0, nbytes, _PIECE):
-            piece = min(_PIECE, nbytes - offset)
-            # A memfd has no quota: the kernel would not refuse, its OOM killer would pick a victim.
-            # All ranks allocate at once, so what is left is looked up again before every piece.
-            left = available_memory()
-            if nbytes - offset > left:
-                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {left} bytes left")
-            os.posix_fallocate(descriptor, offset, piece)
+        with _allocating(nbytes):
+            os.ftruncate(descriptor, nbytes)
+            _allocate(descriptor, 0, nbytes - later)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         os.pwrite(descriptor, identity.pack(), 0)
-    except BaseException as error:
+    except BaseException:
         os.close(descriptor)
-        no_space = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL)
-        if isinstance(error, OSError) and error.errno in no_space:
-            raise InterlaceError(
-                f"cannot allocate {nbytes} bytes of shared memory: {error.strerror or 'no space'}"
-            ) from error
         raise
     return descriptor
+
+
+def _allocate(descriptor: int, start: int, nbytes: int) -> None:
+    for offset in range(0, nbytes, _PIECE):
+        piece = min(_PIECE, nbytes - offset)
+        # A memfd has no quota: the kernel would not refuse, its OOM killer would pick a victim.
+        # All ranks allocate at once, so what is left is looked up again before every piece.
+        left = available_memory()
+        if nbytes - offset > left:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {left} bytes left")
+        os.posix_fallocate(descriptor, start + offset, piece)
+
+
+@contextlib.contextmanager
+def _allocating(nbytes: int) -> Iterator[None]:
+    """Within it an OSError of memory that is short becomes an InterlaceError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL):
+            raise
+        raise InterlaceError(
+            f"cannot allocate {nbytes} bytes of shared memory: {error.strerror or 'no space'}"
+        ) from error
 
 
 def map_segment(descriptor: int, identity: Identity) -> Mapping:

@@ -77,7 +77,8 @@ def has_ended(pid: int) -> bool:
 class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it.
 
-    ``judge`` knows who is to blame, and is told what it ends with.
+    ``judge`` knows who is to blame, and is told what it ends with. ``since``: when what it waits for began, by
+    the monotonic clock, if the bound counts from there.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class Patience:
         spins: int = SPINS,
         bell: Bell | None = None,
         judge: LastingWait | None = None,
+        since: float = 0.0,
     ) -> None:
         self._bell, self._judge = bell, judge
         self._rank = rank
         self._timeout = timeout
         self._interruption = interruption
         self._steps = -spins
-        self._started = self._next_check = 0.0
+        self._started = self._next_check = since
         self._suspect = False
 
     def _told(self, error: InterlaceError) -> InterlaceError:

@@ -1,51 +1,38 @@
-"""Messages from one rank to another on one host: boxes of shared memory, and who keeps them moving.
+"""Messages from one rank to another on one host: their ends, who waits for them, and who keeps them moving.
 
-Every rank has a box for every other in its control segment::
-
-      0 SENT   int64, released by the owner: pieces it has put into this box
-     64 TAKEN  int64, released by the owner: pieces it has taken from the other's box for it
-    128 SLOTS slots: tag, bytes of the message, dtype, bytes of the piece (int64), then the piece
-
-A message is cut into pieces, which arrive in order; messages of one sender follow one another. Whoever
-gets a message that nobody has asked for yet keeps it until somebody does, so tags may be received in
-any order. Nobody has to be in a call for messages to move: who waits for one moves them all, and while
-messages are under way that nobody waits for, a thread does.
+Nobody has to be in a call for messages to move: who waits for one moves them all (``matching.py``), and while
+messages are under way that nobody waits for, a thread does; one thread at a time. Where a wait spends its time
+nothing changes but counters in shared memory, so that an exception of a signal handler costs nothing there.
+The bound of a message is that of its op, from its beginning on, however often it is waited for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them it says so in a message back,
 whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what fits costs nothing for this.
 """
 
-import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from typing import cast
 
 import torch
 
-from interlace.runtime.core.call import Call, MessageEnd, mismatch, take_first
+from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
-from interlace.runtime.places.one_host.control import BOXES, BOXES_BYTES, Control
 from interlace.runtime.places.one_host.deadlock import Kind
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.worker import Helper
+from interlace.runtime.places.shm.matching import Messages, Receiving, Sending
 from interlace.runtime.record import dump as record
 
-SLOTS = 4
-_SENT, _TAKEN, _FIRST_SLOT, _HEADER = 0, 64, 128, 32
 _CHECK_SECONDS = 0.02
-_REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
-
-_memmove = ctypes.memmove
-_DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
-)
-_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_STEP = 5e-3  # between two looks whether a wait can end
+_SOON = 2e-4  # nothing has moved for so long: what nobody has asked for may be in the way
+_NAP, _NAPS = 1e-3, 50  # of the thread, while others move messages or there are none; then it ends
 
 
 class _Moving(MessageEnd):
@@ -91,96 +78,45 @@ class _Moving(MessageEnd):
         """Whether it is done; moves nothing."""
         return super().done()
 
-
-@dataclass(eq=False)
-class _Sending:
-    tensor: torch.Tensor
-    tag: int
-    future: _Moving
-    moved: int = 0
-
-
-@dataclass(eq=False)
-class _Receiving:
-    tensor: torch.Tensor
-    peer: int | None
-    tag: int
-    future: _Moving
-
-    def fits(self, message: "_Arriving") -> bool:
-        return self.tag == message.tag and self.peer in (None, message.peer)
-
-
-@dataclass(eq=False)
-class _Arriving:
-    """A message of which at least the first piece has come."""
-
-    peer: int
-    tag: int
-    nbytes: int
-    dtype: torch.dtype
-    wanted: _Receiving | None = None
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    moved: int = 0
-    target: int = 0
+    def sleep(self, seconds: float) -> None:
+        """Until it is done, which another thread sees to, ``seconds`` at most."""
+        with suppress(Exception):
+            Future.exception(self, seconds)
 
 
 class Mail:
-    """The boxes of a group, as one rank sees them."""
+    """The messages of a group, as one rank sees them."""
 
     def __init__(self, group: HostGroup) -> None:
         self._group, self.bound = group, group.bound
         self._rank = group.rank
-        self._box = BOXES_BYTES // group.world_size & ~4095
-        self._piece = (self._box - _FIRST_SLOT) // SLOTS & ~63
-        self._lock = threading.RLock()
-        self._sent = [0] * group.world_size
-        self._taken = [0] * group.world_size
-        self._sending: dict[int, deque[_Sending]] = {}
-        self._receiving: list[_Receiving] = []
-        self._arriving: dict[int, _Arriving] = {}
-        self._kept: list[_Arriving] = []
+        self._messages: Messages | None = None
+        self._lock, self._counts = threading.RLock(), threading.Lock()
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
+        self._waiting = self._entering = 0  # threads in wait(); those that want to begin something
 
     # -- what the engine calls -----------------------------------------------------------------
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
         future = _Moving(self, f"{call.op} to rank {peer} (tag {tag})", [peer])
-        with self._lock:
-            self._group.check_usable()
+        with self._entered() as messages:
             future.number = self._began(call, peer, tag)
-            if peer == self._rank:
-                self._keep(tensor, tag)
-                future.set_result(Outcome(None, None))
-            else:
-                self._sending.setdefault(peer, deque()).append(_Sending(tensor, tag, future))
-                self._move()
-            self._see_to_it()
+            messages.advance(sending=(peer, Sending(tensor, tag, future, future.doing)))
+            self._see_to_it(messages)
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Begin to receive from ``peer``, or from anybody if None."""
         source = "any rank" if peer is None else f"rank {peer}"
         peers = range(self._group.world_size) if peer is None else (peer,)
-        future = _Moving(
-            self, f"{call.op} from {source} (tag {tag})", [p for p in peers if p != self._rank]
-        )
-        receiving = _Receiving(tensor, peer, tag, future)
-        with self._lock:
-            self._group.check_usable()
+        peers = [p for p in peers if p != self._rank]
+        future = _Moving(self, f"{call.op} from {source} (tag {tag})", peers)
+        with self._entered() as messages:
             future.number = self._began(call, peer, tag)
-            self._move()  # what has come first is received first
-            kept = take_first(self._kept, receiving.fits)
-            if kept is None:
-                self._receiving.append(receiving)
-            else:
-                kept.wanted = receiving
-                if kept.moved == kept.nbytes:
-                    self._finish(kept)
-            self._move()
-            self._see_to_it()
+            messages.advance(receiving=Receiving(tensor, peer, tag, future))
+            self._see_to_it(messages)
         return future
 
     def _began(self, call: Call, peer: int | None, tag: int) -> int:
@@ -189,65 +125,128 @@ class Mail:
             return 0
         return record.began(self._group, call.message, self._rank if peer is None else peer, tag)
 
+    @contextmanager
+    def _entered(self) -> Iterator[Messages]:
+        """Within it this thread alone has the messages: another that moves them makes way."""
+        if not self._lock.acquire(blocking=False):
+            self._count(entering=1)
+            try:
+                self._lock.acquire()
+            finally:
+                self._count(entering=-1)
+        try:
+            self._group.check_usable()
+            if self._messages is None:
+                self._messages = Messages(self._group, self.refused.append)
+            yield self._messages
+        finally:
+            self._lock.release()
+
+    def _count(self, entering: int = 0, waiting: int = 0) -> None:
+        with self._counts:
+            self._entering += entering
+            self._waiting += waiting
+            if entering and self._messages is not None:
+                self._messages.boxes.want(self._entering)
+
     # -- keeping messages moving ---------------------------------------------------------------
 
-    def move(self) -> bool:
-        """Move what can be moved; whether anything was."""
-        with self._lock:
-            return self._move()
+    def move(self) -> None:
+        """Move what can be moved, unless another thread does so."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._step(0.0)
+            finally:
+                self._lock.release()
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
         """Move messages until ``future`` is done; it fails if that is hopeless."""
         kind = Kind.OF_OP if timeout is None else Kind.EARLY if future.early else Kind.OF_CALLER
-        patience = self._group.patience(bound=future.bound, kind=kind)
+        since = {"bound": future.bound, "since": future.started}
+        patience = self._group.patience(kind=kind, spins=1, **since)
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._count(waiting=1)
+        try:
+            while not future.settled:
+                seconds = _STEP if deadline is None else min(_STEP, deadline - time.monotonic())
+                if seconds <= 0:
+                    raise FutureTimeoutError
+                try:
+                    if not self._wait_for(future, seconds) and not future.settled:
+                        patience.step(future.doing, self._senders(future), lambda: True)
+                except InterlaceError as error:
+                    self._fail(future, error)
+        finally:
+            self._count(waiting=-1)
+
+    def _wait_for(self, future: _Moving, seconds: float) -> bool:
+        """Move messages, or let another thread do so, until something happens; whether it has."""
+        if self._entering or not self._lock.acquire(blocking=False):
+            future.sleep(seconds)
+            return False
         future.waited = True
-        while not future.settled:
-            if self.move() or future.settled:
-                continue
-            if deadline is not None and time.monotonic() > deadline:
-                future.waited = False
-                raise FutureTimeoutError
-            try:
-                senders = self._senders(future)
-                patience.step(future.doing, senders, lambda: future.settled or self.move())
-            except InterlaceError as error:
-                self._fail(future, error)
+        try:
+            return self._step(seconds, future)
+        finally:
+            self._lock.release()
+
+    def _step(self, seconds: float, future: _Moving | None = None) -> bool:
+        """See to what has happened; unless ``future`` is done, move pieces until something happens again."""
+        messages = self._messages
+        if messages is None or self._group.control is None:
+            return False
+        messages.advance()
+        if future is not None and future.settled:
+            return True
+        if messages.unasked and seconds:
+            if messages.move(min(seconds, _SOON), sleep=False):
+                return True
+            messages.advance(idle=True)
+        moved = messages.move(seconds, sleep=seconds > 0)
+        messages.advance()
+        return moved
 
     def _senders(self, future: _Moving) -> Sequence[int]:
         """For whom ``future`` waits: of several that may send, those who have left need not."""
         here = [peer for peer in future.peers if not self._group.has_left(peer)]
         return here or future.peers
 
-    def _see_to_it(self) -> None:
+    def _futures(self) -> list[_Moving]:
+        return [] if self._messages is None else cast("list[_Moving]", self._messages.futures())
+
+    def _see_to_it(self, messages: Messages) -> None:
         """Have a thread move what is under way, if there is anything."""
-        if self._thread is None and (self._receiving or self._busy()):
+        if self._thread is None and messages.futures():
             self._thread = Helper("interlace mail", self._run, at_work=self._at_work)
             self._thread.start()
 
     def _at_work(self) -> bool:
         """Whether messages are to go out, or something else follows on an end: that may help a peer."""
         with self._lock:
-            return any(self._sending.values()) or any(each.followed for each in self._futures())
-
-    def _busy(self) -> bool:
-        return any(self._sending.values()) or any(m.wanted for m in self._arriving.values())
+            leaving = self._messages is not None and self._messages.leaving
+            return leaving or any(each.followed for each in self._futures())
 
     def _run(self) -> None:
         try:
-            self._keep_moving()
+            with suppress(InterlaceError):  # which has ended the group: who waits hears of it
+                self._keep_moving()
         finally:
             with self._lock:
                 if self._thread is threading.current_thread():
                     self._thread = None
 
     def _keep_moving(self) -> None:
-        last_check, control = time.monotonic(), self._group.control
+        """What the thread does. It naps first, for who begins something mostly waits for it soon."""
+        last_check, naps = time.monotonic(), 0
         while True:
+            time.sleep(_NAP)
+            if self._waiting or self._entering:
+                continue
             with self._lock:
-                moved = self._move()
+                self._step(_STEP)
                 futures = self._futures()
-                if not futures:
+                naps = 0 if futures else naps + 1
+                if naps > _NAPS:
                     self._thread = None  # under the lock: the next message starts another
                     return
             now = time.monotonic()
@@ -255,17 +254,6 @@ class Mail:
                 last_check = now
                 for future in futures:
                     self._check(future)
-            if not moved:
-                if control is None:
-                    time.sleep(LONGEST_SLEEP)
-                else:
-                    control.bell.sleep(LONGEST_SLEEP, self.move)
-
-    def _futures(self) -> list[_Moving]:
-        waiting = [receiving.future for receiving in self._receiving]
-        waiting += [s.future for queue in self._sending.values() for s in queue if s.tag >= 0]
-        waiting += [m.wanted.future for m in self._arriving.values() if m.wanted is not None]
-        return waiting
 
     def _check(self, future: _Moving) -> None:
         """Fail ``future`` if it can never end. A reason counts when it is found twice."""
@@ -285,153 +273,5 @@ class Mail:
 
     def _fail(self, future: _Moving, error: InterlaceError) -> None:
         with self._lock:
-            if future.settled:
-                return
-            self._receiving = [r for r in self._receiving if r.future is not future]
-            for queue in self._sending.values():
-                for sending in [s for s in queue if s.future is future]:
-                    if sending.moved == 0:
-                        queue.remove(sending)  # else its pieces go on: the receiver counts on them
-            for message in self._arriving.values():
-                if message.wanted is not None and message.wanted.future is future:
-                    message.wanted = None
-                    self._drop(message)
-            future.set_exception(error)
-
-    # -- pieces --------------------------------------------------------------------------------
-
-    def _move(self) -> bool:
-        control = self._group.control
-        if control is None:
-            return False
-        moved = False
-        for peer, queue in list(self._sending.items()):  # a callback may send, too
-            while queue and self._put(control, peer, queue[0]):
-                moved = True
-                if queue[0].moved >= queue[0].tensor.nbytes:
-                    sending = queue.popleft()
-                    if not sending.future.settled:
-                        sending.future.set_result(Outcome(None, None))
-        for peer in range(self._group.world_size):  # this rank, too: it may send to itself
-            while self._take(control, peer):
-                moved = True
-        if moved:
-            control.ring()
-        return moved
-
-    def _box_for(self, other: int) -> int:
-        """The offset of anybody's box for ``other`` in its segment."""
-        return BOXES + other * self._box
-
-    def _put(self, control: Control, peer: int, sending: _Sending) -> bool:
-        """Put the next piece into the box for ``peer``, if there is room."""
-        sent = self._sent[peer]
-        theirs = self._box_for(self._rank) + _TAKEN
-        if sent - control.words[peer].acquired(theirs >> 3) >= SLOTS:
-            return False
-        own = self._box_for(peer)
-        slot = own + _FIRST_SLOT + sent % SLOTS * self._piece
-        room = self._piece - _HEADER
-        size = min(room, sending.tensor.nbytes - sending.moved)
-        words = control.words[self._rank]
-        index = slot >> 3
-        words.view[index] = sending.tag
-        words.view[index + 1] = sending.tensor.nbytes
-        words.view[index + 2] = _NUMBER[sending.tensor.dtype]
-        words.view[index + 3] = size
-        _memmove(words.address + slot + _HEADER, sending.tensor.data_ptr() + sending.moved, size)
-        sending.moved += size
-        self._sent[peer] = sent + 1
-        words.release((own + _SENT) >> 3, sent + 1)
-        return True
-
-    def _take(self, control: Control, peer: int) -> bool:
-        """Take the next piece out of ``peer``'s box, if there is one."""
-        taken = self._taken[peer]
-        theirs = self._box_for(self._rank)
-        words = control.words[peer]
-        if words.acquired((theirs + _SENT) >> 3) <= taken:
-            return False
-        slot = theirs + _FIRST_SLOT + taken % SLOTS * self._piece
-        tag, nbytes, number, size = words.view[slot >> 3 : (slot >> 3) + 4].tolist()
-        message = self._arriving.get(peer)
-        moved = 0 if message is None else message.moved
-        if not (0 <= size <= self._piece - _HEADER and moved + size <= nbytes) or not (
-            0 <= number < len(_DTYPES)
-        ):
-            raise InterlaceError(f"rank {peer} has put what is no piece of a message into its box")
-        if message is None:
-            message = self._begin(peer, tag, nbytes, _DTYPES[number])
-        if message.target:
-            _memmove(message.target + message.moved, words.address + slot + _HEADER, size)
-        message.moved += size
-        self._taken[peer] = taken + 1
-        own = self._box_for(peer) + _TAKEN
-        control.words[self._rank].release(own >> 3, taken + 1)
-        if message.moved == nbytes:
-            del self._arriving[peer]
-            if message.wanted is not None:
-                self._finish(message)
-            elif tag in _REFUSALS:
-                self._kept.remove(message)
-                text = bytes(message.buffer.tolist()).decode(errors="replace")
-                self.refused.append(_REFUSALS[tag](text))
-        return True
-
-    def _begin(self, peer: int, tag: int, nbytes: int, dtype: torch.dtype) -> _Arriving:
-        """A new message: into the tensor of whoever asked for it, else into memory of our own."""
-        message = self._arriving[peer] = self._matched(_Arriving(peer, tag, nbytes, dtype))
-        wanted = message.wanted
-        if wanted is not None and self._mismatch(wanted, message) is None:
-            message.target = wanted.tensor.data_ptr() if nbytes else 0
-        else:
-            self._drop(message)
-        return message
-
-    def _keep(self, tensor: torch.Tensor, tag: int) -> None:
-        """A message to oneself: it has arrived when it is sent."""
-        message = self._matched(_Arriving(self._rank, tag, tensor.nbytes, tensor.dtype))
-        self._drop(message)
-        if tensor.nbytes:
-            _memmove(message.target, tensor.data_ptr(), tensor.nbytes)
-        message.moved = tensor.nbytes
-        if message.wanted is not None:
-            self._finish(message)
-
-    def _drop(self, message: _Arriving) -> None:
-        """Let what is still to come of a message go into memory of our own."""
-        message.buffer = torch.empty(message.nbytes, dtype=torch.uint8)
-        message.target = message.buffer.data_ptr() if message.nbytes else 0
-
-    def _matched(self, message: _Arriving) -> _Arriving:
-        """``message`` with the receive that waits for it, or among those that are kept for one."""
-        message.wanted = take_first(self._receiving, lambda each: each.fits(message))
-        if message.wanted is None:
-            self._kept.append(message)
-        return message
-
-    def _mismatch(self, wanted: _Receiving, message: _Arriving) -> Exception | None:
-        numel = message.nbytes // message.dtype.itemsize
-        about = message.tag, message.peer, message.dtype, numel
-        return mismatch(wanted.tensor, self._rank, *about)
-
-    def _refuse(self, peer: int, error: Exception) -> None:
-        """Tell the sender, who may never listen: nobody waits for this, and no thread moves it."""
-        text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
-        tag = next(tag for tag, kind in _REFUSALS.items() if isinstance(error, kind))
-        end = _Moving(self, "a refusal", [peer])
-        self._sending.setdefault(peer, deque()).append(_Sending(text, tag, end))
-        self._move()
-
-    def _finish(self, message: _Arriving) -> None:
-        wanted, peer = message.wanted, message.peer
-        assert wanted is not None
-        error = self._mismatch(wanted, message)
-        if error is not None:
-            if peer != self._rank:
-                self._refuse(peer, error)
-            wanted.future.set_exception(error)
-            return
-        if message.buffer.numel():
-            _memmove(wanted.tensor.data_ptr(), message.buffer.data_ptr(), message.nbytes)
-        wanted.future.set_result(Outcome(None, None, lambda: peer))
+            if not future.settled and self._messages is not None:
+                self._messages.fail(future, error)

@@ -33,7 +33,7 @@ from interlace.runtime.places.one_host.control import (
 )
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
 from interlace.runtime.places.one_host.waiting import CROWD
-from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, RING, WAIT
+from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
 from interlace.runtime.record.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
 
@@ -88,12 +88,13 @@ class Listed(Steps):
     def post(self, index: int, further: int) -> None:
         """The own word ``index`` becomes ``further`` more than the rounds before this op."""
         self.release(self._control.bases[self._rank] + 8 * index, (further, BEFORE))
-        self.ring(self._control.asleep)
+        self.ring(self._control.asleep, 1 + self._rank)
 
     def wait_for(self, index: int, peers: Sequence[int], further: int) -> None:
         """Until these peers have posted as much."""
         addresses = [self._control.bases[peer] + 8 * index for peer in peers]
-        self.wait(addresses, (further, BEFORE), (peers, index, BEFORE, further))
+        note = peers, index, BEFORE, further
+        self.wait(addresses, (further, BEFORE), note, [1 + peer for peer in peers])
 
     def meet(self) -> None:
         """Send the message, wait for everyone's, and compare them with one's own."""
@@ -102,8 +103,9 @@ class Listed(Steps):
         self.store((own + HEADERS, ENTRY_AT), NUMBER, ENTRY)
         self.stamp((own + HEADERS + 8 * BEGAN, ENTRY_AT))  # before others read that line of memory
         self.release(own + 8 * SEQUENCE, (0, NUMBER))
-        self.ring(control.asleep)
-        self.wait(control.sequences, (0, NUMBER), (control.peers, SEQUENCE, NUMBER, 0))
+        self.ring(control.asleep, 1 + rank)
+        note = control.peers, SEQUENCE, NUMBER, 0
+        self.wait(control.sequences, (0, NUMBER), note, [1 + peer for peer in control.peers])
         lengths, areas = ([*map(at, control.peers)] for at in (control.length, control.area))
         self.compare((control.length(rank), ENTRY_AT), lengths, (0, ENTRY_AT), 8)
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
@@ -305,9 +307,6 @@ class HostSteps:
                 peers, index, register, further = steps.notes[stopped]
                 value = steps.registers[register] + further
                 self._group.await_word(peers, index, value, self.call.op)
-            elif kind == RING:
-                self.control.ring()
-                stopped += 1
             else:
                 self._verify()
                 return False
@@ -317,7 +316,7 @@ class HostSteps:
         return True
 
     def _keep(self, key: Key, steps: Steps) -> None:
-        steps.complete(spin=self._group.spins, crowd=CROWD)
+        steps.complete(spin=self._group.spins, crowd=CROWD, asleep=self.control.own_asleep)
         if len(self._kept) >= KEPT or self._kept_bytes + steps.nbytes > KEPT_BYTES:
             self._kept.clear()
             self._kept_bytes = 0

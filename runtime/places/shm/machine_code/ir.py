@@ -13,18 +13,30 @@ The second operand of a sum is the address of its function.
 
 from dataclasses import dataclass
 
-SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL = range(6)  # what does not change
-REGISTERS = 6  # the word of register 0, which is 0 always
-FIRST = 148  # the word at which the steps begin
+from interlace.runtime.places.one_host.bell import (
+    ANYONE,
+    BELL,
+    EVERYONE,
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    LONGEST_SLEEP,
+)
+
+SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(
+    7
+)  # what does not change
+REGISTERS = 7  # the word of register 0, which is 0 always
+FIRST = 149  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
 MONOTONIC, TICKS = 1, 6  # clocks of Linux; to read the first, a processor waits for its loads
 
 PROCESSORS = {
-    "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()"),
-    "aarch64": ("call void @llvm.aarch64.hint(i32 1)", ""),
+    "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()", 202),
+    "aarch64": ("call void @llvm.aarch64.hint(i32 1)", "", 98),
 }
-"""What a poll that failed does, and what orders stores past the caches before a later release."""
+"""What a poll that failed does, what orders stores past the caches before a later release, and the number
+of the system call ``futex``."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +68,28 @@ ELEMENTS = (
 
 _LINE, _BLOCK, _PAGE, _AHEAD = 64, 256, 4096, 2 * 4096  # bytes
 
-_RUN = """
+# Shared by the modules. A word ASLEEP says for whom its owner sleeps, see bell.py, whose futex is BELL bytes on.
+_BASE = """
 declare ptr @memmove(ptr, ptr, i64)
-declare i32 @memcmp(ptr, ptr, i64)
 declare i32 @sched_yield()
 declare i32 @clock_gettime(i32, ptr)
+declare i64 @syscall(i64, ...)
+
+define internal void @wake(ptr %asleep) nounwind {{
+  %bell = getelementptr i8, ptr %asleep, i64 {bell}
+  atomicrmw add ptr %bell, i32 1 seq_cst
+  call i64 (i64, ...) @syscall(i64 {futex}, ptr %bell, i64 {wake}, i64 {all}, ptr null, ptr null, i64 0)
+  ret void
+}}
+
+define internal void @sleep(ptr %asleep, i32 %rung) nounwind {{
+  %time = alloca [2 x i64]
+  store [2 x i64] [i64 0, i64 {longest}], ptr %time
+  %bell = getelementptr i8, ptr %asleep, i64 {bell}
+  %value = zext i32 %rung to i64
+  call i64 (i64, ...) @syscall(i64 {futex}, ptr %bell, i64 {wait}, i64 %value, ptr %time, ptr null, i64 0)
+  ret void
+}}
 
 define internal i64 @now(i32 %clock) nounwind {{
   %time = alloca [2 x i64]
@@ -72,6 +101,11 @@ define internal i64 @now(i32 %clock) nounwind {{
   %now = add i64 %whole, %rest
   ret i64 %now
 }}
+!0 = !{{i32 1}}
+"""
+
+_RUN = """
+declare i32 @memcmp(ptr, ptr, i64)
 
 define i64 @run(ptr %words, i64 %first) nounwind {{
 entry:
@@ -87,6 +121,9 @@ entry:
   %turns = load i64, ptr %at.turns
   %at.at.crowded = getelementptr i64, ptr %words, i64 {CROWDED_UNTIL}
   %at.crowded = load ptr, ptr %at.at.crowded
+  %at.asleep = getelementptr i64, ptr %words, i64 {ASLEEP}
+  %own.asleep = load ptr, ptr %at.asleep
+  %own.bell = getelementptr i8, ptr %own.asleep, i64 {bell}
   %registers = getelementptr i64, ptr %words, i64 {REGISTERS}
   br label %next
 next:
@@ -146,16 +183,24 @@ store:
   call ptr @memmove(ptr %to, ptr %store.from, i64 %z)
   br label %advance
 ring:
-  %ring.k = phi i64 [0, %next], [%ring.k1, %ring.look]
-  %ring.more = icmp ult i64 %ring.k, %length
-  br i1 %ring.more, label %ring.look, label %advance
+  fence seq_cst
+  br label %ring.more
+ring.more:
+  %ring.k = phi i64 [0, %ring], [%ring.k1, %ring.look], [%ring.k1, %ring.wake]
+  %ring.is = icmp ult i64 %ring.k, %length
+  br i1 %ring.is, label %ring.look, label %advance
 ring.look:
   %ring.at = getelementptr i64, ptr %list, i64 %ring.k
   %ring.address = load ptr, ptr %ring.at
-  %ring.asleep = load atomic i64, ptr %ring.address monotonic, align 8
+  %ring.for = load atomic i64, ptr %ring.address monotonic, align 8
   %ring.k1 = add i64 %ring.k, 1
-  %ring.is = icmp ne i64 %ring.asleep, 0
-  br i1 %ring.is, label %stop, label %ring
+  %ring.anyone = icmp eq i64 %ring.for, {anyone}
+  %ring.us = icmp eq i64 %ring.for, %x
+  %ring.either = or i1 %ring.anyone, %ring.us
+  br i1 %ring.either, label %ring.wake, label %ring.more
+ring.wake:
+  call void @wake(ptr %ring.address)
+  br label %ring.more
 wait:
   %wait.k = phi i64 [0, %next], [%wait.k1, %wait.seen]
   %wait.yields = phi i64 [%yields, %next], [%wait.left, %wait.seen]
@@ -168,11 +213,11 @@ wait.begin:
   br label %wait.poll
 wait.poll:
   %wait.left = phi i64 [%wait.yields, %wait.begin], [%wait.left, %wait.pause], [%wait.fewer, %wait.yield],
-    [%wait.fewer, %wait.crowd]
+    [%wait.fewer, %wait.crowd], [%wait.left, %wait.up]
   %wait.spins = phi i64 [%spins, %wait.begin], [%wait.spins1, %wait.pause], [0, %wait.yield],
-    [0, %wait.crowd]
+    [0, %wait.crowd], [0, %wait.up]
   %wait.since = phi i64 [%wait.began, %wait.begin], [%wait.since, %wait.pause], [%wait.from, %wait.yield],
-    [%wait.from, %wait.crowd]
+    [%wait.from, %wait.crowd], [%wait.from, %wait.up]
   %wait.value = load atomic i64, ptr %wait.address acquire, align 8
   %wait.there = icmp sge i64 %wait.value, %y
   br i1 %wait.there, label %wait.seen, label %wait.not
@@ -184,18 +229,37 @@ wait.pause:
   %wait.spins1 = sub i64 %wait.spins, 1
   br label %wait.poll
 wait.patience:
-  %wait.may = icmp sgt i64 %wait.left, 0
-  br i1 %wait.may, label %wait.look, label %stop
-wait.look:
   %wait.now = call i64 @now(i32 {MONOTONIC})
   %wait.first = icmp eq i64 %wait.since, 0
   %wait.from = select i1 %wait.first, i64 %wait.now, i64 %wait.since
   %wait.long = sub i64 %wait.now, %wait.from
   %wait.soon = icmp slt i64 %wait.long, %patience
+  br i1 %wait.soon, label %wait.look, label %stop
+wait.look:
+  %wait.may = icmp sgt i64 %wait.left, 0
   %wait.crowded = load i64, ptr %at.crowded
   %wait.free = icmp sgt i64 %wait.now, %wait.crowded
-  %wait.both = and i1 %wait.soon, %wait.free
-  br i1 %wait.both, label %wait.yield, label %stop
+  %wait.both = and i1 %wait.may, %wait.free
+  br i1 %wait.both, label %wait.yield, label %wait.sleep
+wait.sleep:
+  %wait.bell = icmp ne ptr %own.asleep, null
+  br i1 %wait.bell, label %wait.ready, label %stop
+wait.ready:
+  %wait.rung = load atomic i32, ptr %own.bell monotonic, align 4
+  %wait.id = add i64 %wait.k, %length
+  %wait.at.id = getelementptr i64, ptr %list, i64 %wait.id
+  %wait.for = load i64, ptr %wait.at.id
+  store atomic i64 %wait.for, ptr %own.asleep monotonic, align 8
+  fence seq_cst
+  %wait.again = load atomic i64, ptr %wait.address acquire, align 8
+  %wait.came = icmp sge i64 %wait.again, %y
+  br i1 %wait.came, label %wait.up, label %wait.doze
+wait.doze:
+  call void @sleep(ptr %own.asleep, i32 %wait.rung)
+  br label %wait.up
+wait.up:
+  store atomic i64 0, ptr %own.asleep monotonic, align 8
+  br label %wait.poll
 wait.yield:
   %wait.fewer = sub i64 %wait.left, 1
   call i32 @sched_yield()
@@ -225,8 +289,6 @@ compare.one:
   %compare.is = icmp eq i32 %compare.same, 0
   br i1 %compare.is, label %compare, label %stop
 }}
-{streams}
-!0 = !{{i32 1}}
 """
 
 # The hardware looks ahead within a page only; so where it goes on two pages further is told it here.
@@ -327,11 +389,9 @@ _LOOP = """\
   br label %{v}"""
 
 
-def run(processor: str) -> str:
-    """The module of ``run`` for one of PROCESSORS."""
-    pause, fence = PROCESSORS[processor]
-    names = {name: value for name, value in globals().items() if isinstance(value, int)}
-    operands = "\n".join(_operand(name, word) for name, word in (("x", 3), ("y", 5), ("z", 7)))
+def base(processor: str) -> str:
+    """What modules for one of PROCESSORS begin with: copies, the clock, and sleeping."""
+    _, fence, futex = PROCESSORS[processor]
     streams = "".join(
         _STREAM.format(
             name=name, hint=hint, fence=fence, last=_LINE - 1, line=_LINE, block=_BLOCK,
@@ -339,7 +399,20 @@ def run(processor: str) -> str:
         )
         for name, hint, fence in (("through", "", ""), ("past", ", !nontemporal !0", fence))
     )  # fmt: skip
-    return _RUN.format(**names, operands=operands, pause=pause, streams=streams)
+    longest = int(LONGEST_SLEEP * 1e9)
+    return _BASE.format(
+        bell=BELL, futex=futex, wait=FUTEX_WAIT, wake=FUTEX_WAKE, all=EVERYONE, longest=longest
+    ) + streams  # fmt: skip
+
+
+def run(processor: str) -> str:
+    """The module of ``run`` for one of PROCESSORS."""
+    names = {name: value for name, value in globals().items() if isinstance(value, int)}
+    names |= {"bell": BELL, "anyone": ANYONE}
+    operands = "\n".join(_operand(name, word) for name, word in (("x", 3), ("y", 5), ("z", 7)))
+    return base(processor) + _RUN.format(
+        **names, operands=operands, pause=PROCESSORS[processor][0]
+    )  # fmt: skip
 
 
 def summing(e: Element) -> str:

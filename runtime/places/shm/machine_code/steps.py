@@ -4,8 +4,7 @@ An op of a few microseconds is mostly Python's own time, and with more ranks tha
 time to get Python's code and data back into the caches after another rank has had the core. So what an op
 does between its first and its last word is written down once, as :class:`Steps`, and done by one call.
 
-Steps stop where only Python can help: a peer sleeps and has to be woken (RING), does not come (WAIT), or
-has sent another message (COMPARE). :meth:`Steps.run` then returns the number of that step; whoever runs
+Steps stop where only Python can help: a peer does not come (WAIT), or has sent another message (COMPARE). :meth:`Steps.run` then returns the number of that step; whoever runs
 them sees to it, and goes on from there.
 
 Numbers that differ from run to run are in registers. Not for several threads at once.
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.places.one_host.bell import ANYONE
 from interlace.runtime.places.shm.machine_code import ir, loader
 from interlace.runtime.places.shm.machine_code.ir import COMPARE, RING, WAIT
 
@@ -102,14 +102,20 @@ class Steps:
         """Store the time of the clock's last tick, in ns of the monotonic clock."""
         self._add(ir.STAMP, (), 0, address)
 
-    def ring(self, asleep: Sequence[int]) -> None:
-        """Stop if one of these words is not 0."""
-        self._add(RING, asleep, len(asleep))
+    def ring(self, asleep: Sequence[int], own: int = ANYONE) -> None:
+        """Wake those who have put ``own``, or ANYONE, into these words (``bell.py``)."""
+        self._add(RING, asleep, len(asleep), own)
 
-    def wait(self, addresses: Sequence[int], value: Operand, note: Any = None) -> None:
-        """Until each of these words is at least ``value``; stop if that takes long, with ``note``."""
+    def wait(
+        self, addresses: Sequence[int], value: Operand, note: Any = None, who: Sequence[int] = ()
+    ) -> None:
+        """Until each of these words is at least ``value``; stop if that takes long, with ``note``.
+
+        ``who`` releases each, as it calls itself in :meth:`ring`.
+        """
         self.notes[len(self.kinds)] = note
-        self._add(WAIT, addresses, len(addresses), 0, value)
+        listed = [*addresses, *(who or [ANYONE] * len(addresses))]
+        self._add(WAIT, listed, len(addresses), 0, value)
 
     def compare(
         self, own: Operand, others: Sequence[int], further: Operand, nbytes: Operand
@@ -124,15 +130,18 @@ class Steps:
         pairs = [word for source in sources for word in _pair(source)]
         self._add(ir.SUM, pairs, len(sources), target, _summing(SUMS[dtype]), count)
 
-    def complete(self, *, spin: bool, crowd: tuple[int, int, int] = NO_CROWD) -> "Steps":
+    def complete(
+        self, *, spin: bool, crowd: tuple[int, int, int] = NO_CROWD, asleep: int = 0
+    ) -> "Steps":
         """No more steps. ``spin``: whether every rank has a core of its own. Returns itself.
 
         ``crowd``: if to give the core away takes more ns than the first, the word at the address that is
-        the last is set to the time, so many times as long ahead, until which waits stop instead.
+        the last is set to the time, so many times as long ahead, until which waits sleep instead.
+        ``asleep``: the address of the own word for those who sleep; 0 if nobody would wake this rank.
         """
         self._add(ir.END, (), 0)
         lists = ir.FIRST + ir.STEP * len(self._rows)
-        words = [PAUSES if spin else 1, YIELDS, PATIENCE, *crowd]
+        words = [PAUSES if spin else 1, YIELDS, PATIENCE, *crowd, asleep]
         words += [0] * (lists - len(words))
         memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
         address = ctypes.addressof(memory)

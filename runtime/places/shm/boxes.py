@@ -1,0 +1,272 @@
+"""Boxes of shared memory, through which messages go from one rank to another, and what moves their bytes.
+
+A rank has two rings for every other. Records go through the first, in its control segment, each with as much
+data as fits::
+
+      0 PUT      int64, released by the owner: bytes of records that it has put into this ring
+     64 TAKEN    int64, released by the owner: bytes of records that it has taken from the other's ring for it
+    128 SENT, 192 RECEIVED    the same of the second ring, in pieces
+    256 records: their bytes, tag, bytes of the message, number of its dtype (int64), data if it is here.
+        One does not go on at the ring's beginning: a negative length says how much of its end is left out
+
+The data of larger messages goes through the second, behind all control segments' other contents, in pieces of
+equal size. Its memory is allocated when it is used first. A :class:`Way` is one direction of such a ring, as
+one of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
+
+A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it may
+sleep in an op at the same time.
+"""
+
+import ctypes
+import functools
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, wake
+from interlace.runtime.places.one_host.control import (
+    BOXES,
+    BOXES_BYTES,
+    RINGS,
+    RINGS_BYTES,
+    Control,
+)
+from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.waiting import CROWD, give_core_away
+from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
+
+_PUT, _TAKEN, _SENT, _RECEIVED, _RECORDS = 0, 8, 16, 24, 256  # words, and a byte
+_RECORD = struct.Struct("<4q")
+_SLOTS = 4  # pieces of a ring, at least
+_PIECE = 64 << 10  # bytes, at most
+
+# That of ctypes gives the GIL up for every few bytes.
+_copy = ctypes.PyDLL(None).memmove
+_copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+
+class Record(NamedTuple):
+    """What begins a message. ``data`` is the address of its bytes, None if they come in pieces."""
+
+    tag: int
+    nbytes: int
+    dtype: int
+    data: int | None
+    end: int  # of the bytes of records that have been taken with this one
+
+
+class Way:
+    """One end of the ring of pieces from one rank to another. One message at a time is on its way."""
+
+    def __init__(self, control: Control, boxes: "Boxes", own: int, peer: int, puts: bool) -> None:
+        ours, theirs = (_SENT, _RECEIVED) if puts else (_RECEIVED, _SENT)
+        self._ours = control.words[own], boxes.word(peer) + ours
+        self._theirs = control.words[peer], boxes.word(own) + theirs
+        owner, other = (own, peer) if puts else (peer, own)
+        ring = control.bases[owner] + boxes.ring(other)
+        self._piece, self._slots, self._puts = boxes.piece, boxes.slots, puts
+        self.words = (ctypes.c_int64 * mover_ir.CHANNEL)(
+            *(words.address + 8 * index for words, index in (self._ours, self._theirs)),
+            0, ring, 0, 0, 0, puts, 0, control.mail_asleep(peer),
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.words)
+        self._ring = functools.partial(control.ring_for, peer)
+
+    def begin(self, address: int, nbytes: int, *, past: bool) -> None:
+        """A message, to or from ``address``; 0 lets its bytes go. ``past`` the caches or through them."""
+        words = self.words
+        words[mover_ir.MEMORY], words[mover_ir.TOTAL] = address, nbytes
+        words[mover_ir.MOVED], words[mover_ir.PAST] = 0, past
+
+    def let_go(self) -> None:
+        """The rest of the message goes nowhere."""
+        self.words[mover_ir.MEMORY] = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.words[mover_ir.MOVED] >= self.words[mover_ir.TOTAL]
+
+    def move(self) -> bool:
+        """Move the next piece, by Python, if it can be; whether it was."""
+        words = self.words
+        done, moved = words[mover_ir.DONE], words[mover_ir.MOVED]
+        (theirs, index), (ours, own_index) = self._theirs, self._ours
+        ahead = done - theirs.acquired(index)
+        if self.finished or not (ahead < self._slots if self._puts else ahead < 0):
+            return False
+        size = min(self._piece, words[mover_ir.TOTAL] - moved)
+        slot = words[mover_ir.RING] + done % self._slots * self._piece
+        if memory := words[mover_ir.MEMORY]:
+            both = (slot, memory + moved) if self._puts else (memory + moved, slot)
+            ctypes.memmove(*both, size)
+        words[mover_ir.DONE], words[mover_ir.MOVED] = done + 1, moved + size
+        ours.release(own_index, done + 1)
+        self._ring()
+        return True
+
+
+@functools.cache
+def _machine_code() -> Callable[..., int] | None:
+    if not steps.available():
+        return None
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+        ctypes.c_int64,
+    )  # fmt: skip
+    move: Callable[..., int] = kind(loader.compiled(mover_ir.move(loader.PROCESSOR), "move"))
+    return move
+
+
+class Boxes:
+    """All boxes of a group, as one rank sees them. Not for several threads at once, but for ``wanted``."""
+
+    def __init__(self, group: HostGroup, control: Control) -> None:
+        size, self._rank = group.world_size, group.rank
+        self._group, self._control = group, control
+        self._box = BOXES_BYTES // size & ~4095
+        self._bytes = self._box - _RECORDS
+        self.inline = self._bytes // _SLOTS - _RECORD.size & ~63  # the longest message in a record
+        self._ring_bytes = RINGS_BYTES // size & ~4095
+        self.piece = min(_PIECE, self._ring_bytes // _SLOTS & ~63)
+        self.slots = self._ring_bytes // self.piece
+        self._put, self._taken = [0] * size, [0] * size
+        self._ways: dict[tuple[int, bool], Way] = {}
+        self._allocated: set[int] = set()
+        self._wanted = ctypes.c_int64()  # how many threads want to use this
+        self._watched = (ctypes.c_int64 * (2 * (1 + 2 * size)))()
+        self._watched[0] = ctypes.addressof(self._wanted)
+        for at, peer in enumerate(control.peers, 1):
+            self._watched[2 * at] = control.bases[peer] + 8 * (self.word(self._rank) + _PUT)
+        self._at = {peer: 2 * at + 1 for at, peer in enumerate(control.peers, 1)}
+        self._move = _machine_code()
+        self._spins = steps.PAUSES if group.spins else 1
+        self._terms = [
+            (ctypes.c_int64 * 9)(self.piece, self.slots, 0, steps.YIELDS, 0, *CROWD, asleep)
+            for asleep in (0, control.mail_asleep(self._rank))
+        ]
+
+    def word(self, other: int) -> int:
+        """The index of the first word of anybody's box for ``other``."""
+        return BOXES + other * self._box >> 3
+
+    def ring(self, other: int) -> int:
+        """Where anybody's ring of pieces for ``other`` is in its segment."""
+        return RINGS + other * self._ring_bytes
+
+    # -- records -------------------------------------------------------------------------------
+
+    def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int) -> bool:
+        """Put a record into the box for ``peer``, with the data if that is short; whether there was room."""
+        words, base = self._control.words[self._rank], self.word(peer)
+        short = nbytes <= self.inline
+        length = _RECORD.size + (nbytes + 7 & ~7 if short else 0)
+        before = self._put[peer]
+        at = before % self._bytes
+        skipped = self._bytes - at if self._bytes - at < length else 0
+        after = before + skipped + length
+        if after - self._room(peer) > self._bytes:
+            return False
+        if skipped:
+            words.view[base + (_RECORDS + at >> 3)] = -skipped
+            at = 0
+        first = base + (_RECORDS + at >> 3)
+        _RECORD.pack_into(words.bytes, 8 * first, length, tag, nbytes, dtype)
+        if short and nbytes:
+            _copy(words.address + 8 * first + _RECORD.size, data, nbytes)
+        self._put[peer] = after
+        words.release(base + _PUT, after)
+        self._control.ring_for(peer)
+        return True
+
+    def _room(self, peer: int) -> int:
+        """Bytes of the own records that ``peer`` has taken."""
+        return self._control.words[peer].acquired(self.word(self._rank) + _TAKEN)
+
+    def peek(self, peer: int) -> Record | None:
+        """The next record in ``peer``'s box, if there is one. It stays there until it is taken."""
+        words, base, taken = self._control.words[peer], self.word(self._rank), self._taken[peer]
+        put = words.acquired(base + _PUT)
+        while put > taken:
+            at = taken % self._bytes
+            first = base + (_RECORDS + at >> 3)
+            length, tag, nbytes, dtype = _RECORD.unpack_from(words.bytes, 8 * first)
+            if length == at - self._bytes:
+                taken -= length
+                continue
+            short = 0 <= nbytes <= self.inline
+            if nbytes < 0 or length != _RECORD.size + (nbytes + 7 & ~7 if short else 0):
+                break
+            data = words.address + 8 * first + _RECORD.size if short else None
+            return Record(tag, nbytes, dtype, data, taken + length)
+        if put > taken:
+            raise InterlaceError(f"rank {peer} has put what is no message into its box")
+        return None
+
+    def take(self, peer: int, record: Record) -> None:
+        """``record`` is needed no more."""
+        self._taken[peer] = self._watched[self._at[peer]] = record.end
+        self._control.words[self._rank].release(self.word(peer) + _TAKEN, record.end)
+        self._control.ring_for(peer)
+
+    # -- pieces --------------------------------------------------------------------------------
+
+    def way(self, peer: int, *, puts: bool) -> Way:
+        """This rank's end of the ring to ``peer``, or from it. Raises InterlaceError if memory is short."""
+        if puts and peer not in self._allocated:
+            assert self._group.segment is not None
+            self._group.segment.reserve(self.ring(peer), self._ring_bytes)
+            self._allocated.add(peer)
+        found = self._ways.get((peer, puts))
+        if found is None:
+            found = self._ways[peer, puts] = Way(self._control, self, self._rank, peer, puts)
+        return found
+
+    def move(
+        self, ways: Sequence[Way], blocked: Sequence[int], seconds: float, *, sleep: bool
+    ) -> bool:
+        """Move pieces until a message has gone whole, a record came, or one for ``blocked`` has room.
+
+        Or until somebody wants this (:meth:`want`): True. False if for ``seconds`` nothing has moved.
+        """
+        watched, count = self._watched, 1 + len(self._at)
+        for peer in blocked:
+            words, index = self._control.words[peer], self.word(self._rank) + _TAKEN
+            watched[2 * count], watched[2 * count + 1] = words.address + 8 * index, self._room(peer)
+            count += 1
+        if self._move is None:
+            return self._by_python(ways, count, seconds, sleep=sleep)
+        terms = self._terms[sleep]
+        terms[mover_ir.IDLE] = int(seconds * 1e9)
+        terms[mover_ir.SPINS] = self._spins if seconds else 0
+        addresses = (ctypes.c_int64 * len(ways))(*[way.address for way in ways])
+        return self._move(terms, addresses, len(ways), watched, count) >= 0
+
+    def _by_python(self, ways: Sequence[Way], count: int, seconds: float, *, sleep: bool) -> bool:
+        words = [ctypes.c_int64.from_address(self._watched[2 * k]) for k in range(count)]
+
+        def changed() -> bool:
+            return any(word.value > self._watched[2 * k + 1] for k, word in enumerate(words))
+
+        def moved() -> bool:
+            return any([way.move() for way in ways])
+
+        until = time.monotonic() + seconds
+        while True:
+            if any(way.finished for way in ways) or changed():
+                return True
+            if moved():
+                until = time.monotonic() + seconds
+            elif time.monotonic() >= until:
+                return False
+            elif sleep:
+                self._control.mail_bell.sleep(LONGEST_SLEEP, lambda: changed() or moved())
+            else:
+                give_core_away()
+
+    def want(self, threads: int) -> None:
+        """So many other threads want to use this: end the :meth:`move` of the one that does."""
+        self._wanted.value = threads
+        if threads:
+            wake(self._control.mail_asleep(self._rank))

@@ -1,0 +1,315 @@
+"""The messages that are under way between this rank and others, matched with who asks for them.
+
+A message begins with a record in a box of shared memory (``boxes.py``), with its data if that is short; the
+data of others follows in pieces. Messages of one sender follow one another. A short one that nobody has asked
+for yet is kept until somebody does, so tags may be received in any order. A larger one stays with its sender
+meanwhile, but is kept, too, if one behind it is asked for, or if who waits here has nothing else to do: its
+sender may wait for its end. Where there is no memory to keep it, it stays where it is.
+
+Not for several threads at once. An exception in the midst of :meth:`Messages.advance` (a signal handler's may
+come anywhere) ends the group: nobody could know what had been done.
+"""
+
+import ctypes
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from interlace.runtime.core.call import MessageEnd, mismatch, take_first
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.shm.boxes import Boxes, Record, Way
+from interlace.runtime.places.shm.rounds import STREAMED
+
+_REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
+_DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
+_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+@dataclass(eq=False)
+class Sending:
+    """A message to be sent. ``future`` is None for a refusal, of which nobody awaits the end."""
+
+    tensor: torch.Tensor
+    tag: int
+    future: MessageEnd | None
+    doing: str = ""
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A message that is asked for, from ``peer`` or from anybody."""
+
+    tensor: torch.Tensor
+    peer: int | None
+    tag: int
+    future: MessageEnd
+
+    def fits(self, message: "_Arriving") -> bool:
+        return self.tag == message.tag and self.peer in (None, message.peer)
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """A message of which the record has come, and ``whole`` all of it."""
+
+    peer: int
+    tag: int
+    nbytes: int
+    dtype: torch.dtype
+    wanted: Receiving | None = None
+    buffer: torch.Tensor | None = None  # of our own, if nobody had asked for it when its data came
+    whole: bool = False
+
+
+@dataclass(eq=False)
+class _Traffic:
+    """What is under way between this rank and another."""
+
+    outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
+    leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
+    incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
+    put: Way | None = None  # of the first that leaves
+    take: Way | None = None  # of the first that comes, once it has a place
+
+
+class Messages:
+    """All messages of a group that this rank sends or receives."""
+
+    def __init__(self, group: HostGroup, refused: Callable[[Exception], object]) -> None:
+        self._group, self._rank, self._refused = group, group.rank, refused
+        assert group.control is not None
+        self._peers = group.control.peers
+        self.boxes = Boxes(group, group.control)
+        self._traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
+        self._receiving: list[Receiving] = []
+        self._kept: list[_Arriving] = []
+
+    @property
+    def unasked(self) -> bool:
+        """Whether a message waits for somebody to ask for it, and those behind it with it."""
+        return any(t.incoming and t.take is None for t in self._traffic.values())
+
+    @property
+    def leaving(self) -> bool:
+        return any(t.outgoing or t.leaving for t in self._traffic.values())
+
+    def futures(self) -> list[MessageEnd]:
+        """The ends that somebody may await."""
+        found: list[MessageEnd | None] = [receiving.future for receiving in self._receiving]
+        for traffic in self._traffic.values():
+            found += [sending.future for sending in (*traffic.outgoing, *traffic.leaving)]
+            found += [m.wanted.future for m in traffic.incoming if m.wanted is not None]
+        return [future for future in found if future is not None]
+
+    def move(self, seconds: float, *, sleep: bool) -> bool:
+        """Move pieces until there is something to see to; False if nothing moves for ``seconds``."""
+        ways = [t.put for t in self._traffic.values() if t.put is not None and t.leaving]
+        ways += [t.take for t in self._traffic.values() if t.take is not None]
+        blocked = [peer for peer, t in self._traffic.items() if t.outgoing]
+        return self.boxes.move(ways, blocked, seconds, sleep=sleep)
+
+    def advance(
+        self,
+        sending: tuple[int, Sending] | None = None,
+        receiving: Receiving | None = None,
+        *,
+        idle: bool = False,
+    ) -> None:
+        """See to all that has happened, and to what begins. ``idle``: nothing has for a while."""
+        try:
+            if sending is not None:
+                self._begin_to_send(*sending)
+            if receiving is not None:
+                self._begin_to_receive(receiving)
+            for peer, traffic in list(self._traffic.items()):  # a callback may send, too
+                self._see_to_pieces(traffic)
+                self._announce(peer, traffic)
+            for peer in self._peers:
+                self._look_into(peer, idle)
+        except BaseException as error:
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._group.abort(f"an exception while messages moved: {what}")
+            raise
+
+    def fail(self, future: MessageEnd, error: InterlaceError) -> None:
+        """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
+        self._receiving = [r for r in self._receiving if r.future is not future]
+        for traffic in self._traffic.values():
+            for sending in [s for s in traffic.outgoing if s.future is future]:
+                traffic.outgoing.remove(sending)
+            for number, message in enumerate(traffic.incoming):
+                if message.wanted is not None and message.wanted.future is future:
+                    message.wanted = None
+                    if number == 0 and traffic.take is not None:
+                        traffic.take.let_go()
+                    else:
+                        self._kept.insert(0, message)
+        future.set_exception(error)
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _begin_to_send(self, peer: int, sending: Sending) -> None:
+        if peer != self._rank:
+            self._traffic[peer].outgoing.append(sending)
+            return
+        tensor = sending.tensor  # to oneself: it has arrived when it is sent
+        if not self._arrived(peer, sending.tag, tensor.nbytes, tensor.dtype, tensor.data_ptr()):
+            raise MemoryError(f"{sending.doing}: no memory to keep {tensor.nbytes} bytes")
+        if sending.future is not None:
+            sending.future.set_result(Outcome(None, None))
+
+    def _announce(self, peer: int, traffic: _Traffic) -> None:
+        """Put records of messages to ``peer``, as far as there is room."""
+        while traffic.outgoing:
+            first = traffic.outgoing[0]
+            tensor, future = first.tensor, first.future
+            short = tensor.nbytes <= self.boxes.inline
+            if not short and traffic.put is None:
+                try:
+                    traffic.put = self.boxes.way(peer, puts=True)
+                except (InterlaceError, OSError) as error:
+                    traffic.outgoing.popleft()
+                    if future is not None:
+                        future.set_exception(InterlaceError(f"{first.doing}: {error}"))
+                    continue
+            about = tensor.nbytes, _NUMBER[tensor.dtype], tensor.data_ptr()
+            if not self.boxes.put(peer, first.tag, *about):
+                return
+            traffic.outgoing.popleft()
+            if not short:
+                traffic.leaving.append(first)
+                if len(traffic.leaving) == 1:
+                    self._leave(traffic)
+            elif future is not None:
+                future.set_result(Outcome(None, None))
+
+    def _leave(self, traffic: _Traffic) -> None:
+        """The first message begins to leave in pieces."""
+        assert traffic.put is not None
+        tensor = traffic.leaving[0].tensor
+        traffic.put.begin(tensor.data_ptr(), tensor.nbytes, past=False)
+
+    def _see_to_pieces(self, traffic: _Traffic) -> None:
+        """Messages of which the last piece has been moved."""
+        while traffic.put is not None and traffic.leaving and traffic.put.finished:
+            future = traffic.leaving.popleft().future
+            if traffic.leaving:
+                self._leave(traffic)
+            if future is not None and not future.settled:
+                future.set_result(Outcome(None, None))
+        if traffic.take is not None and traffic.take.finished:
+            message, traffic.take = traffic.incoming.popleft(), None
+            message.whole = True
+            if message.wanted is not None:
+                self._finish(message, message.wanted)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _begin_to_receive(self, receiving: Receiving) -> None:
+        kept = take_first(self._kept, receiving.fits)
+        if kept is None:
+            self._receiving.append(receiving)
+        else:
+            kept.wanted = receiving
+            if kept.whole:
+                self._finish(kept, receiving)
+
+    def _look_into(self, peer: int, idle: bool) -> None:
+        """Take records out of ``peer``'s box, and give the message that comes next a place."""
+        while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
+            self.boxes.take(peer, found)
+        traffic = self._traffic.get(peer)
+        if traffic is None or not traffic.incoming or traffic.take is not None:
+            return
+        first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
+        if wanted is not None:
+            address = 0 if self._mismatch(wanted, first) else wanted.tensor.data_ptr()
+        else:
+            urgent = any(message.wanted for message in traffic.incoming)
+            if not (idle or urgent):
+                return
+            first.buffer = self._memory(first, urgent)
+            if first.buffer is None:
+                return
+            address = first.buffer.data_ptr()
+        way = self.boxes.way(peer, puts=False)
+        way.begin(address, first.nbytes, past=first.nbytes >= STREAMED)
+        traffic.take = way
+
+    def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:
+        """Memory to keep a message; None if there is none, unless it is ``urgent``."""
+        try:
+            return torch.empty(message.nbytes, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            if not urgent:
+                return None
+            text = f"{message.nbytes} bytes from rank {message.peer} (tag {message.tag})"
+            raise InterlaceError(
+                f"rank {self._group.name}: no memory to keep a message of {text}, which nobody has asked for"
+            ) from error
+
+    def _read(self, peer: int, found: Record) -> bool:
+        """See to a record; False if there is no memory to keep its data."""
+        if not 0 <= found.dtype < len(_DTYPES):
+            raise InterlaceError(f"rank {peer} has put what is no message into its box")
+        if found.tag not in _REFUSALS:
+            about = found.nbytes, _DTYPES[found.dtype], found.data
+            return self._arrived(peer, found.tag, *about)
+        text = ctypes.string_at(found.data or 0, found.nbytes).decode(errors="replace")
+        self._refused(_REFUSALS[found.tag](text))
+        return True
+
+    def _arrived(
+        self, peer: int, tag: int, nbytes: int, dtype: torch.dtype, data: int | None
+    ) -> bool:
+        """A message has come, its data with it or not yet; False if there is no memory to keep that."""
+        message = _Arriving(peer, tag, nbytes, dtype, whole=data is not None)
+        wanted = next((each for each in self._receiving if each.fits(message)), None)
+        if wanted is None:
+            if data is not None:
+                message.buffer = self._memory(message, urgent=False)
+                if message.buffer is None:
+                    return False
+                ctypes.memmove(message.buffer.data_ptr(), data, nbytes)
+            self._kept.append(message)
+        else:
+            self._receiving.remove(wanted)
+            message.wanted = wanted
+            if data is not None:
+                if nbytes and not self._mismatch(wanted, message):
+                    ctypes.memmove(wanted.tensor.data_ptr(), data, nbytes)
+                self._finish(message, wanted)
+        if data is None:
+            self._traffic[peer].incoming.append(message)
+        return True
+
+    def _mismatch(self, wanted: Receiving, message: _Arriving) -> Exception | None:
+        numel = message.nbytes // message.dtype.itemsize
+        about = message.tag, message.peer, message.dtype, numel
+        return mismatch(wanted.tensor, self._rank, *about)
+
+    def _finish(self, message: _Arriving, wanted: Receiving) -> None:
+        """All of ``message`` has come."""
+        error, peer = self._mismatch(wanted, message), message.peer
+        if error is not None:
+            if peer != self._rank:
+                self._refuse(peer, error)
+            wanted.future.set_exception(error)
+            return
+        if message.buffer is not None and message.nbytes:
+            ctypes.memmove(wanted.tensor.data_ptr(), message.buffer.data_ptr(), message.nbytes)
+        wanted.future.set_result(Outcome(None, None, lambda: peer))
+
+    def _refuse(self, peer: int, error: Exception) -> None:
+        """Tell the sender, who may never listen: nobody waits for this, and no thread moves it."""
+        text = bytearray(str(error).encode()[: self.boxes.inline])
+        tag = next(tag for tag, kind in _REFUSALS.items() if isinstance(error, kind))
+        traffic = self._traffic[peer]
+        traffic.outgoing.append(Sending(torch.frombuffer(text, dtype=torch.uint8), tag, None))
+        self._announce(peer, traffic)
