@@ -160,6 +160,11 @@ class MessageEnd(Future[Outcome]):
     refused: deque[Exception]
     _said: BaseException | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is done; moves nothing."""
+        return Future.done(self)
+
     def result(self, timeout: float | None = None) -> Outcome:
         if (self.refused or self._said) and (error := self.exception(timeout)):
             raise error

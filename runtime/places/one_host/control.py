@@ -25,7 +25,7 @@ After the header page::
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2528 CLAIM, SEEN  int64, released by the owner: for whom it waits, and the circle of such waits that it
          has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
-    2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages between two ranks, see ``shm/boxes.py``
+    2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages of two ranks (``shm/boxes.py``)
     2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
     4096 area for messages of even numbers
     4096 + AREA    for those of odd numbers
@@ -82,7 +82,7 @@ _DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
 RECORD = BOXES + BOXES_BYTES
 RINGS = RECORD + REGION_BYTES + 4095 & ~4095
-RINGS_BYTES = 4 << 20
+RINGS_BYTES = 16 << 20
 CONTROL_BYTES = RINGS + RINGS_BYTES
 HEADERS = RECORD + MESSAGES  # of messages
 

@@ -77,8 +77,8 @@ def has_ended(pid: int) -> bool:
 class Patience:
     """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it.
 
-    ``judge`` knows who is to blame, and is told what it ends with. ``since``: when what it waits for began, by
-    the monotonic clock, if the bound counts from there.
+    ``judge`` knows who is to blame, and is told what it ends with. ``since``: when what it waits for began,
+    by the monotonic clock, if the bound counts from there.
     """
 
     def __init__(

@@ -1,20 +1,21 @@
 """Boxes of shared memory, through which messages go from one rank to another, and what moves their bytes.
 
-A rank has two rings for every other. Records go through the first, in its control segment, each with as much
-data as fits::
+A rank has two rings for every other. Records go through the first, in its control segment, each with as
+much data as fits::
 
       0 PUT      int64, released by the owner: bytes of records that it has put into this ring
-     64 TAKEN    int64, released by the owner: bytes of records that it has taken from the other's ring for it
+     64 TAKEN    int64, released by the owner: bytes that it has taken from the other's ring for it
     128 SENT, 192 RECEIVED    the same of the second ring, in pieces
-    256 records: their bytes, tag, bytes of the message, number of its dtype (int64), data if it is here.
-        One does not go on at the ring's beginning: a negative length says how much of its end is left out
+    256 records: bytes of the record, tag, bytes of the message, number of its dtype, shift (int64), and
+        data if it is here. A record does not go on at the ring's beginning: a negative length there
+        says how much of the ring's end is left out
 
-The data of larger messages goes through the second, behind all control segments' other contents, in pieces of
-equal size. Its memory is allocated when it is used first. A :class:`Way` is one direction of such a ring, as
-one of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
+The data of larger messages goes through the second, behind all control segments' other contents, in pieces
+of equal size. Its memory is allocated when it is used first. A :class:`Way` is one direction of such a
+ring, as one of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
 
-A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it may
-sleep in an op at the same time.
+A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it
+may sleep in an op at the same time.
 """
 
 import ctypes
@@ -38,8 +39,9 @@ from interlace.runtime.places.one_host.waiting import CROWD, give_core_away
 from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
 
 _PUT, _TAKEN, _SENT, _RECEIVED, _RECORDS = 0, 8, 16, 24, 256  # words, and a byte
-_RECORD = struct.Struct("<4q")
+_RECORD = struct.Struct("<5q")
 _SLOTS = 4  # pieces of a ring, at least
+_RING = 2 << 20  # bytes, at most
 _PIECE = 64 << 10  # bytes, at most
 
 # That of ctypes gives the GIL up for every few bytes.
@@ -48,11 +50,15 @@ _copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Record(NamedTuple):
-    """What begins a message. ``data`` is the address of its bytes, None if they come in pieces."""
+    """What begins a message. ``data`` is the address of its bytes, None if they come in pieces.
+
+    ``shift``: of the slots of its pieces, see ``Way``.
+    """
 
     tag: int
     nbytes: int
     dtype: int
+    shift: int
     data: int | None
     end: int  # of the bytes of records that have been taken with this one
 
@@ -67,16 +73,24 @@ class Way:
         owner, other = (own, peer) if puts else (peer, own)
         ring = control.bases[owner] + boxes.ring(other)
         self._piece, self._slots, self._puts = boxes.piece, boxes.slots, puts
-        self.words = (ctypes.c_int64 * mover_ir.CHANNEL)(
+        self.words = (ctypes.c_int64 * mover_ir.WAY)(
             *(words.address + 8 * index for words, index in (self._ours, self._theirs)),
-            0, ring, 0, 0, 0, puts, 0, control.mail_asleep(peer),
+            0, 0, ring, 0, 0, 0, puts, 0, control.mail_asleep(peer),
         )  # fmt: skip
         self.address = ctypes.addressof(self.words)
         self._ring = functools.partial(control.ring_for, peer)
 
-    def begin(self, address: int, nbytes: int, *, past: bool) -> None:
+    def shift(self) -> int:
+        """The shift of the message that is announced next: if the ring is empty it begins at slot 0."""
+        words, (theirs, index) = self.words, self._theirs
+        if self.finished and theirs.acquired(index) == words[mover_ir.DONE]:
+            words[mover_ir.SHIFT] = -words[mover_ir.DONE] % self._slots
+        return words[mover_ir.SHIFT]
+
+    def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
         """A message, to or from ``address``; 0 lets its bytes go. ``past`` the caches or through them."""
         words = self.words
+        words[mover_ir.SHIFT] = shift
         words[mover_ir.MEMORY], words[mover_ir.TOTAL] = address, nbytes
         words[mover_ir.MOVED], words[mover_ir.PAST] = 0, past
 
@@ -97,7 +111,7 @@ class Way:
         if self.finished or not (ahead < self._slots if self._puts else ahead < 0):
             return False
         size = min(self._piece, words[mover_ir.TOTAL] - moved)
-        slot = words[mover_ir.RING] + done % self._slots * self._piece
+        slot = words[mover_ir.RING] + (done + words[mover_ir.SHIFT]) % self._slots * self._piece
         if memory := words[mover_ir.MEMORY]:
             both = (slot, memory + moved) if self._puts else (memory + moved, slot)
             ctypes.memmove(*both, size)
@@ -128,7 +142,7 @@ class Boxes:
         self._box = BOXES_BYTES // size & ~4095
         self._bytes = self._box - _RECORDS
         self.inline = self._bytes // _SLOTS - _RECORD.size & ~63  # the longest message in a record
-        self._ring_bytes = RINGS_BYTES // size & ~4095
+        self._ring_bytes = min(_RING, RINGS_BYTES // size & ~4095)
         self.piece = min(_PIECE, self._ring_bytes // _SLOTS & ~63)
         self.slots = self._ring_bytes // self.piece
         self._put, self._taken = [0] * size, [0] * size
@@ -157,8 +171,8 @@ class Boxes:
 
     # -- records -------------------------------------------------------------------------------
 
-    def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int) -> bool:
-        """Put a record into the box for ``peer``, with the data if that is short; whether there was room."""
+    def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int, shift: int) -> bool:
+        """Put a record, with data that is short, into the box for ``peer``; False if there is no room."""
         words, base = self._control.words[self._rank], self.word(peer)
         short = nbytes <= self.inline
         length = _RECORD.size + (nbytes + 7 & ~7 if short else 0)
@@ -172,7 +186,7 @@ class Boxes:
             words.view[base + (_RECORDS + at >> 3)] = -skipped
             at = 0
         first = base + (_RECORDS + at >> 3)
-        _RECORD.pack_into(words.bytes, 8 * first, length, tag, nbytes, dtype)
+        _RECORD.pack_into(words.bytes, 8 * first, length, tag, nbytes, dtype, shift)
         if short and nbytes:
             _copy(words.address + 8 * first + _RECORD.size, data, nbytes)
         self._put[peer] = after
@@ -191,7 +205,7 @@ class Boxes:
         while put > taken:
             at = taken % self._bytes
             first = base + (_RECORDS + at >> 3)
-            length, tag, nbytes, dtype = _RECORD.unpack_from(words.bytes, 8 * first)
+            length, tag, nbytes, dtype, shift = _RECORD.unpack_from(words.bytes, 8 * first)
             if length == at - self._bytes:
                 taken -= length
                 continue
@@ -199,7 +213,7 @@ class Boxes:
             if nbytes < 0 or length != _RECORD.size + (nbytes + 7 & ~7 if short else 0):
                 break
             data = words.address + 8 * first + _RECORD.size if short else None
-            return Record(tag, nbytes, dtype, data, taken + length)
+            return Record(tag, nbytes, dtype, shift, data, taken + length)
         if put > taken:
             raise InterlaceError(f"rank {peer} has put what is no message into its box")
         return None

@@ -1,9 +1,10 @@
 """Messages from one rank to another on one host: their ends, who waits for them, and who keeps them moving.
 
-Nobody has to be in a call for messages to move: who waits for one moves them all (``matching.py``), and while
-messages are under way that nobody waits for, a thread does; one thread at a time. Where a wait spends its time
-nothing changes but counters in shared memory, so that an exception of a signal handler costs nothing there.
-The bound of a message is that of its op, from its beginning on, however often it is waited for.
+Nobody has to be in a call for messages to move: who waits for one moves them all (``matching.py``), and
+while messages are under way that nobody waits for, a thread does; one thread at a time. Where a wait spends
+its time nothing changes but counters in shared memory, so that an exception of a signal handler costs
+nothing there. The bound of a message is that of its op, from its beginning on, however often it is waited
+for.
 
 A send ends when its bytes have left the tensor. If its receiver refuses them it says so in a message back,
 whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what fits costs nothing for this.
@@ -73,11 +74,6 @@ class _Moving(MessageEnd):
         self.followed = True
         super().add_done_callback(fn)
 
-    @property
-    def settled(self) -> bool:
-        """Whether it is done; moves nothing."""
-        return super().done()
-
     def sleep(self, seconds: float) -> None:
         """Until it is done, which another thread sees to, ``seconds`` at most."""
         with suppress(Exception):
@@ -110,8 +106,8 @@ class Mail:
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Begin to receive from ``peer``, or from anybody if None."""
         source = "any rank" if peer is None else f"rank {peer}"
-        peers = range(self._group.world_size) if peer is None else (peer,)
-        peers = [p for p in peers if p != self._rank]
+        anyone = range(self._group.world_size) if peer is None else (peer,)
+        peers = [each for each in anyone if each != self._rank]
         future = _Moving(self, f"{call.op} from {source} (tag {tag})", peers)
         with self._entered() as messages:
             future.number = self._began(call, peer, tag)
@@ -191,7 +187,7 @@ class Mail:
             self._lock.release()
 
     def _step(self, seconds: float, future: _Moving | None = None) -> bool:
-        """See to what has happened; unless ``future`` is done, move pieces until something happens again."""
+        """See to what has happened; unless ``future`` is done, move until something happens again."""
         messages = self._messages
         if messages is None or self._group.control is None:
             return False

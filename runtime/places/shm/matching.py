@@ -1,13 +1,13 @@
 """The messages that are under way between this rank and others, matched with who asks for them.
 
 A message begins with a record in a box of shared memory (``boxes.py``), with its data if that is short; the
-data of others follows in pieces. Messages of one sender follow one another. A short one that nobody has asked
-for yet is kept until somebody does, so tags may be received in any order. A larger one stays with its sender
-meanwhile, but is kept, too, if one behind it is asked for, or if who waits here has nothing else to do: its
-sender may wait for its end. Where there is no memory to keep it, it stays where it is.
+data of others follows in pieces. Messages of one sender follow one another. A short one that nobody has
+asked for yet is kept until somebody does, so tags may be received in any order. A larger one stays with its
+sender meanwhile, but is kept, too, if one behind it is asked for, or if who waits here has nothing else to
+do: its sender may wait for its end. Where there is no memory to keep it, it stays where it is.
 
-Not for several threads at once. An exception in the midst of :meth:`Messages.advance` (a signal handler's may
-come anywhere) ends the group: nobody could know what had been done.
+Not for several threads at once. An exception in the midst of :meth:`Messages.advance` (a signal handler's
+may come anywhere) ends the group: nobody could know what had been done.
 """
 
 import ctypes
@@ -39,6 +39,7 @@ class Sending:
     tag: int
     future: MessageEnd | None
     doing: str = ""
+    shift: int = 0
 
 
 @dataclass(eq=False)
@@ -62,6 +63,7 @@ class _Arriving:
     tag: int
     nbytes: int
     dtype: torch.dtype
+    shift: int = 0
     wanted: Receiving | None = None
     buffer: torch.Tensor | None = None  # of our own, if nobody had asked for it when its data came
     whole: bool = False
@@ -178,7 +180,11 @@ class Messages:
                     if future is not None:
                         future.set_exception(InterlaceError(f"{first.doing}: {error}"))
                     continue
-            about = tensor.nbytes, _NUMBER[tensor.dtype], tensor.data_ptr()
+            if not short and traffic.put is not None and not traffic.leaving:
+                first.shift = traffic.put.shift()
+            elif not short:
+                first.shift = traffic.leaving[-1].shift
+            about = tensor.nbytes, _NUMBER[tensor.dtype], tensor.data_ptr(), first.shift
             if not self.boxes.put(peer, first.tag, *about):
                 return
             traffic.outgoing.popleft()
@@ -192,8 +198,8 @@ class Messages:
     def _leave(self, traffic: _Traffic) -> None:
         """The first message begins to leave in pieces."""
         assert traffic.put is not None
-        tensor = traffic.leaving[0].tensor
-        traffic.put.begin(tensor.data_ptr(), tensor.nbytes, past=False)
+        first = traffic.leaving[0]
+        traffic.put.begin(first.tensor.data_ptr(), first.tensor.nbytes, first.shift, past=False)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
         """Messages of which the last piece has been moved."""
@@ -239,7 +245,7 @@ class Messages:
                 return
             address = first.buffer.data_ptr()
         way = self.boxes.way(peer, puts=False)
-        way.begin(address, first.nbytes, past=first.nbytes >= STREAMED)
+        way.begin(address, first.nbytes, first.shift, past=first.nbytes >= STREAMED)
         traffic.take = way
 
     def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:
@@ -249,27 +255,31 @@ class Messages:
         except (RuntimeError, MemoryError) as error:
             if not urgent:
                 return None
-            text = f"{message.nbytes} bytes from rank {message.peer} (tag {message.tag})"
-            raise InterlaceError(
-                f"rank {self._group.name}: no memory to keep a message of {text}, which nobody has asked for"
-            ) from error
+            text = f"no memory to keep {message.nbytes} bytes from rank {message.peer} (tag {message.tag})"
+            raise InterlaceError(f"rank {self._group.name}: {text}, not yet asked for") from error
 
     def _read(self, peer: int, found: Record) -> bool:
         """See to a record; False if there is no memory to keep its data."""
         if not 0 <= found.dtype < len(_DTYPES):
             raise InterlaceError(f"rank {peer} has put what is no message into its box")
         if found.tag not in _REFUSALS:
-            about = found.nbytes, _DTYPES[found.dtype], found.data
+            about = found.nbytes, _DTYPES[found.dtype], found.data, found.shift
             return self._arrived(peer, found.tag, *about)
         text = ctypes.string_at(found.data or 0, found.nbytes).decode(errors="replace")
         self._refused(_REFUSALS[found.tag](text))
         return True
 
     def _arrived(
-        self, peer: int, tag: int, nbytes: int, dtype: torch.dtype, data: int | None
+        self,
+        peer: int,
+        tag: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        data: int | None,
+        shift: int = 0,
     ) -> bool:
         """A message has come, its data with it or not yet; False if there is no memory to keep that."""
-        message = _Arriving(peer, tag, nbytes, dtype, whole=data is not None)
+        message = _Arriving(peer, tag, nbytes, dtype, shift, whole=data is not None)
         wanted = next((each for each in self._receiving if each.fits(message)), None)
         if wanted is None:
             if data is not None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host import waiting
+from interlace.runtime.places.one_host.bell import ANYONE, BELL, wake
 from interlace.runtime.places.shm.machine_code import ir as steps_ir
 from interlace.runtime.places.shm.machine_code import loader, steps
 from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
@@ -214,16 +216,35 @@ def test_registers_are_stored() -> None:
     assert memory.tolist() == [-1, 5, 6, -1]
 
 
-def test_ring_stops_if_anyone_is_asleep() -> None:
-    memory, addresses = words(0, 0, 0)
-    made = listed(lambda s: s.ring(addresses))
+def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
+    memory = torch.zeros(3, 2 * BELL // 8, dtype=torch.int64)
+    addresses = [memory[place].data_ptr() for place in range(3)]
+    made = listed(lambda s: s.ring(addresses, 5))
     assert made.kinds[0] == RING
-    assert made.run(0) == -1
-    for place in range(3):
+    for place, (value, rung) in itertools.product(range(3), ((5, 1), (ANYONE, 1), (4, 0), (0, 0))):
         memory.zero_()
-        memory[place] = 1
-        assert made.run(0) == 0
-        assert made.run(1) == -1
+        memory[place, 0] = value
+        assert made.run(0) == -1
+        bells = [0, 0, 0]
+        bells[place] = rung
+        assert memory[:, BELL // 8].tolist() == bells
+
+
+def test_a_wait_sleeps_until_it_is_rung_for() -> None:
+    """With patience without end: only the word ends it, however late it is looked at."""
+    memory = torch.zeros(2 * BELL // 8, dtype=torch.int64)
+    word, addresses = words(0)
+    made = Steps()
+    made.wait(addresses, 1, who=[7])
+    made.complete(spin=False, asleep=memory.data_ptr())
+    thread = threading.Thread(target=made.run, args=(0,))
+    thread.start()
+    while memory[0] != 7:  # it says for whom it sleeps
+        time.sleep(1e-4)
+    word[0] = 1
+    wake(memory.data_ptr())
+    thread.join()
+    assert memory[0] == 0
 
 
 @pytest.mark.parametrize("spin", [False, True])

@@ -68,7 +68,7 @@ ELEMENTS = (
 
 _LINE, _BLOCK, _PAGE, _AHEAD = 64, 256, 4096, 2 * 4096  # bytes
 
-# Shared by the modules. A word ASLEEP says for whom its owner sleeps, see bell.py, whose futex is BELL bytes on.
+# Shared by the modules. A word ASLEEP says for whom its owner sleeps (bell.py); its futex is BELL bytes on.
 _BASE = """
 declare ptr @memmove(ptr, ptr, i64)
 declare i32 @sched_yield()

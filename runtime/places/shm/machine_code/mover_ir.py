@@ -1,12 +1,12 @@
-"""The LLVM IR of what moves messages between two ranks, see ``shm/channels.py``.
+"""The LLVM IR of what moves messages between two ranks, see ``shm/boxes.py``.
 
 ::
 
-    i64 move(i64 *terms, i64 **channels, i64 count, i64 *watched, i64 words)
+    i64 move(i64 *terms, i64 **ways, i64 count, i64 *watched, i64 words)
 
-moves pieces through all channels until one has moved its last (the result is its number), a watched word
-is more than the value behind its address (``count`` and its number), or nothing has moved for as long as
-the terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say.
+moves pieces on all ways until one has moved its last (the result is its number), a watched word is
+more than the value behind its address (``count`` and its number), or nothing has moved for as long as the
+terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say.
 """
 
 from interlace.runtime.places.one_host.bell import ANYONE, BELL
@@ -17,14 +17,14 @@ PIECE, SLOTS, SPINS, YIELDS, IDLE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = 
 """Terms: bytes of a piece, pieces of a ring; polls, turns given away, ns without progress; as in ``ir.py``.
 ASLEEP is the address of the own word, or 0 not to sleep."""
 
-OURS, THEIRS, DONE, RING, MEMORY, TOTAL, MOVED, PUTS, PAST, THEIR_ASLEEP = range(10)
-"""A channel: addresses of the counters of pieces that this end and the other have done; this end's count;
-the ring, the message's memory, its bytes, those moved; whether this end puts pieces, or takes them; whether
-it writes past the caches; the other's word ASLEEP."""
-CHANNEL = 10  # words
+OURS, THEIRS, DONE, SHIFT, RING, MEMORY, TOTAL, MOVED, PUTS, PAST, THEIR_ASLEEP = range(11) """A way:
+addresses of the counters of pieces that this end and the other have done; this end's count, and how many
+slots further on in the ring piece 0 would be; the ring, the message's memory, its bytes, those moved;
+whether this end puts pieces, or takes them; whether it writes past the caches; the other's word ASLEEP."""
+WAY = 11  # words
 
 _MOVE = """
-define i64 @move(ptr %terms, ptr %channels, i64 %count, ptr %watched, i64 %words) nounwind {{
+define i64 @move(ptr %terms, ptr %ways, i64 %count, ptr %watched, i64 %words) nounwind {{
 entry:
   %at.piece = getelementptr i64, ptr %terms, i64 {PIECE}
   %piece = load i64, ptr %at.piece
@@ -61,16 +61,16 @@ fresh:
   br label %scan
 scan:
   store i1 false, ptr %moved.any
-  br label %channel
-channel:
+  br label %way
+way:
   %i = phi i64 [0, %scan], [%i1, %skip]
   %i.more = icmp ult i64 %i, %count
   br i1 %i.more, label %look, label %watch
 skip:
   %i1 = add i64 %i, 1
-  br label %channel
+  br label %way
 look:
-  %at.c = getelementptr i64, ptr %channels, i64 %i
+  %at.c = getelementptr i64, ptr %ways, i64 %i
   %c = load ptr, ptr %at.c
   %c.ours = getelementptr i64, ptr %c, i64 {OURS}
   %ours = load ptr, ptr %c.ours
@@ -78,6 +78,8 @@ look:
   %theirs = load ptr, ptr %c.theirs
   %c.done = getelementptr i64, ptr %c, i64 {DONE}
   %done = load i64, ptr %c.done
+  %c.shift = getelementptr i64, ptr %c, i64 {SHIFT}
+  %shift = load i64, ptr %c.shift
   %c.ring = getelementptr i64, ptr %c, i64 {RING}
   %ring = load ptr, ptr %c.ring
   %c.memory = getelementptr i64, ptr %c, i64 {MEMORY}
@@ -106,12 +108,16 @@ may:
 piece.begins:
   %left = sub i64 %total, %moved
   %size = call i64 @llvm.umin.i64(i64 %left, i64 %piece)
-  %turn.of = urem i64 %done, %slots
+  %place = add i64 %done, %shift
+  %turn.of = urem i64 %place, %slots
   %slot.offset = mul i64 %turn.of, %piece
   %slot = getelementptr i8, ptr %ring, i64 %slot.offset
   %at = getelementptr i8, ptr %memory, i64 %moved
   %to = select i1 %puts, ptr %slot, ptr %at
   %from = select i1 %puts, ptr %at, ptr %slot
+  %nowhere = icmp eq ptr %memory, null
+  br i1 %nowhere, label %piece.ends, label %goes
+goes:
   br i1 %past, label %goes.past, label %goes.through
 goes.past:
   call void @past(ptr %to, ptr %from, i64 %size)
@@ -137,10 +143,10 @@ next:
   %last = icmp uge i64 %moved1, %total
   br i1 %last, label %found, label %skip
 found:
-  %result.channel = phi i64 [%i, %look], [%i, %next]
+  %result.way = phi i64 [%i, %look], [%i, %next]
   br label %end
 watch:
-  %k = phi i64 [0, %channel], [%k1, %watch.not]
+  %k = phi i64 [0, %way], [%k1, %watch.not]
   %k.more = icmp ult i64 %k, %words
   br i1 %k.more, label %watch.look, label %nothing
 watch.look:
@@ -224,7 +230,7 @@ arm:
   store i1 true, ptr %armed
   br label %scan
 end:
-  %result = phi i64 [%result.channel, %found], [%result.word, %watch.found], [-1, %clock], [-1, %may.sleep]
+  %result = phi i64 [%result.way, %found], [%result.word, %watch.found], [-1, %clock], [-1, %may.sleep]
   %end.armed = load i1, ptr %armed
   br i1 %end.armed, label %up, label %return
 up:

@@ -4,8 +4,8 @@ An op of a few microseconds is mostly Python's own time, and with more ranks tha
 time to get Python's code and data back into the caches after another rank has had the core. So what an op
 does between its first and its last word is written down once, as :class:`Steps`, and done by one call.
 
-Steps stop where only Python can help: a peer does not come (WAIT), or has sent another message (COMPARE). :meth:`Steps.run` then returns the number of that step; whoever runs
-them sees to it, and goes on from there.
+Steps stop where only Python can help: a peer does not come (WAIT), or has sent another message (COMPARE).
+:meth:`Steps.run` then returns the number of that step; whoever runs them sees to it, and goes on there.
 
 Numbers that differ from run to run are in registers. Not for several threads at once.
 """
