@@ -97,7 +97,7 @@ class Patience:
         self._timeout = timeout
         self._interruption = interruption
         self._steps = -spins
-        self._started = self._next_check = since
+        self._started, self._next_check = since, 0.0
         self._suspect = False
 
     def _told(self, error: InterlaceError) -> InterlaceError:
@@ -115,27 +115,36 @@ class Patience:
         now = time.monotonic()
         if not self._started:
             self._started = now
-            self._next_check = now + CHECK_SECONDS
+        if self.check(doing, waited_for, now):
+            return
         waited = now - self._started
-        if now >= self._next_check:
-            self._next_check = now + CHECK_SECONDS
-            problem = self._interruption(doing, waited_for)
-            if problem is not None:
-                if self._suspect:
-                    raise self._told(problem)
-                self._suspect = True
-                self._next_check = now
-                return
-            self._suspect = False
-            if waited > self._timeout:
-                blame = self._judge and self._judge.blame
-                late = tuple(blame.culprits(waited_for) if blame else waited_for)
-                text = f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
-                text += blame.whereabouts(late) if blame else ""
-                raise self._told(CollectiveTimeoutError(text, late))
         if waited < YIELD_SECONDS and now * 1e9 > crowded_until.value:
             give_core_away()
         elif ready is not None and self._bell is not None:
             self._bell.sleep(LONGEST_SLEEP, ready)
         else:
             time.sleep(min(LONGEST_SLEEP, waited / 20))
+
+    def check(self, doing: str, waited_for: Sequence[int], now: float) -> bool:
+        """Raise if hopeless, as far as that is looked at again by now. True: poll before the next look."""
+        if now < self._next_check:
+            return False
+        first, self._next_check = not self._next_check, now + CHECK_SECONDS
+        if first:
+            return False
+        problem = self._interruption(doing, waited_for)
+        if problem is not None:
+            if self._suspect:
+                raise self._told(problem)
+            self._suspect, self._next_check = True, now
+            return True
+        self._suspect = False
+        if now - self._started > self._timeout:
+            blame = self._judge and self._judge.blame
+            late = tuple(blame.culprits(waited_for) if blame else waited_for)
+            text = (
+                f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
+            )
+            text += blame.whereabouts(late) if blame else ""
+            raise self._told(CollectiveTimeoutError(text, late))
+        return False

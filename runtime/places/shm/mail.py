@@ -26,6 +26,7 @@ from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.deadlock import Kind
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.one_host.worker import Helper
 from interlace.runtime.places.shm.matching import Messages, Receiving, Sending
 from interlace.runtime.record import dump as record
@@ -45,6 +46,7 @@ class _Moving(MessageEnd):
         self.mail, self.doing, self.peers, self.number = mail, doing, peers, 0
         self.started, self.bound = time.monotonic(), mail.bound()
         self.suspect = self.waited = self.early = self.followed = False
+        self._patience: Patience | None = None  # of waits that the op alone bounds
 
     def result(self, timeout: float | None = None) -> Outcome:
         if not self.settled:
@@ -73,6 +75,16 @@ class _Moving(MessageEnd):
     def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
         self.followed = True
         super().add_done_callback(fn)
+
+    def patience(self, group: HostGroup, bounded: bool) -> Patience:
+        """For one wait, which its caller may have ``bounded``. Others together have the bound of the op."""
+        if bounded or self._patience is None:
+            kind = Kind.OF_OP if not bounded else Kind.EARLY if self.early else Kind.OF_CALLER
+            made = group.patience(kind=kind, bound=self.bound, since=self.started)
+            if bounded:
+                return made
+            self._patience = made
+        return self._patience
 
     def sleep(self, seconds: float) -> None:
         """Until it is done, which another thread sees to, ``seconds`` at most."""
@@ -157,50 +169,49 @@ class Mail:
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
         """Move messages until ``future`` is done; it fails if that is hopeless."""
-        kind = Kind.OF_OP if timeout is None else Kind.EARLY if future.early else Kind.OF_CALLER
-        since = {"bound": future.bound, "since": future.started}
-        patience = self._group.patience(kind=kind, spins=1, **since)
+        patience = future.patience(self._group, timeout is not None)
         deadline = None if timeout is None else time.monotonic() + timeout
+        future.waited = True
         self._count(waiting=1)
         try:
             while not future.settled:
-                seconds = _STEP if deadline is None else min(_STEP, deadline - time.monotonic())
+                now = time.monotonic()
+                seconds = _STEP if deadline is None else min(_STEP, deadline - now)
                 if seconds <= 0:
+                    future.waited = False
                     raise FutureTimeoutError
                 try:
-                    if not self._wait_for(future, seconds) and not future.settled:
-                        patience.step(future.doing, self._senders(future), lambda: True)
+                    patience.check(future.doing, self._senders(future), now)
+                    self._move_for(future, seconds)
                 except InterlaceError as error:
                     self._fail(future, error)
         finally:
             self._count(waiting=-1)
 
-    def _wait_for(self, future: _Moving, seconds: float) -> bool:
-        """Move messages, or let another thread do so, until something happens; whether it has."""
+    def _move_for(self, future: _Moving, seconds: float) -> None:
+        """Move messages, or let another thread do so, until something happens."""
         if self._entering or not self._lock.acquire(blocking=False):
             future.sleep(seconds)
-            return False
-        future.waited = True
+            return
         try:
-            return self._step(seconds, future)
+            self._step(seconds, future)
         finally:
             self._lock.release()
 
-    def _step(self, seconds: float, future: _Moving | None = None) -> bool:
+    def _step(self, seconds: float, future: _Moving | None = None) -> None:
         """See to what has happened; unless ``future`` is done, move until something happens again."""
         messages = self._messages
         if messages is None or self._group.control is None:
-            return False
+            return
         messages.advance()
         if future is not None and future.settled:
-            return True
+            return
         if messages.unasked and seconds:
             if messages.move(min(seconds, _SOON), sleep=False):
-                return True
+                return
             messages.advance(idle=True)
-        moved = messages.move(seconds, sleep=seconds > 0)
+        messages.move(seconds, sleep=seconds > 0)
         messages.advance()
-        return moved
 
     def _senders(self, future: _Moving) -> Sequence[int]:
         """For whom ``future`` waits: of several that may send, those who have left need not."""

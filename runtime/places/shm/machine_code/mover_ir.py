@@ -17,10 +17,10 @@ PIECE, SLOTS, SPINS, YIELDS, IDLE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = 
 """Terms: bytes of a piece, pieces of a ring; polls, turns given away, ns without progress; as in ``ir.py``.
 ASLEEP is the address of the own word, or 0 not to sleep."""
 
-OURS, THEIRS, DONE, SHIFT, RING, MEMORY, TOTAL, MOVED, PUTS, PAST, THEIR_ASLEEP = range(11) """A way:
-addresses of the counters of pieces that this end and the other have done; this end's count, and how many
-slots further on in the ring piece 0 would be; the ring, the message's memory, its bytes, those moved;
-whether this end puts pieces, or takes them; whether it writes past the caches; the other's word ASLEEP."""
+OURS, THEIRS, DONE, SHIFT, RING, MEMORY, TOTAL, MOVED, PUTS, PAST, THEIR_ASLEEP = range(11)
+"""A way: addresses of the counters of pieces that this end and the other have done; this end's count, and
+how many slots further on in the ring piece 0 would be; the ring, the message's memory, its bytes, those
+moved; whether this end puts or takes pieces, and whether past the caches; the other end's word ASLEEP."""
 WAY = 11  # words
 
 _MOVE = """

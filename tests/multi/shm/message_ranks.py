@@ -1,0 +1,210 @@
+"""Ranks of test_messages.py."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import interlace
+from interlace.groups import groups
+from interlace.runtime.places.shm import boxes, matching
+from interlace.runtime.places.shm.engine import HostEngine
+
+BOUND = 600.0
+
+
+class LateError(Exception):
+    """What the handler of a signal raises."""
+
+
+def by_python(rank: int) -> None:
+    """From now on this rank moves pieces by Python, if it is one of those that shall."""
+    if interlace.get_rank() == rank:
+        boxes._machine_code = lambda: None
+
+
+def _of(source: int, tag: int, nbytes: int) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.int64).mul_(31 + source).add_(tag).to(torch.uint8)
+
+
+def ring(nbytes: int, count: int, python: int) -> bool:
+    """Several messages around a ring at once, of sizes that differ."""
+    by_python(python)
+    rank, world = interlace.get_rank(), interlace.get_world_size()
+    sizes = [max(0, nbytes - 7 * number) for number in range(count)]
+    works = [
+        interlace.isend(_of(rank, number, size), (rank + 1) % world)
+        for number, size in enumerate(sizes)
+    ]
+    source, targets = (rank - 1) % world, [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    works += [interlace.irecv(target, source) for target in targets]
+    for work in works:
+        work.wait()
+    return all(
+        torch.equal(target, _of(source, number, len(target)))
+        for number, target in enumerate(targets)
+    )
+
+
+def send_before_receiving(nbytes: int, python: int) -> bool:
+    """Each sends to the other and waits for its end, before it receives: it is kept meanwhile."""
+    by_python(python)
+    rank = interlace.get_rank()
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    for number in range(3):
+        interlace.send(_of(rank, number, nbytes), 1 - rank)
+        interlace.recv(target, 1 - rank)
+        if not torch.equal(target, _of(1 - rank, number, nbytes)):
+            return False
+    return True
+
+
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """Within it there is no memory to keep a message."""
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    real, matching.torch.empty = torch.empty, empty  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        matching.torch.empty = real
+
+
+def early_without_memory(nbytes: int) -> bool:
+    """A message comes early, and rank 1 has no memory for it: it stays where it is meanwhile."""
+    message = _of(0, 5, nbytes)
+    if interlace.get_rank() == 0:
+        work = interlace.isend(message, 1, tag=5)
+        interlace.barrier()
+        work.wait()
+        return True
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    other = interlace.irecv(torch.zeros(1), 0, tag=6)
+    with no_memory():
+        interlace.barrier()
+        for _ in range(20):
+            other.is_completed()
+        interlace.recv(target, 0, tag=5)
+    return torch.equal(target, message)
+
+
+def behind_one_without_memory(nbytes: int) -> str:
+    """What is asked for comes behind a large message for which there is no memory: all hear of it."""
+    works = []
+    if interlace.get_rank() == 0:
+        works = [interlace.isend(_of(0, tag, nbytes), 1, tag=tag) for tag in (5, 6)]
+    target = torch.full((nbytes,), 9, dtype=torch.uint8)
+    try:
+        if interlace.get_rank() == 1:
+            with no_memory():
+                interlace.recv(target, 0, tag=6)
+        for work in works:
+            work.wait()
+    except interlace.InterlaceError as error:
+        try:  # and none later succeeds without its data
+            interlace.recv(target, 1 - interlace.get_rank(), tag=5)
+        except interlace.InterlaceError:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _interrupted(call: Callable[[], object], seconds: float, times: list[int]) -> None:
+    """``call`` until it succeeds; ``times`` counts how often a timer's signal ended it by an exception.
+
+    A little later each time: who is interrupted within microseconds of every call comes to nothing.
+    """
+
+    def handler(number: int, frame: object) -> None:
+        raise LateError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        while True:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                call()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                return
+            except LateError:
+                times[0] += 1
+                seconds *= 1.02
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted_waits(nbytes: int) -> tuple[int, str]:
+    """Rank 1's waits for a message are ended by signals until it comes: it comes, or all hear why not."""
+    if interlace.get_rank() == 0:
+        time.sleep(0.1)
+        try:
+            for number in range(20):
+                interlace.isend(_of(0, number, nbytes), 1).wait()
+            interlace.recv(torch.zeros(1), 1)
+        except interlace.InterlaceError as error:
+            return 0, type(error).__name__
+        return 0, "fine"
+    times = [0]
+    try:
+        for number in range(20):
+            target = torch.zeros(nbytes, dtype=torch.uint8)
+            work = interlace.irecv(target, 0)
+            _interrupted(work.wait, 50e-6 * (1 + number), times)
+            assert torch.equal(target, _of(0, number, nbytes))
+        interlace.send(torch.zeros(1), 0)
+    except interlace.InterlaceError as error:
+        return times[0], type(error).__name__
+    return times[0], "fine"
+
+
+def interrupted_in_the_midst() -> str:
+    """An exception while Python's state of messages changes ends the group, on all ranks, at once."""
+    rank = interlace.get_rank()
+    if rank == 1:
+
+        def finish(*args: Any) -> None:
+            raise LateError("now")
+
+        matching.Messages._finish = finish  # type: ignore[method-assign]
+    try:
+        try:
+            if rank == 0:
+                interlace.send(torch.ones(4), 1)
+                interlace.recv(torch.ones(4), 1)
+            else:
+                interlace.recv(torch.ones(4), 0)
+        except LateError:
+            interlace.recv(torch.ones(4), 0)
+    except interlace.InterlaceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def bound_of_an_op(seconds: float, end: str) -> bool:
+    """A message that never comes, waited for again and again: the last wait ends with the op's bound."""
+    if interlace.get_rank() == 0:
+        while not Path(end).exists():
+            time.sleep(0.01)
+        return True
+    engine = groups.default_group().engine
+    assert isinstance(engine, HostEngine)
+    began = time.monotonic()
+    work = interlace.irecv(torch.zeros(1), 0)
+    work._outcome.bound = seconds  # type: ignore[union-attr]
+    while True:
+        try:
+            _interrupted(work.wait, seconds / 10, [0])
+        except interlace.CollectiveTimeoutError:
+            break
+        except interlace.InterlaceError:
+            continue
+    took = time.monotonic() - began
+    Path(end).touch()
+    return took < 2 * seconds

@@ -1,0 +1,75 @@
+"""Messages of two ranks on one host: through boxes, in pieces, kept, interrupted, and without memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import interlace
+from multi.shm import message_ranks
+from tiers import few
+
+NOBODY = -1
+
+
+def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
+    return interlace.run(fn, world_size, *args, place="shm", timeout=message_ranks.BOUND)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count", "python", "world_size"),
+    few(
+        [
+            (nbytes, count, python, world_size)
+            for nbytes in (1, 5000, 40_000, 1 << 20, 9_000_001)
+            for count in (1, 8, 40)
+            for python in (NOBODY, 1)
+            for world_size in (2, 3)
+            if nbytes * count < 1 << 27
+        ],
+        (1, 40, NOBODY, 2),
+        (5000, 40, 1, 3),
+        (40_000, 8, NOBODY, 3),
+        (9_000_001, 8, 1, 2),
+    ),
+)
+def test_around_a_ring(nbytes: int, count: int, python: int, world_size: int) -> None:
+    """Every size class, more at once than a box holds; by machine code and by Python, also mixed."""
+    assert run(message_ranks.ring, world_size, nbytes, count, python) == [True] * world_size
+
+
+@pytest.mark.parametrize("python", [NOBODY, 0])
+@pytest.mark.parametrize("nbytes", [100, 5_000_000])
+def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python: int) -> None:
+    assert run(message_ranks.send_before_receiving, 2, nbytes, python) == [True, True]
+
+
+@pytest.mark.parametrize("nbytes", [100, 5_000_000])
+def test_an_early_message_without_memory_waits_for_its_receive(nbytes: int) -> None:
+    assert run(message_ranks.early_without_memory, 2, nbytes) == [True, True]
+
+
+def test_no_memory_to_keep_what_is_in_the_way_ends_the_group() -> None:
+    sender, receiver = run(message_ranks.behind_one_without_memory, 2, 5_000_000)
+    text = "rank 1: no memory to keep 5000000 bytes from rank 0 (tag 5), not yet asked for"
+    assert receiver == f"InterlaceError: {text}"
+    assert sender.startswith("AbortedError: rank 1 aborted the group: ") and text in sender
+
+
+@pytest.mark.parametrize("nbytes", [100, 300_000])
+def test_a_wait_that_a_signal_ends_loses_nothing(nbytes: int) -> None:
+    """Or it ends the group, if it came in the midst of a change, which all hear."""
+    sender, (times, receiver) = run(message_ranks.interrupted_waits, 2, nbytes)
+    assert times > 0, "no wait was interrupted"
+    assert (sender[1], receiver) in [("fine", "fine"), ("AbortedError", "AbortedError")]
+
+
+def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
+    for text in run(message_ranks.interrupted_in_the_midst, 2):
+        assert text == (
+            "AbortedError: rank 1 aborted the group: an exception while messages moved: LateError: now"
+        )
+
+
+def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
+    assert run(message_ranks.bound_of_an_op, 2, 1.0, str(tmp_path / "end")) == [True, True]
