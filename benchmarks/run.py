@@ -21,14 +21,15 @@ import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from circumstances import circumstances, new_result
 from cpu.fused import SHAPES
 from cpu.measure import Measurement, gloo, measure
-from rich.console import Console
 from rich.table import Table
 
 import interlace
+from interlace.cli.output.consoles import new_console, write_table
 
 MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
 OPS = tuple(MODULES)
@@ -72,7 +73,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def show(console: Console, measurements: list[Measurement]) -> None:
+def show(console: Any, measurements: list[Measurement]) -> None:
     """A table: median microseconds, and in brackets how many times as fast as the baseline."""
     for op in dict.fromkeys(m.op for m in measurements):
         rows = [m for m in measurements if m.op == op]
@@ -100,7 +101,7 @@ def show(console: Console, measurements: list[Measurement]) -> None:
                 f"{int(row.shape['bytes']) / row.microseconds[name] / 1e3:.2f}" for name in rated
             ]
             table.add_row(str(row.world_size), shape, *cells, *rates)
-        console.print(table)
+        write_table(console, table)
 
 
 def main() -> int:
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, help="JSON file (default: a new one in results/)")
     options = parser.parse_args()
-    console = Console()
+    console = new_console()
     measurements: list[Measurement] = []
     for world_size in [int(part) for part in options.ranks.split(",")]:
         for op in options.op or OPS + OWN_RANKS:

@@ -197,7 +197,7 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
             *("-" if number is None else str(number) for number in numbers),
             verdict,
         )
-    console.print(table)
+    consoles.write_table(console, table)
     console.print(f"{len(reports)} built, {failed} not as they should be.")
     return 1 if failed else 0
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from interlace.cli.commands import sarif, verify_page
+from interlace.cli.output.consoles import write_table
 from interlace.cli.output.files import refuse_outputs
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int, world_sizes
 from interlace.cli.output.progress import counted
@@ -174,7 +175,7 @@ def render(console: Any, results: list[JobResult], tell: Teller | None = None) -
 
     for result in results:
         (tell := tell or Teller(console))(result)
-    console.print(_table(results))
+    write_table(console, _table(results))
     for result in [r for r in results if r.check == "protocol" and not r.findings]:
         console.print(
             f"protocol {result.variant}: {result.count}, all interleavings right", style="dim"

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 _MARKUP = re.compile(r"\[/?[a-z ]*\]")
+WIDEST = 10_000  # columns of a table that is not for a terminal
 
 
 class PlainConsole:
@@ -33,3 +34,12 @@ def new_console(*, stderr: bool = False) -> Any:
 def write(console: Any, text: str, style: str = "") -> None:
     """Print a line as it is: words in brackets are no markup, and it is not broken."""
     console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def write_table(console: Any, table: Any) -> None:
+    """Print rich's table: on a terminal as wide as that, elsewhere whole."""
+    if not console.is_terminal:
+        table.width = console.measure(
+            table, options=console.options.update(max_width=WIDEST)
+        ).maximum
+    console.print(table, crop=console.is_terminal)

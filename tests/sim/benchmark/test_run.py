@@ -1,0 +1,45 @@
+"""What ``python benchmarks/run.py`` prints."""
+
+import importlib
+import io
+import pathlib
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("run")
+
+
+@pytest.fixture
+def wide(runner: Any) -> Any:
+    """A row that is wider than 80 columns."""
+    times = {"gloo": 123456.0, "interlace": 104851.0, "copy_": 99999.0, "streamed copy": 87654.0}
+    times["OpenMPI"] = 54321.0
+    shape = {"bytes": 1 << 30, "dtype": "float32"}
+    return runner.Measurement("all_reduce", 2, shape, "gloo", times, 3)
+
+
+def test_a_table_in_a_pipe_is_whole(runner: Any, wide: Any) -> None:
+    out = io.StringIO()
+    runner.show(Console(file=out, width=80), [wide])
+    printed = out.getvalue()
+    assert max(map(len, printed.splitlines())) > 80
+    cells = [
+        f"{wide.microseconds[name]:,.0f} ({wide.ratio(name):.2f})" for name in wide.microseconds
+    ]
+    for text in [*cells[1:], *wide.microseconds, "10.24", "1073741824"]:
+        assert text in printed
+    assert "\u2026" not in printed
+
+
+def test_control_on_a_terminal_a_table_is_as_wide_as_that(runner: Any, wide: Any) -> None:
+    out = io.StringIO()
+    runner.show(Console(file=out, width=80, force_terminal=True, color_system=None), [wide])
+    assert max(map(len, out.getvalue().splitlines())) == 80
