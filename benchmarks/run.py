@@ -33,11 +33,8 @@ from interlace.cli.output.consoles import new_console, write_table
 
 MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
 OPS = tuple(MODULES)
-OWN_RANKS = (
-    "torch_backend",
-    "functional",
-    "schedules",
-)  # modules that start their ranks themselves
+SIZED = ("torch_backend", "messages")  # modules that start their ranks themselves, with sizes
+OWN_RANKS = (*SIZED, "functional", "schedules", "crowds")  # and without
 
 
 def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
@@ -53,12 +50,12 @@ def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
         dist.destroy_process_group()
 
 
-def run(op: str, world_size: int, repetitions: int) -> list[Measurement]:
+def run(op: str, world_size: int, repetitions: int, sizes: list[int] | None) -> list[Measurement]:
     """All cases of one op or module."""
     if op in OWN_RANKS:
-        own: list[Measurement] = importlib.import_module(f"cpu.{op}").measurements(
-            world_size, repetitions
-        )
+        how = {"sizes": sizes} if op in SIZED else {}
+        module = importlib.import_module(f"cpu.{op}")
+        own: list[Measurement] = module.measurements(world_size, repetitions, **how)
         return own
     ranks = interlace.run(
         on_rank, world_size, op, free_port(), repetitions, place="shm", timeout=600.0
@@ -85,21 +82,18 @@ def show(console: Any, measurements: list[Measurement]) -> None:
         table.add_column(" x ".join(k for k, v in rows[0].shape.items() if isinstance(v, int)))
         for name in names:
             table.add_column(name, justify="right")
-        rated = [
-            name for name in ("interlace", "copy_") if name in names and "bytes" in rows[0].shape
-        ]
+        rated = ["interlace", "copy_"] if "copy_" in names else []
         for name in rated:
             table.add_column(f"{name} GB/s", justify="right")
         for row in rows:
             cells = [
-                f"{row.microseconds[name]:,.0f}"
+                f"{row.microseconds[name]:,.{1 if row.microseconds[name] < 100 else 0}f}"
                 + ("" if name == row.baseline else f" ({row.ratio(name):.2f})")
                 for name in names
             ]
             shape = " x ".join(str(v) for v in row.shape.values() if isinstance(v, int))
-            rates = [
-                f"{int(row.shape['bytes']) / row.microseconds[name] / 1e3:.2f}" for name in rated
-            ]
+            moved = int(row.shape["bytes"]) * int(row.shape.get("in flight", 1)) if rated else 0
+            rates = [f"{moved / row.microseconds[name] / 1e3:.2f}" for name in rated]
             table.add_row(str(row.world_size), shape, *cells, *rates)
         write_table(console, table)
 
@@ -111,15 +105,17 @@ def main() -> int:
     parser.add_argument(
         "--op", choices=OPS + OWN_RANKS, action="append", help="only this module; repeatable"
     )
+    parser.add_argument("--bytes", help=f"sizes for {' and '.join(SIZED)}, comma-separated")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, help="JSON file (default: a new one in results/)")
     options = parser.parse_args()
+    sizes = [int(part) for part in options.bytes.split(",")] if options.bytes else None
     console = new_console()
     measurements: list[Measurement] = []
     for world_size in [int(part) for part in options.ranks.split(",")]:
         for op in options.op or OPS + OWN_RANKS:
             with console.status(f"{op} on {world_size} ranks ..."):
-                measurements += run(op, world_size, options.repetitions)
+                measurements += run(op, world_size, options.repetitions, sizes)
     show(console, measurements)
     facts = circumstances()
     out = options.out or new_result("cpu", facts)

@@ -6,7 +6,8 @@ slowest rank, from a common barrier to the end of the op on that rank. Results a
 ratios are of medians of the same run.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
@@ -54,6 +55,25 @@ def gloo(port: int) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
+
+
+@contextlib.contextmanager
+def beside_gloo(path: str) -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """torch's gloo group and interlace's over the same ranks, which meet at the file ``path``."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=interlace.get_rank(),
+        world_size=interlace.get_world_size(),
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        gloo = dist.group.WORLD
+        assert gloo is not None
+        yield gloo, dist.new_group(backend="interlace")
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def measure(

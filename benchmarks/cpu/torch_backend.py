@@ -11,21 +11,15 @@ starts do not count; candidates alternate block by block; a block's time per cal
 rank; medians over blocks.
 """
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu.measure import Case, Measurement, measure
+from cpu.measure import Case, Measurement, beside_gloo, measure
+from cpu.openmpi import openmpi
 
 import interlace
 from interlace.runtime.places.shm.machine_code.steps import Copier, available
@@ -80,28 +74,15 @@ def _copies(nbytes: int) -> Candidates:
     return copies
 
 
-def on_rank(path: str, repetitions: int) -> list[Measurement]:
+def on_rank(path: str, repetitions: int, sizes: Sequence[int]) -> list[Measurement]:
     """All measurements of one world size, on one rank."""
     torch.set_num_threads(1)
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
-    try:
-        return _measure(world_size, repetitions)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
+    with beside_gloo(path) as (gloo, ours):
+        return _measure(gloo, ours, repetitions, sizes)
 
 
-def _measure(world_size: int, repetitions: int) -> list[Measurement]:
-    gloo = dist.group.WORLD
-    ours = dist.new_group(backend="interlace")
-    assert gloo is not None
+def _measure(gloo: Any, ours: Any, repetitions: int, sizes: Sequence[int]) -> list[Measurement]:
+    world_size = interlace.get_world_size()
 
     def case(
         name: str, nbytes: int, op: Callable[[Any], object], copies: Candidates, calls: int | None
@@ -117,7 +98,7 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
             for name, op in {**ops(DISPATCH_BYTES, 1), **_more_ops()}.items()
         ]
     found = [case("barrier", 0, lambda group: dist.barrier(group=group), {}, None)]
-    for nbytes in SIZES:
+    for nbytes in sizes:
         copies = _copies(nbytes)
         found += [
             case(name, nbytes, op, copies, None) for name, op in ops(nbytes, world_size).items()
@@ -125,38 +106,19 @@ def _measure(world_size: int, repetitions: int) -> list[Measurement]:
     return found
 
 
-def measurements(world_size: int, repetitions: int) -> list[Measurement]:
+def measurements(
+    world_size: int, repetitions: int, sizes: Sequence[int] | None = None
+) -> list[Measurement]:
     """All of one world size, with OpenMPI's times where it is installed."""
-    anchor = openmpi(world_size, repetitions) if world_size > 1 else {}
+    given = list(sizes or SIZES)
+    anchor = openmpi(world_size, "collectives", repetitions, given) if world_size > 1 else {}
     with tempfile.TemporaryDirectory() as folder:
         ranks = interlace.run(
-            on_rank, world_size, f"{folder}/store", repetitions, place="shm", timeout=1200.0
+            on_rank, world_size, f"{folder}/store", repetitions, given, place="shm", timeout=1200.0
         )
     found: list[Measurement] = ranks[0]
     for each in found:
         time_of = anchor.get(f"{each.op} {each.shape['bytes']}")
         if time_of is not None:
             each.microseconds["OpenMPI"] = time_of
-    return found
-
-
-def openmpi(world_size: int, repetitions: int) -> dict[str, float]:
-    """OpenMPI's medians by "op bytes"; empty where it is not installed."""
-    python = os.environ.get("MPI_PYTHON", sys.executable)
-    if shutil.which("mpirun") is None:
-        return {}
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(world_size)]
-    script = Path(__file__).with_name("openmpi_ranks.py")
-    try:
-        answer = subprocess.run(
-            [*command, python, str(script), str(repetitions), *map(str, SIZES)],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=True,
-        )
-    except (subprocess.SubprocessError, OSError) as error:
-        print(f"no figures of OpenMPI: {error}", file=sys.stderr)
-        return {}
-    found: dict[str, float] = json.loads(answer.stdout.strip().splitlines()[-1])
     return found

@@ -1,0 +1,104 @@
+"""Steps of computing and one all_reduce, on a host that is busy with something else.
+
+A step multiplies matrices for about STEP_SECONDS, as measured on the quiet host, in one or two threads of
+torch, and sums one tensor over the ranks. Meanwhile some processes do nothing but keep cores busy. Blocks
+of STEPS steps through gloo and through interlace alternate in the same processes; medians over blocks.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cpu.measure import Case, Measurement, beside_gloo, measure
+
+import interlace
+from interlace.benchmark.timing.protocol import slowest
+
+LOADS = (0, 2, 6, 12)
+THREADS = (1, 2)
+SIZES = (4 << 10, 1 << 20)
+STEP_SECONDS, STEPS = 5e-3, 5
+MATRIX = 256
+
+_BUSY = "import os\nwhile os.getppid() == {}:\n for _ in range(10 ** 6): pass"
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Processes that keep cores busy, and end with this one if not before."""
+    command = [sys.executable, "-S", "-c", _BUSY.format(os.getpid())]
+    loops = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+def _multiplications() -> int:
+    """How many take STEP_SECONDS in one thread, all ranks at once; the same on every rank."""
+    matrix, product = torch.zeros(MATRIX, MATRIX), torch.zeros(MATRIX, MATRIX)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        torch.mm(matrix, matrix, out=product)
+        times.append(time.perf_counter() - start)
+    return max(1, round(STEP_SECONDS / slowest(sorted(times)[len(times) // 2])))
+
+
+def on_rank(path: str, repetitions: int) -> list[Measurement]:
+    """All measurements of one world size, on one rank."""
+    torch.set_num_threads(1)
+    found = []
+    with beside_gloo(path) as (gloo, ours):
+        count = _multiplications()
+        for load in LOADS:
+            with busy_loops(load if interlace.get_rank() == 0 else 0):
+                for threads in THREADS:
+                    torch.set_num_threads(threads)
+                    for nbytes in SIZES:
+                        step = _step(count, nbytes)
+                        shape: dict[str, int | str] = {
+                            "bytes": nbytes, "busy loops": load, "threads": threads, "dtype": "float32",
+                        }  # fmt: skip
+                        both: dict[str, Callable[[], object]] = {
+                            "gloo": partial(step, gloo),
+                            "interlace": partial(step, ours),
+                        }
+                        case = Case("5 ms and all_reduce", shape, "gloo", both)
+                        found.append(measure(case, repetitions, calls=STEPS, warm_up=1))
+    return found
+
+
+def _step(count: int, nbytes: int) -> Callable[[Any], None]:
+    matrix, product = torch.zeros(MATRIX, MATRIX), torch.zeros(MATRIX, MATRIX)
+    tensor = torch.zeros(nbytes // 4)
+
+    def step(group: dist.ProcessGroup) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=product)
+        dist.all_reduce(tensor, group=group)
+
+    return step
+
+
+def measurements(world_size: int, repetitions: int) -> list[Measurement]:
+    """All of one world size."""
+    if world_size == 1:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = interlace.run(
+            on_rank, world_size, f"{folder}/store", repetitions, place="shm", timeout=1200.0
+        )
+    found: list[Measurement] = ranks[0]
+    return found

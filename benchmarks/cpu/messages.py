@@ -1,0 +1,136 @@
+"""Messages between two ranks, through interlace as a torch.distributed backend, gloo and OpenMPI.
+
+``message_cells.py`` says what is timed. ``bytes`` is the size of one message; the time is that of all in
+flight. ``copy_`` is a plain copy of as many bytes as a rank receives, by all who receive at once.
+"computing" is with a thread in each rank that multiplies matrices meanwhile, in one thread of torch.
+
+Protocol: that of ``torch_backend.py``, with fewer blocks of large messages. What does not fit into half of
+the memory that is available is left out.
+"""
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cpu.measure import Case, Measurement, beside_gloo, measure
+from cpu.message_cells import MATRIX, SIZES, Cell, cells
+from cpu.openmpi import openmpi
+
+import interlace
+
+MOST_MEMORY = 16 << 30
+
+
+def available_memory() -> int:
+    """Half of what this host has left, in bytes; at most MOST_MEMORY."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (left,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return min(MOST_MEMORY, left // 2)
+
+
+def message(cell: Cell, x: torch.Tensor, received: Sequence[torch.Tensor]) -> Callable[[Any], None]:
+    """What one rank does, as a function of a group."""
+    rank = interlace.get_rank()
+    to, source = cell.peers(rank, interlace.get_world_size())
+
+    def one_way(group: dist.ProcessGroup) -> None:
+        if to is not None:
+            dist.send(x, to, group=group)
+        else:
+            dist.recv(received[0], source, group=group)
+
+    def ping_pong(group: dist.ProcessGroup) -> None:
+        for sends in (True, False) if rank % 2 == 0 else (False, True):
+            if sends:
+                dist.send(x, to, group=group)
+            else:
+                dist.recv(received[0], source, group=group)
+
+    def both(group: dist.ProcessGroup) -> None:
+        works = [] if to is None else [dist.isend(x, to, group=group) for _ in received]
+        if source is not None:
+            works += [dist.irecv(each, source, group=group) for each in received]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def batch(group: dist.ProcessGroup) -> None:
+        sends = [dist.P2POp(dist.isend, x, to, group) for _ in received]
+        receives = [dist.P2POp(dist.irecv, each, source, group) for each in received]
+        for work in dist.batch_isend_irecv([*sends, *receives]):
+            work.wait()
+
+    if cell.op == "send" and cell.in_flight == 1:
+        return one_way
+    return {"ping-pong": ping_pong, "batch": batch}.get(cell.op, both)
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """A thread that multiplies matrices meanwhile."""
+    stop, matrix = threading.Event(), torch.zeros(MATRIX, MATRIX)
+    product = torch.zeros(MATRIX, MATRIX)
+
+    def multiply() -> None:
+        while not stop.is_set():
+            torch.mm(matrix, matrix, out=product)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def on_rank(path: str, repetitions: int, what: Sequence[Cell]) -> list[Measurement]:
+    """All measurements of one world size, on one rank."""
+    torch.set_num_threads(1)
+    with beside_gloo(path) as (gloo, ours):
+        return [_measure(cell, gloo, ours, repetitions) for cell in what]
+
+
+def _measure(cell: Cell, gloo: Any, ours: Any, repetitions: int) -> Measurement:
+    x = torch.full((cell.nbytes,), 1, dtype=torch.uint8)
+    received = [torch.full_like(x, 0) for _ in range(cell.in_flight)]
+    op = message(cell, x, received)
+
+    def copies() -> None:
+        if cell.peers(interlace.get_rank(), interlace.get_world_size())[1] is not None:
+            for each in received:
+                each.copy_(x)
+
+    shape: dict[str, int | str] = {
+        "bytes": cell.nbytes, "in flight": cell.in_flight, "dtype": "uint8",
+    }  # fmt: skip
+    candidates = {"gloo": partial(op, gloo), "interlace": partial(op, ours), "copy_": copies}
+    with computing() if cell.computing else contextlib.nullcontext():
+        case = Case(cell.name, shape, "gloo", candidates)
+        return measure(case, cell.repetitions(repetitions), calls=None, warm_up=0)
+
+
+def measurements(
+    world_size: int, repetitions: int, sizes: Sequence[int] | None = None
+) -> list[Measurement]:
+    """All of one world size, with OpenMPI's times where it is installed; nothing of odd ones."""
+    if world_size % 2:
+        return []
+    what = cells(world_size, sizes or SIZES, available_memory())
+    anchor = openmpi(world_size, "messages", repetitions, [astuple(cell) for cell in what])
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = interlace.run(
+            on_rank, world_size, f"{folder}/store", repetitions, what, place="shm", timeout=1200.0
+        )
+    found: list[Measurement] = ranks[0]
+    for cell, each in zip(what, found, strict=True):
+        if cell.key in anchor:
+            each.microseconds["OpenMPI"] = anchor[cell.key]
+    return found
