@@ -1,7 +1,7 @@
 """Steps of computing and one all_reduce, on a host that is busy with something else.
 
-A step multiplies matrices for about STEP_SECONDS, as measured on the quiet host, in one or two threads of
-torch, and sums one tensor over the ranks. Meanwhile some processes do nothing but keep cores busy. Blocks
+A step multiplies two matrices for about STEP_SECONDS, as measured on the quiet host, in one or two threads
+of torch, and sums one tensor over the ranks. Meanwhile some processes do nothing but keep cores busy. Blocks
 of STEPS steps through gloo and through interlace alternate in the same processes; medians over blocks.
 """
 
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ LOADS = (0, 2, 6, 12)
 THREADS = (1, 2)
 SIZES = (4 << 10, 1 << 20)
 STEP_SECONDS, STEPS = 5e-3, 5
-MATRIX = 256
+MATRIX = 512  # columns
 
 _BUSY = "import os\nwhile os.getppid() == {}:\n for _ in range(10 ** 6): pass"
 
@@ -45,15 +46,20 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def _multiplications() -> int:
-    """How many take STEP_SECONDS in one thread, all ranks at once; the same on every rank."""
-    matrix, product = torch.zeros(MATRIX, MATRIX), torch.zeros(MATRIX, MATRIX)
+def _rows() -> int:
+    """Of a matrix of which the product with a square one takes STEP_SECONDS; the same on every rank."""
+    operands, product = _operands(MATRIX)
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        torch.mm(matrix, matrix, out=product)
+        torch.mm(*operands, out=product)
         times.append(time.perf_counter() - start)
-    return max(1, round(STEP_SECONDS / slowest(sorted(times)[len(times) // 2])))
+    return round(STEP_SECONDS / slowest(median(times)) * MATRIX)
+
+
+def _operands(rows: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Two factors, and room for their product."""
+    return (torch.zeros(rows, MATRIX), torch.zeros(MATRIX, MATRIX)), torch.zeros(rows, MATRIX)
 
 
 def on_rank(path: str, repetitions: int) -> list[Measurement]:
@@ -61,13 +67,13 @@ def on_rank(path: str, repetitions: int) -> list[Measurement]:
     torch.set_num_threads(1)
     found = []
     with beside_gloo(path) as (gloo, ours):
-        count = _multiplications()
+        rows = _rows()
         for load in LOADS:
             with busy_loops(load if interlace.get_rank() == 0 else 0):
                 for threads in THREADS:
                     torch.set_num_threads(threads)
                     for nbytes in SIZES:
-                        step = _step(count, nbytes)
+                        step = _step(rows, nbytes)
                         shape: dict[str, int | str] = {
                             "bytes": nbytes, "busy loops": load, "threads": threads, "dtype": "float32",
                         }  # fmt: skip
@@ -80,13 +86,12 @@ def on_rank(path: str, repetitions: int) -> list[Measurement]:
     return found
 
 
-def _step(count: int, nbytes: int) -> Callable[[Any], None]:
-    matrix, product = torch.zeros(MATRIX, MATRIX), torch.zeros(MATRIX, MATRIX)
+def _step(rows: int, nbytes: int) -> Callable[[Any], None]:
+    operands, product = _operands(rows)
     tensor = torch.zeros(nbytes // 4)
 
     def step(group: dist.ProcessGroup) -> None:
-        for _ in range(count):
-            torch.mm(matrix, matrix, out=product)
+        torch.mm(*operands, out=product)
         dist.all_reduce(tensor, group=group)
 
     return step
