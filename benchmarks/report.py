@@ -8,16 +8,18 @@ In ``README.md`` and ``docs/performance.md`` a table stands between ``<!-- table
     fused     all_gather_matmul, matmul_reduce_scatter against gloo + torch.mm
     gpu       the records of gpu.py
     loops     loop_counts.py: what a round of some loops does, before and now
+    messages  messages: interlace, gloo, OpenMPI and copies, by op and size
+    crowds    crowds: a step beside busy loops, through gloo and through interlace
 
-``--plots`` draws bandwidth over size for each backend table, and overlap for each gpu table, into
-``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
+``--plots`` draws time over size for each table of the backend and of messages, and overlap for each gpu
+table, into ``docs/images``. ``--check`` writes nothing and fails if a table is not what its file says.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 IMAGES = ROOT / "docs" / "images"
 MARK = re.compile(r"(<!-- table (\w+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BACKEND_OPS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MESSAGE_OPS = ("exchange", "exchange, 8 in flight", "exchange, computing", "send", "batch", "ring")
 SHOWN_BYTES = (0, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 
 Document = dict[str, Any]
@@ -37,7 +40,10 @@ def size_text(nbytes: int) -> str:
     """4096 is "4 KiB"; nothing for 0."""
     if not nbytes:
         return ""
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << shift:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} B"
 
 
 def _microseconds(value: float) -> str:
@@ -77,6 +83,49 @@ def backend(document: Document) -> str:
         "time relative to OpenMPI", "GB/s", "`copy_` GB/s",
         "streamed copy GB/s",
     ]  # fmt: skip
+    return _table(head, rows())
+
+
+def messages(document: Document) -> str:
+    """One line per world size, op and size."""
+
+    def rows() -> Rows:
+        found = [m for m in document["measurements"] if "in flight" in m["shape"]]
+        ops = list(dict.fromkeys(m["op"] for m in found))
+        found.sort(key=lambda m: (m["world_size"], ops.index(m["op"]), m["shape"]["bytes"]))
+        for m in found:
+            times = m["microseconds"]
+            ours, mpi = times["interlace"], times.get("OpenMPI")
+            yield [
+                str(m["world_size"]), m["op"], size_text(m["shape"]["bytes"]), _microseconds(ours),
+                f"{times['gloo'] / ours:.2f}",
+                "" if mpi is None else _microseconds(mpi),
+                "" if mpi is None else f"{ours / mpi:.2f}",
+                f"{ours / times['copy_']:.2f}",
+            ]  # fmt: skip
+
+    head = [
+        "ranks", "op", "bytes", "interlace, us", "times as fast as gloo", "OpenMPI, us",
+        "time relative to OpenMPI", "relative to `copy_`",
+    ]  # fmt: skip
+    return _table(head, rows())
+
+
+def crowds(document: Document) -> str:
+    """One line per world size, threads and busy loops: milliseconds of a step."""
+
+    def rows() -> Rows:
+        found = [m for m in document["measurements"] if "busy loops" in m["shape"]]
+        for m in sorted(found, key=lambda m: (m["world_size"], m["shape"]["threads"])):
+            times, shape = m["microseconds"], m["shape"]
+            numbers = (m["world_size"], shape["threads"], shape["busy loops"])
+            yield [
+                *map(str, numbers), size_text(shape["bytes"]),
+                *(f"{times[name] / 1e3:.1f}" for name in ("interlace", "gloo")),
+                f"{times['gloo'] / times['interlace']:.2f}",
+            ]  # fmt: skip
+
+    head = ["ranks", "threads", "busy loops", "bytes", "interlace, ms", "gloo, ms", "times as fast"]
     return _table(head, rows())
 
 
@@ -162,7 +211,10 @@ KINDS: dict[str, Callable[[Document], str]] = {
     "fused": fused,
     "gpu": gpu,
     "loops": loops,
+    "messages": messages,
+    "crowds": crowds,
 }
+OPS_DRAWN = {"backend": BACKEND_OPS[1:], "messages": MESSAGE_OPS}
 
 
 def rewritten(text: str) -> str:
@@ -189,8 +241,8 @@ def plots(page: str) -> list[Path]:
     for _, kind, name, _, _ in MARK.findall(page):
         document = json.loads((RESULTS / name).read_text())
         path = IMAGES / f"{kind}-{Path(name).stem}.png"
-        if kind == "backend":
-            figure = _bandwidths(pyplot, document)
+        if kind in OPS_DRAWN:
+            figure = _times(pyplot, document, OPS_DRAWN[kind])
         elif kind == "gpu":
             figure = _overlaps(pyplot, document)
         else:
@@ -201,29 +253,36 @@ def plots(page: str) -> list[Path]:
     return made
 
 
-def _bandwidths(pyplot: Any, document: Document) -> Any:
-    worlds = sorted({m["world_size"] for m in document["measurements"]} - {1})
-    ops = BACKEND_OPS[1:]
+def _times(pyplot: Any, document: Document, ops: Sequence[str]) -> Any:
+    """Time over size, both logarithmic: a row of plots per world size, a column per op."""
+    every = [m for m in document["measurements"] if m["op"] in ops]
+    worlds = sorted({m["world_size"] for m in every} - {1})
     figure, axes = pyplot.subplots(
-        len(worlds), len(ops), figsize=(15, 6), sharex=True, sharey=True, layout="constrained"
-    )
+        len(worlds), len(ops), figsize=(2.3 * len(ops), 2.2 * len(worlds) + 0.8), sharex=True,
+        sharey=True, squeeze=False, layout="constrained",
+    )  # fmt: skip
+    lines: dict[str, Any] = {}
     for row, world_size in zip(axes, worlds, strict=True):
         for axis, op in zip(row, ops, strict=True):
-            found = [
-                m
-                for m in document["measurements"]
-                if m["op"] == op and m["world_size"] == world_size
-            ]
-            sizes = [m["shape"]["bytes"] for m in found]
+            found = [m for m in every if m["op"] == op and m["world_size"] == world_size]
             for name in ("interlace", "gloo", "OpenMPI", "copy_", "streamed copy"):
-                if all(name in m["microseconds"] for m in found):
-                    rates = [m["shape"]["bytes"] / m["microseconds"][name] / 1e3 for m in found]
-                    axis.loglog(sizes, rates, label=name, marker="o", markersize=3)
-            axis.set_title(f"{op}, {world_size} ranks", fontsize=9)
+                points = [
+                    (m["shape"]["bytes"], m["microseconds"][name])
+                    for m in found
+                    if name in m["microseconds"]
+                ]
+                style = {"linestyle": ":"} if "copy" in name else {"marker": "o", "markersize": 3}
+                if points:
+                    (lines[name],) = axis.loglog(
+                        *zip(*points, strict=True), label=name, linewidth=1.2, **style
+                    )
+            axis.set_visible(bool(found))
+            axis.set_title(f"{op}, {world_size} ranks", fontsize=8)
+            axis.tick_params(labelsize=7)
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.supxlabel("bytes of a rank's input")
-    figure.supylabel("GB/s: bytes over time")
+    figure.legend(handles=lines.values(), loc="outside upper right", ncols=len(lines), fontsize=8)
+    figure.supxlabel("bytes", fontsize=9)
+    figure.supylabel("microseconds", fontsize=9)
     return figure
 
 

@@ -1,8 +1,9 @@
 """Steps of computing and one all_reduce, on a host that is busy with something else.
 
 A step multiplies two matrices for about STEP_SECONDS, as measured on the quiet host, in one or two threads
-of torch, and sums one tensor over the ranks. Meanwhile some processes do nothing but keep cores busy. Blocks
-of STEPS steps through gloo and through interlace alternate in the same processes; medians over blocks.
+of torch, and sums one tensor over the ranks. Meanwhile some processes do nothing but keep cores busy.
+Blocks of STEPS steps through gloo and through interlace alternate in the same processes; medians over
+blocks.
 """
 
 import contextlib

@@ -46,9 +46,7 @@ class Cell:
 
     def repetitions(self, most: int) -> int:
         """Fewer for large messages, of which one takes longer than a block of small ones."""
-        if self.nbytes <= SMALL:
-            return most
-        return max(3, most // 3) if self.nbytes <= MEDIUM else min(most, 3)
+        return most if self.nbytes <= SMALL else max(1, most // (3 if self.nbytes <= MEDIUM else 5))
 
 
 def cells(world_size: int, sizes: Sequence[int], memory: int) -> list[Cell]:

@@ -111,7 +111,11 @@ def _measure(cell: Cell, gloo: Any, ours: Any, repetitions: int) -> Measurement:
     shape: dict[str, int | str] = {
         "bytes": cell.nbytes, "in flight": cell.in_flight, "dtype": "uint8",
     }  # fmt: skip
-    candidates = {"gloo": partial(op, gloo), "interlace": partial(op, ours), "copy_": copies}
+    candidates: dict[str, Callable[[], object]] = {
+        "gloo": partial(op, gloo),
+        "interlace": partial(op, ours),
+        "copy_": copies,
+    }
     with computing() if cell.computing else contextlib.nullcontext():
         case = Case(cell.name, shape, "gloo", candidates)
         return measure(case, cell.repetitions(repetitions), calls=None, warm_up=0)

@@ -52,6 +52,36 @@ def test_gpu_records_have_a_table(report: Any, tmp_path: Path, monkeypatch: Any)
         report.rewritten("<!-- table rumours gpu.json -->\n<!-- end -->")
 
 
+def test_messages_and_crowds_have_tables_and_messages_a_plot(
+    report: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    times = {"gloo": 300.0, "interlace": 150.0, "copy_": 50.0}
+    messages = [
+        {
+            "op": "ring",
+            "world_size": 4,
+            "shape": {"bytes": size, "in flight": 1},
+            "microseconds": each,
+        }
+        for size, each in ((1, times), (1 << 30, {**times, "OpenMPI": 100.0}))
+    ]
+    shape = {"bytes": 4096, "busy loops": 6, "threads": 2}
+    crowd = {"op": "step", "world_size": 2, "shape": shape, "microseconds": times}
+    (tmp_path / "cpu.json").write_text(json.dumps({"measurements": [*messages, crowd]}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "IMAGES", tmp_path)
+    page = report.rewritten(
+        "".join(
+            f"<!-- table {kind} cpu.json -->\n<!-- end -->\n" for kind in ("messages", "crowds")
+        )
+    )
+    assert "| 4 | ring | 1 B | 150 | 2.00 |  |  | 3.00 |" in page
+    assert "| 4 | ring | 1 GiB | 150 | 2.00 | 100 | 1.50 | 3.00 |" in page
+    assert "| 2 | 2 | 6 | 4 KiB | 0.1 | 0.3 | 2.00 |" in page
+    pytest.importorskip("matplotlib")
+    assert [path.name for path in report.plots(page)] == ["messages-cpu.png"]
+
+
 def test_another_run_of_a_commit_has_a_file_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     circumstances = importlib.import_module("circumstances")

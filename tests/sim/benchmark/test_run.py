@@ -43,3 +43,20 @@ def test_control_on_a_terminal_a_table_is_as_wide_as_that(runner: Any, wide: Any
     out = io.StringIO()
     runner.show(Console(file=out, width=80, force_terminal=True, color_system=None), [wide])
     assert max(map(len, out.getvalue().splitlines())) == 80
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_message_that_is_sent_is_received(runner: Any, world_size: int) -> None:
+    cells = importlib.import_module("cpu.message_cells").cells(world_size, [1, 1 << 30], 16 << 30)
+    assert {cell.op for cell in cells} >= {"exchange", "send", "ping-pong", "batch"}
+    assert all(world_size * (1 + cell.in_flight) * cell.nbytes <= 16 << 30 for cell in cells)
+    assert any(cell.nbytes == 1 << 30 for cell in cells) and any(
+        cell.in_flight > 1 for cell in cells
+    )
+    for cell in cells:
+        ends = [cell.peers(rank, world_size) for rank in range(world_size)]
+        sent = {(rank, to) for rank, (to, _) in enumerate(ends) if to is not None}
+        assert sent == {
+            (source, rank) for rank, (_, source) in enumerate(ends) if source is not None
+        }
+        assert sent and len({cell.key for cell in cells}) == len(cells)
