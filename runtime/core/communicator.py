@@ -402,13 +402,13 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Give memory and handles back; later calls raise. Idempotent, not collective."""
+        """Give memory back once all has ended; later calls raise. Idempotent, not collective."""
         if not self._closed:
             self._closed = True
+            self.place.finish()
             self.arena.close()
             self.place.close()
             self._log(f"closed after {time.perf_counter() - self._since:.3f} s")

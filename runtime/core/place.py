@@ -312,7 +312,11 @@ class Place(ABC):
         return future
 
     def check(self) -> None:
-        """Raise what the group has failed with, if it has."""
+        """Raise what the group has failed with, if it has. To be closed in good order is no failure."""
+        return
+
+    def finish(self) -> None:
+        """Return once what was submitted has ended, before the group is closed."""
         return
 
     def failure_of(self, number: int, *, completed: bool) -> Exception | None:

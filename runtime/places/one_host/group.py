@@ -55,6 +55,7 @@ from interlace.runtime.record import dump as record
 from interlace.runtime.record.recorder import MESSAGES
 
 SETTLE_SECONDS = 0.02
+_CLOSED = "the group is closed"
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
 
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
@@ -408,10 +409,11 @@ class HostGroup:
         return self._parent.failure() if self._parent is not None else None
 
     def check(self) -> None:
-        """Raise if this group, or one it is a part of, cannot be used or was aborted."""
+        """Raise if this group, or one it is a part of, has failed; to be closed is no failure."""
         control = self.control
         if self._unusable or control is None:
-            self.check_usable()
+            if self._unusable != _CLOSED:
+                self.check_usable()
         elif (control.own_view[ABORTED] or self._parent) and (failure := self.failure()):
             raise failure
 
@@ -436,17 +438,13 @@ class HostGroup:
         self._unusable, self.control = reason, None
         self._rendezvous.close()
 
-    def give_up(self) -> None:
-        """Let what waits here, in other threads, end."""
-        self._unusable = self._unusable or "the group is closed"
-
     def close(self, linger: float = 0.0) -> None:
         """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
 
         ``linger``: seconds for which this rank waits for rank 0 to leave, too, which often serves the
         store: a rank that returned earlier could meet the next generation in a store about to go.
         """
-        self.give_up()
+        self._unusable = self._unusable or _CLOSED
         control, self.control = self.control, None
         if control is not None:
             control.leave()

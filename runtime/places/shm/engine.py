@@ -62,7 +62,7 @@ class HostEngine(Engine):
         self._steps = HostSteps(group, group.world_size > 1 and available())
         self._rounds = Rounds(group, self._steps)
         self._direct = Direct(group, self._steps)
-        self._mail = Mail(group)
+        self.mail = Mail(group)
 
     def barrier(self, call: Call) -> None:
         if self.world_size > 1:
@@ -393,10 +393,10 @@ class HostEngine(Engine):
                 divide(output, world_size)
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        return self._mail.send(call, tensor, peer, tag)
+        return self.mail.send(call, tensor, peer, tag)
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        return self._mail.recv(call, tensor, peer, tag)
+        return self.mail.recv(call, tensor, peer, tag)
 
 
 def _sizes(tensors: Tensors) -> list[int]:

@@ -102,6 +102,7 @@ class Mail:
         self._lock, self._counts = threading.RLock(), threading.Lock()
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
+        self._then: Callable[[], object] | None = None  # what closes the group
         self._waiting = self._entering = 0  # threads in wait(); those that want to begin something
 
     # -- what the engine calls -----------------------------------------------------------------
@@ -227,6 +228,15 @@ class Mail:
             self._thread = Helper("interlace mail", self._run, at_work=self._at_work)
             self._thread.start()
 
+    def close(self, then: Callable[[], object]) -> None:
+        """Do ``then`` when all has ended that is under way: now, or in the thread."""
+        with self._lock:
+            if self._messages is not None and self._group.control is not None and self._futures():
+                self._then = then
+                self._see_to_it(self._messages)
+                return
+        then()
+
     def _at_work(self) -> bool:
         """Whether messages are to go out, or something else follows on an end: that may help a peer."""
         with self._lock:
@@ -253,14 +263,16 @@ class Mail:
                 self._step(_STEP)
                 futures = self._futures()
                 naps = 0 if futures else naps + 1
-                if naps > _NAPS:
+                if naps > _NAPS or (self._then and not futures):
                     self._thread = None  # under the lock: the next message starts another
-                    return
+                    break
             now = time.monotonic()
             if now - last_check > _CHECK_SECONDS:
                 last_check = now
                 for future in futures:
                     self._check(future)
+        if self._then is not None:
+            self._then()
 
     def _check(self, future: _Moving) -> None:
         """Fail ``future`` if it can never end. A reason counts when it is found twice."""

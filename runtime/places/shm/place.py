@@ -33,8 +33,6 @@ from interlace.runtime.record.recorder import called_from
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
 
-PENDING_SECONDS = 0.5  # for an op that is under way when its group is closed
-
 T = TypeVar("T")
 
 
@@ -62,6 +60,9 @@ class CpuPlace(Place):
     def fault(self, reason: str) -> None:
         record.dump(self.group, reason)
 
+    def finish(self) -> None:
+        self.worker.drain()
+
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run the launch side of an op; in the worker if ``asynchronous`` or while it is busy."""
         asynchronous = asynchronous and not self.alone
@@ -84,6 +85,7 @@ class ShmPlace(CpuPlace):
         self.alone = group.world_size == 1
         self.worker = OrderedWorker("interlace ops")
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
+        self._engine: HostEngine | None = None
 
     def known_as(self, ranks: Sequence[int]) -> None:
         record.known_as(self.group, ranks)
@@ -147,7 +149,8 @@ class ShmPlace(CpuPlace):
         return self.group.exchange(payload, doing)
 
     def new_engine(self, communicator: object) -> Engine:
-        return HostEngine(self.group)
+        self._engine = HostEngine(self.group)
+        return self._engine
 
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None
@@ -182,10 +185,11 @@ class ShmPlace(CpuPlace):
                 Cells([base + ABORT_WORD * WORD for base in bases]).store_release(1)
 
     def close(self) -> None:
-        """Leave the group; memory is unmapped with the last tensor over it. Idempotent."""
+        """Leave the group, after its messages; memory goes with the last tensor over it. Idempotent."""
         user_launches.unroute(self)
-        if not self.worker.close(PENDING_SECONDS):
-            self.group.give_up()  # what still waits there
-            self.worker.close()
-        self.group.close(self.linger)
+        self.worker.close()
         self._buffers = []
+        if self._engine is None:
+            self.group.close(self.linger)
+        else:
+            self._engine.mail.close(lambda: self.group.close(self.linger))

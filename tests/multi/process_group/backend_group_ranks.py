@@ -1,5 +1,6 @@
 """Ranks of test_backend.py: groups: how many, which ranks, their names and their end."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -120,3 +121,23 @@ def aborted(path: str) -> str:
         except interlace.AbortedError as error:
             return str(error)
         return "nothing was raised"
+
+
+def destroyed_before_wait(path: str, kind: str, backend: str) -> list[float]:
+    """The least and the most of what comes by ops that are under way when their group is destroyed."""
+    count = 3_000_000 if kind == "large messages" else 1000
+    with world(path, backend):
+        rank = dist.get_rank()
+        x, y = torch.full((count,), float(rank + 1)), torch.zeros(count)
+        if rank == 1:
+            time.sleep(0.7)  # the other waits for this one by then, or has destroyed its group
+        works: list[Any] = []
+        if kind == "collective":
+            works.append(dist.all_reduce(x, async_op=True))
+            y = x
+        else:
+            works += [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert all(work.is_completed() for work in works)
+    return [float(y.min()), float(y.max())]

@@ -15,7 +15,7 @@ import torch
 import interlace
 import torch_names
 from multi.process_group import backend_group_ranks, backend_ranks
-from tiers import thorough
+from tiers import few, thorough
 
 ROOT = Path(__file__).parents[3]
 
@@ -280,3 +280,12 @@ def test_entry_point_under_torchrun(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("backend", few(["interlace", "gloo"], "interlace"))
+@pytest.mark.parametrize("kind", ["collective", "messages", "large messages"])
+def test_what_is_under_way_when_a_group_is_destroyed_ends_well(
+    tmp_path: Path, kind: str, backend: str
+) -> None:
+    found = on_ranks(backend_group_ranks.destroyed_before_wait, 2, tmp_path, kind, backend)
+    assert found == ([[3.0, 3.0]] * 2 if kind == "collective" else [[2.0, 2.0], [1.0, 1.0]])
