@@ -1,4 +1,4 @@
-"""What is timed of messages between ranks, by interlace, gloo and OpenMPI alike.
+"""Messages between ranks that are timed, of interlace, gloo and OpenMPI alike.
 
 Needs neither torch nor interlace, which OpenMPI's Python may not have.
 

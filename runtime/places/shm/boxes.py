@@ -11,7 +11,7 @@ much data as fits::
         says how much of the ring's end is left out
 
 The data of larger messages goes through the second, behind all control segments' other contents, in pieces
-of equal size. Its memory is allocated when it is used first. A :class:`Way` is one direction of such a
+of equal size. Its memory is allocated when it is used first. A :class:`Pipe` is one direction of such a
 ring, as one of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
 
 A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it
@@ -52,7 +52,7 @@ _copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 class Record(NamedTuple):
     """What begins a message. ``data`` is the address of its bytes, None if they come in pieces.
 
-    ``shift``: of the slots of its pieces, see ``Way``.
+    ``shift``: of the slots of its pieces, see ``Pipe``.
     """
 
     tag: int
@@ -63,7 +63,7 @@ class Record(NamedTuple):
     end: int  # of the bytes of records that have been taken with this one
 
 
-class Way:
+class Pipe:
     """One end of the ring of pieces from one rank to another. One message at a time is on its way."""
 
     def __init__(self, control: Control, boxes: "Boxes", own: int, peer: int, puts: bool) -> None:
@@ -73,7 +73,7 @@ class Way:
         owner, other = (own, peer) if puts else (peer, own)
         ring = control.bases[owner] + boxes.ring(other)
         self._piece, self._slots, self._puts = boxes.piece, boxes.slots, puts
-        self.words = (ctypes.c_int64 * mover_ir.WAY)(
+        self.words = (ctypes.c_int64 * mover_ir.PIPE)(
             *(words.address + 8 * index for words, index in (self._ours, self._theirs)),
             0, 0, ring, 0, 0, 0, puts, 0, control.mail_asleep(peer),
         )  # fmt: skip
@@ -146,7 +146,7 @@ class Boxes:
         self.piece = min(_PIECE, self._ring_bytes // _SLOTS & ~63)
         self.slots = self._ring_bytes // self.piece
         self._put, self._taken = [0] * size, [0] * size
-        self._ways: dict[tuple[int, bool], Way] = {}
+        self._pipes: dict[tuple[int, bool], Pipe] = {}
         self._allocated: set[int] = set()
         self._wanted = ctypes.c_int64()  # how many threads want to use this
         self._watched = (ctypes.c_int64 * (2 * (1 + 2 * size)))()
@@ -226,19 +226,19 @@ class Boxes:
 
     # -- pieces --------------------------------------------------------------------------------
 
-    def way(self, peer: int, *, puts: bool) -> Way:
+    def pipe(self, peer: int, *, puts: bool) -> Pipe:
         """This rank's end of the ring to ``peer``, or from it. Raises InterlaceError if memory is short."""
         if puts and peer not in self._allocated:
             assert self._group.segment is not None
             self._group.segment.reserve(self.ring(peer), self._ring_bytes)
             self._allocated.add(peer)
-        found = self._ways.get((peer, puts))
+        found = self._pipes.get((peer, puts))
         if found is None:
-            found = self._ways[peer, puts] = Way(self._control, self, self._rank, peer, puts)
+            found = self._pipes[peer, puts] = Pipe(self._control, self, self._rank, peer, puts)
         return found
 
     def move(
-        self, ways: Sequence[Way], blocked: Sequence[int], seconds: float, *, sleep: bool
+        self, pipes: Sequence[Pipe], blocked: Sequence[int], seconds: float, *, sleep: bool
     ) -> bool:
         """Move pieces until a message has gone whole, a record came, or one for ``blocked`` has room.
 
@@ -250,25 +250,25 @@ class Boxes:
             watched[2 * count], watched[2 * count + 1] = words.address + 8 * index, self._room(peer)
             count += 1
         if self._move is None:
-            return self._by_python(ways, count, seconds, sleep=sleep)
+            return self._by_python(pipes, count, seconds, sleep=sleep)
         terms = self._terms[sleep]
         terms[mover_ir.IDLE] = int(seconds * 1e9)
         terms[mover_ir.SPINS] = self._spins if seconds else 0
-        addresses = (ctypes.c_int64 * len(ways))(*[way.address for way in ways])
-        return self._move(terms, addresses, len(ways), watched, count) >= 0
+        addresses = (ctypes.c_int64 * len(pipes))(*[pipe.address for pipe in pipes])
+        return self._move(terms, addresses, len(pipes), watched, count) >= 0
 
-    def _by_python(self, ways: Sequence[Way], count: int, seconds: float, *, sleep: bool) -> bool:
+    def _by_python(self, pipes: Sequence[Pipe], count: int, seconds: float, *, sleep: bool) -> bool:
         words = [ctypes.c_int64.from_address(self._watched[2 * k]) for k in range(count)]
 
         def changed() -> bool:
             return any(word.value > self._watched[2 * k + 1] for k, word in enumerate(words))
 
         def moved() -> bool:
-            return any([way.move() for way in ways])
+            return any([pipe.move() for pipe in pipes])
 
         until = time.monotonic() + seconds
         while True:
-            if any(way.finished for way in ways) or changed():
+            if any(pipe.finished for pipe in pipes) or changed():
                 return True
             if moved():
                 until = time.monotonic() + seconds

@@ -21,7 +21,7 @@ from interlace.runtime.core.call import MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.shm.boxes import Boxes, Record, Way
+from interlace.runtime.places.shm.boxes import Boxes, Record, Pipe
 from interlace.runtime.places.shm.rounds import STREAMED
 
 _REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
@@ -76,8 +76,8 @@ class _Traffic:
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
-    put: Way | None = None  # of the first that leaves
-    take: Way | None = None  # of the first that comes, once it has a place
+    put: Pipe | None = None  # of the first that leaves
+    take: Pipe | None = None  # of the first that comes, once it has a place
 
 
 class Messages:
@@ -111,10 +111,10 @@ class Messages:
 
     def move(self, seconds: float, *, sleep: bool) -> bool:
         """Move pieces until there is something to see to; False if nothing moves for ``seconds``."""
-        ways = [t.put for t in self._traffic.values() if t.put is not None and t.leaving]
-        ways += [t.take for t in self._traffic.values() if t.take is not None]
+        pipes = [t.put for t in self._traffic.values() if t.put is not None and t.leaving]
+        pipes += [t.take for t in self._traffic.values() if t.take is not None]
         blocked = [peer for peer, t in self._traffic.items() if t.outgoing]
-        return self.boxes.move(ways, blocked, seconds, sleep=sleep)
+        return self.boxes.move(pipes, blocked, seconds, sleep=sleep)
 
     def advance(
         self,
@@ -174,7 +174,7 @@ class Messages:
             short = tensor.nbytes <= self.boxes.inline
             if not short and traffic.put is None:
                 try:
-                    traffic.put = self.boxes.way(peer, puts=True)
+                    traffic.put = self.boxes.pipe(peer, puts=True)
                 except (InterlaceError, OSError) as error:
                     traffic.outgoing.popleft()
                     if future is not None:
@@ -244,9 +244,9 @@ class Messages:
             if first.buffer is None:
                 return
             address = first.buffer.data_ptr()
-        way = self.boxes.way(peer, puts=False)
-        way.begin(address, first.nbytes, first.shift, past=first.nbytes >= STREAMED)
-        traffic.take = way
+        pipe = self.boxes.pipe(peer, puts=False)
+        pipe.begin(address, first.nbytes, first.shift, past=first.nbytes >= STREAMED)
+        traffic.take = pipe
 
     def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:
         """Memory to keep a message; None if there is none, unless it is ``urgent``."""

@@ -389,10 +389,10 @@ def test_sender_on_another_host_hears_that_a_message_does_not_fit(
     close(groups)
 
 
-def test_closing_a_group_does_not_wait_for_an_op_that_waits() -> None:
+def test_closing_a_group_waits_for_its_ops_until_the_other_rank_leaves() -> None:
     groups = members("pending", 2, LONG)
     work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
-    groups[0].close()
-    with pytest.raises(InterlaceError, match="the group is closed"):
-        work.wait()
     groups[1].close()
+    groups[0].close()
+    with pytest.raises(InterlaceError, match="rank 1 has left the group"):
+        work.wait()

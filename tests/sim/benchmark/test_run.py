@@ -1,4 +1,4 @@
-"""What ``python benchmarks/run.py`` prints."""
+"""Tables of ``python benchmarks/run.py``, as they are printed."""
 
 import importlib
 import io

@@ -2,9 +2,9 @@
 
 ::
 
-    i64 move(i64 *terms, i64 **ways, i64 count, i64 *watched, i64 words)
+    i64 move(i64 *terms, i64 **pipes, i64 count, i64 *watched, i64 words)
 
-moves pieces on all ways until one has moved its last (the result is its number), a watched word is
+moves pieces through all pipes until one has moved its last (the result is its number), a watched word is
 more than the value behind its address (``count`` and its number), or nothing has moved for as long as the
 terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say.
 """
@@ -18,13 +18,13 @@ PIECE, SLOTS, SPINS, YIELDS, IDLE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = 
 ASLEEP is the address of the own word, or 0 not to sleep."""
 
 OURS, THEIRS, DONE, SHIFT, RING, MEMORY, TOTAL, MOVED, PUTS, PAST, THEIR_ASLEEP = range(11)
-"""A way: addresses of the counters of pieces that this end and the other have done; this end's count, and
+"""A pipe: addresses of the counters of pieces that this end and the other have done; this end's count, and
 how many slots further on in the ring piece 0 would be; the ring, the message's memory, its bytes, those
 moved; whether this end puts or takes pieces, and whether past the caches; the other end's word ASLEEP."""
-WAY = 11  # words
+PIPE = 11  # words
 
 _MOVE = """
-define i64 @move(ptr %terms, ptr %ways, i64 %count, ptr %watched, i64 %words) nounwind {{
+define i64 @move(ptr %terms, ptr %pipes, i64 %count, ptr %watched, i64 %words) nounwind {{
 entry:
   %at.piece = getelementptr i64, ptr %terms, i64 {PIECE}
   %piece = load i64, ptr %at.piece
@@ -61,16 +61,16 @@ fresh:
   br label %scan
 scan:
   store i1 false, ptr %moved.any
-  br label %way
-way:
+  br label %pipe
+pipe:
   %i = phi i64 [0, %scan], [%i1, %skip]
   %i.more = icmp ult i64 %i, %count
   br i1 %i.more, label %look, label %watch
 skip:
   %i1 = add i64 %i, 1
-  br label %way
+  br label %pipe
 look:
-  %at.c = getelementptr i64, ptr %ways, i64 %i
+  %at.c = getelementptr i64, ptr %pipes, i64 %i
   %c = load ptr, ptr %at.c
   %c.ours = getelementptr i64, ptr %c, i64 {OURS}
   %ours = load ptr, ptr %c.ours
@@ -143,10 +143,10 @@ next:
   %last = icmp uge i64 %moved1, %total
   br i1 %last, label %found, label %skip
 found:
-  %result.way = phi i64 [%i, %look], [%i, %next]
+  %result.pipe = phi i64 [%i, %look], [%i, %next]
   br label %end
 watch:
-  %k = phi i64 [0, %way], [%k1, %watch.not]
+  %k = phi i64 [0, %pipe], [%k1, %watch.not]
   %k.more = icmp ult i64 %k, %words
   br i1 %k.more, label %watch.look, label %nothing
 watch.look:
@@ -230,7 +230,7 @@ arm:
   store i1 true, ptr %armed
   br label %scan
 end:
-  %result = phi i64 [%result.way, %found], [%result.word, %watch.found], [-1, %clock], [-1, %may.sleep]
+  %result = phi i64 [%result.pipe, %found], [%result.word, %watch.found], [-1, %clock], [-1, %may.sleep]
   %end.armed = load i1, ptr %armed
   br i1 %end.armed, label %up, label %return
 up:

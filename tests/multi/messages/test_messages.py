@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import interlace
-from multi.shm import message_ranks
+from multi.messages import message_ranks
 from tiers import few
 
 NOBODY = -1
