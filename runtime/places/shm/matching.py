@@ -21,7 +21,7 @@ from interlace.runtime.core.call import MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.shm.boxes import Boxes, Record, Pipe
+from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
 from interlace.runtime.places.shm.rounds import STREAMED
 
 _REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
