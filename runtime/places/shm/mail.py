@@ -25,7 +25,7 @@ from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.deadlock import Kind
-from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.group import LOOK, HostGroup
 from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.one_host.worker import Helper
 from interlace.runtime.places.shm.matching import Messages, Receiving, Sending
@@ -103,7 +103,7 @@ class Mail:
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
         self._then: Callable[[], object] | None = None  # what closes the group
-        self._waiting = self._entering = 0  # threads in wait(); those that want to begin something
+        self._waits = self._waiting = self._entering = 0  # waits so far; threads in one, and at the door
 
     # -- what the engine calls -----------------------------------------------------------------
 
@@ -173,6 +173,7 @@ class Mail:
         patience = future.patience(self._group, timeout is not None)
         deadline = None if timeout is None else time.monotonic() + timeout
         future.waited = True
+        self._spread()
         self._count(waiting=1)
         try:
             while not future.settled:
@@ -188,6 +189,13 @@ class Mail:
                     self._fail(future, error)
         finally:
             self._count(waiting=-1)
+
+    def _spread(self) -> None:
+        """Now and then see that ranks share cores evenly: who wakes another draws it to its own core."""
+        self._waits += 1
+        if not self._waits % LOOK and (control := self._group.control) is not None:
+            control.spread.say()
+            control.spread.look()
 
     def _move_for(self, future: _Moving, seconds: float) -> None:
         """Move messages, or let another thread do so, until something happens."""

@@ -6,7 +6,8 @@
 
 moves pieces through all pipes until one has moved its last (the result is its number), a watched word is
 more than the value behind its address (``count`` and its number), or nothing has moved for as long as the
-terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say.
+terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say. Who
+sleeps until there is room is woken for half a ring of it: for a piece it would be asleep again at once.
 """
 
 from interlace.runtime.places.one_host.bell import ANYONE, BELL
@@ -131,6 +132,15 @@ piece.ends:
   store i64 %done1, ptr %c.done
   store i64 %moved1, ptr %c.moved
   store atomic i64 %done1, ptr %ours release, align 8
+  store i1 true, ptr %moved.any
+  %last = icmp uge i64 %moved1, %total
+  %backlog = sub i64 %has, %done1
+  %half = lshr i64 %slots, 1
+  %much = icmp sgt i64 %backlog, %half
+  %not.last = xor i1 %last, true
+  %later = and i1 %much, %not.last
+  br i1 %later, label %next, label %tell
+tell:
   fence seq_cst
   %their = load atomic i64, ptr %their.asleep monotonic, align 8
   %is.asleep = icmp ne i64 %their, 0
@@ -139,8 +149,6 @@ wakes:
   call void @wake(ptr %their.asleep)
   br label %next
 next:
-  store i1 true, ptr %moved.any
-  %last = icmp uge i64 %moved1, %total
   br i1 %last, label %found, label %skip
 found:
   %result.pipe = phi i64 [%i, %look], [%i, %next]
