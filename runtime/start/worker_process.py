@@ -105,4 +105,4 @@ def end_with_parent(parent_thread_stays: bool) -> None:
         mp_connection.wait([parent.sentinel])
         os._exit(1)
 
-    Helper("parent watch", watch).start()
+    Helper("parent watch", watch, endless=True).start()

@@ -7,12 +7,10 @@ ranks of one host, as ``interlace.new_group`` makes it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import socket
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -48,6 +46,7 @@ from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
 from interlace.runtime.places.one_host.waiting import Interruption
+from interlace.runtime.places.one_host.worker import close_at_exit
 from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
 from interlace.runtime.record import dump as record
 
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<q")
 _FRAME = 64  # bytes around each message, at most
 _FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
-_places: weakref.WeakSet[HostsPlace] = weakref.WeakSet()
 
 
 class HostsPlace(CpuPlace):
@@ -109,7 +107,7 @@ class HostsPlace(CpuPlace):
         self.group.beyond = self._links.culprit
         if parent is not None:
             parent._children.add(self)
-        _places.add(self)
+        close_at_exit(self)
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
         """Meet the ranks of this host, then those of others."""
@@ -372,19 +370,3 @@ def _messages(blob: bytes, count: int) -> list[bytes]:
     if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
         raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")
     return found
-
-
-def _at_exit() -> None:
-    """Leave in good order: peers must not take this process for a dead one, and its threads must not
-    come back from gloo into an interpreter that is gone."""
-    uncaught = getattr(sys, "last_value", None)
-    why = f"its process ended with {type(uncaught).__name__}: {uncaught}"
-    if uncaught is not None:
-        record.dump_last(why)
-    for place in list(_places):
-        if uncaught is not None:
-            place.abort(why)
-        place.close()
-
-
-atexit.register(_at_exit)

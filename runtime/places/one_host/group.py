@@ -8,10 +8,8 @@ group refuses further ones, and has to be aborted, closed and made again.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
-import sys
 import threading
 import time
 import weakref
@@ -51,6 +49,7 @@ from interlace.runtime.places.one_host.segment import (
     map_segment,
 )
 from interlace.runtime.places.one_host.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.places.one_host.worker import close_at_exit
 from interlace.runtime.record import dump as record
 from interlace.runtime.record.recorder import MESSAGES
 
@@ -120,6 +119,7 @@ class HostGroup:
             raise cause from (None if cause is error else error)
         self._joining, self._meeting = False, None
         _groups.add(self)
+        close_at_exit(self)
         record.register(self)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
@@ -483,17 +483,4 @@ def _after_fork_in_child() -> None:
         group.disown(OF_PARENT)
 
 
-def _at_exit() -> None:
-    """Leave in good order, so that peers still at work do not take this process for a dead one."""
-    uncaught = getattr(sys, "last_value", None)
-    why = f"its process ended with {type(uncaught).__name__}: {uncaught}"
-    if uncaught is not None:
-        record.dump_last(why)
-    for group in list(_groups):
-        if uncaught is not None:
-            group.abort(why)
-        group.close()
-
-
 os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_at_exit)

@@ -24,7 +24,7 @@ from interlace.runtime.places.one_host.atomics import Cells
 from interlace.runtime.places.one_host.deadlock import Kind
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.segment import SharedSegment
-from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.places.one_host.worker import OrderedWorker, close_at_exit
 from interlace.runtime.places.shm import user_launches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.inline_stream import CompletedEvent, InlineStream
@@ -32,6 +32,8 @@ from interlace.runtime.record import dump as record
 from interlace.runtime.record.recorder import called_from
 from interlace.runtime.scheduler import trace
 from interlace.runtime.scheduler.scheduler import run_interpreted
+
+PENDING_SECONDS = 0.5  # for an op that is under way when its process ends
 
 T = TypeVar("T")
 
@@ -86,6 +88,7 @@ class ShmPlace(CpuPlace):
         self.worker = OrderedWorker("interlace ops")
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
         self._engine: HostEngine | None = None
+        close_at_exit(self)
 
     def known_as(self, ranks: Sequence[int]) -> None:
         record.known_as(self.group, ranks)
@@ -187,7 +190,9 @@ class ShmPlace(CpuPlace):
     def close(self) -> None:
         """Leave the group, after its messages; memory goes with the last tensor over it. Idempotent."""
         user_launches.unroute(self)
-        self.worker.close()
+        if not self.worker.close(PENDING_SECONDS):
+            self.group.close(self.linger)  # which ends what waits there
+            self.worker.close()
         self._buffers = []
         if self._engine is None:
             self.group.close(self.linger)

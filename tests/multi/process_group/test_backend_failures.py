@@ -23,6 +23,27 @@ for group in groups:
 raise RuntimeError("the mistake")
 """
 
+PENDING = """
+import atexit, sys, threading, time, torch, torch.distributed as dist
+
+_, path, rank = sys.argv
+dist.init_process_group("interlace", init_method=f"file://{path}", rank=int(rank), world_size=2)
+begun, ends = threading.Event(), threading.Event()
+
+def follow(future):
+    begun.set()
+    ends.wait()
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        torch.ones(1000).sum()
+    print("has followed", flush=True)
+
+work = dist.all_reduce(torch.ones(4), async_op=True)
+following = work.get_future().then(follow)
+begun.wait()
+atexit.register(ends.set)
+"""
+
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
     return interlace.run(function, world_size, *args, place="shm")
@@ -103,3 +124,11 @@ def test_a_process_of_many_groups_says_once_why_it_ends(tmp_path: Path) -> None:
         said = [line for line in process.communicate()[1].splitlines() if "last ops" in line]
         assert len(said) == 1 and said[0].count(f"_rank_{rank}") == 4, said
         assert "its process ended with RuntimeError: the mistake" in said[0]
+
+
+def test_what_runs_in_a_thread_when_the_process_ends_ends_before(tmp_path: Path) -> None:
+    """Its thread once came back from torch when Python was gone, and aborted the process."""
+    command = [sys.executable, "-c", PENDING, str(tmp_path / "store")]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for process in [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(2)]:
+        assert (*process.communicate(), process.returncode) == ("has followed\n", "", 0)
