@@ -100,6 +100,7 @@ class HostGroup:
         self.options: Any = None  # torch's, of an op that the caller waits for
         self._joining = False
         self.segment: SharedSegment | None = None
+        self._leave: weakref.finalize[[], HostGroup] | None = None
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
@@ -156,6 +157,8 @@ class HostGroup:
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
+            self._leave = weakref.finalize(self, self.control.leave)  # also if nobody closes it
+            self._leave.atexit = False
             record.known_as(self, self.names)
         finally:
             os.close(pidfd)
@@ -436,6 +439,8 @@ class HostGroup:
     def disown(self, reason: str) -> None:
         """Refuse every later collective with ``reason``, and never touch the memory again."""
         self._unusable, self.control = reason, None
+        if self._leave is not None:
+            self._leave.detach()
         self._rendezvous.close()
 
     def close(self, linger: float = 0.0) -> None:
@@ -446,8 +451,8 @@ class HostGroup:
         """
         self._unusable = self._unusable or _CLOSED
         control, self.control = self.control, None
-        if control is not None:
-            control.leave()
+        if self._leave is not None:
+            self._leave()
         if self.segment is not None:
             self.segment.close()
         if control is not None:

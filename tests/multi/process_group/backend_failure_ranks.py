@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
 import torch_names
+from guard import LIMIT
 from multi.process_group.backend_ranks import own, world
 
 
@@ -191,18 +193,32 @@ def many_coalesced(count: int) -> float:
     return float(sum(tensors))
 
 
-def dropped_groups(count: int) -> int:
-    """Open descriptors that groups which nobody closed have left."""
+def dropped_groups(count: int, pending: str) -> bool:
+    """Whether groups that nobody closed leave no descriptor and no thread, with ops that are pending."""
 
-    def descriptors() -> int:
+    def left() -> int:
         gc.collect()
-        return len(os.listdir("/proc/self/fd"))
+        return len(os.listdir("/proc/self/fd")) + threading.active_count()
 
-    before = descriptors()
+    before = left()
     for _ in range(count):
-        interlace.new_group(range(interlace.get_world_size())).barrier()
+        group = interlace.new_group(range(interlace.get_world_size()))
+        group.barrier()
+        if pending == "op":
+            interlace.all_reduce(own(), group=group, async_op=True).wait()
+        if (
+            pending and interlace.get_rank() == 0
+        ):  # and on no other rank, so it cannot end by itself
+            if pending == "op":
+                interlace.all_reduce(own(), group=group, async_op=True)
+            else:
+                interlace.irecv(own(), 1, group=group)
+        del group
     interlace.barrier()
-    return descriptors() - before
+    until = time.monotonic() + LIMIT / 2
+    while left() > before and time.monotonic() < until:
+        time.sleep(1e-2)
+    return left() <= before
 
 
 def in_another_thread() -> list[float]:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import interlace
 from interlace.runtime.record import dump
 from multi.process_group import backend_failure_ranks as ranks
@@ -104,8 +106,10 @@ def test_more_tensors_than_a_message_can_name() -> None:
     assert on_ranks(ranks.many_coalesced, 2, 1500) == [2.0 * sum(range(1500))] * 2
 
 
-def test_dropped_groups_leave_no_descriptors() -> None:
-    assert on_ranks(ranks.dropped_groups, 2, 10) == [0, 0]
+@pytest.mark.parametrize("pending", ["", "op", "message"])
+def test_dropped_groups_leave_no_descriptors_and_no_threads(pending: str) -> None:
+    """Nor do those of which an op is pending: the other rank has dropped the group, and so left it."""
+    assert on_ranks(ranks.dropped_groups, 2, 10, pending) == [True, True]
 
 
 def test_the_default_group_is_that_of_all_threads() -> None:
