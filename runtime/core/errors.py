@@ -16,6 +16,14 @@ OF_PARENT = (
     "the spawn method)"
 )
 
+DIED = "died while this rank was in"
+REPLACED = (
+    "lives, but has closed its connections, as a process that starts another program does (exec), while "
+    "this rank was in"
+)
+GONE = "died, or has left the group, while this rank was in"
+UNREACHABLE = "died, or the connection to it broke, while this rank was in"
+
 
 class InterlaceError(RuntimeError):
     """Base of every error that is not a misuse of an argument.
@@ -51,14 +59,14 @@ class DifferentOpsError(ValueError):
 
 
 class PeerDiedError(InterlaceError):
-    """A peer process ended while this rank depended on it."""
+    """A peer process ended while this rank depended on it, or went out of reach; ``how`` says which."""
 
-    def __init__(self, rank: int, pid: int, doing: str) -> None:
-        self.rank, self.pid, self.doing = rank, pid, doing
-        super().__init__(f"rank {rank} (pid {pid}) died while this rank was in {doing}")
+    def __init__(self, rank: int, pid: int, doing: str, how: str = DIED) -> None:
+        self.rank, self.pid, self.doing, self.how = rank, pid, doing, how
+        super().__init__(f"rank {rank} (pid {pid}) {how} {doing}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.pid, self.doing), {"args": self.args}
+        return type(self), (self.rank, self.pid, self.doing, self.how), {"args": self.args}
 
 
 class SourceText(str):

@@ -36,7 +36,7 @@ the end of connections between hosts."""
 def blind() -> None:
     """The control: nobody looks whether the others are alive."""
     HostGroup._death = lambda *_: None  # type: ignore[method-assign]
-    Rendezvous.hung_up = lambda _: []  # type: ignore[method-assign]
+    Rendezvous.hung_up = lambda *_: []  # type: ignore[method-assign]
     Rendezvous.died = lambda *_: RuntimeError("something is wrong")  # type: ignore[assignment,method-assign]
     HostLinks._lost = lambda *_: None  # type: ignore[method-assign]
     Card.check_living = lambda *_: None  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ process ends, the kernel closes its connections and every other rank's listener 
 What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
 connections for data, which wakes its own thread out of gloo (no wait of gloo can be ended otherwise). That
 for packets stays until the rank leaves the group: by it those who are left agree on how to go on
-(``roll.py``). A rank whose packets end without "I have left" has died. The group's timeout
+(``roll.py``). A rank whose packets end without "I have left" is gone. The group's timeout
 is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
 gloo never ends the wait for a message that has begun to come from a rank that has died, or to go to it. So
 another thread waits for gloo, however long, and the caller until the group fails.
@@ -44,6 +44,7 @@ import torch
 
 from interlace.runtime.core.errors import (
     OF_PARENT,
+    UNREACHABLE,
     AbortedError,
     CollectiveTimeoutError,
     InterlaceError,
@@ -112,8 +113,13 @@ def _connected(
     options = gloo._Options()
     options._devices = [device, device]
     options._timeout = timedelta(seconds=timeout / 5)
+    before = set(os.listdir("/proc/self/fd"))
     try:
-        return gloo(store, rank, world_size, options)
+        made = gloo(store, rank, world_size, options)
+        for number in set(os.listdir("/proc/self/fd")) - before:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(number), False)  # or another program would keep them open
+        return made
     except RuntimeError as error:
         where = interface or address or "the address of its host name"
         raise UnconnectedError(
@@ -342,7 +348,7 @@ class HostLinks:
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
         doing = self.doing or "no op, between two of them"
-        self.fail(PeerDiedError(peer, self.pids[peer], doing))
+        self.fail(PeerDiedError(peer, self.pids[peer], doing, UNREACHABLE))
 
     def _watch(self) -> None:
         """End a wait that has taken longer than the group's timeout. Notice if this process was stopped."""

@@ -19,7 +19,9 @@ from typing import Any
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.core.call import CALLS
 from interlace.runtime.core.errors import (
+    DIED,
     OF_PARENT,
+    REPLACED,
     AbortedError,
     BlockedWait,
     CollectiveTimeoutError,
@@ -55,6 +57,7 @@ from interlace.runtime.record.recorder import MESSAGES
 
 SETTLE_SECONDS = 0.02
 _CLOSED = "the group is closed"
+END_SECONDS = 0.02  # from the end of a process's connections to its own
 LOOK = 8  # messages after which the ranks look again whether they share cores evenly
 
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
@@ -110,7 +113,7 @@ class HostGroup:
         self.pids: dict[int, int] = {rank: os.getpid()}
         self.shared_ranges = SharedRanges(rank)
         self._rendezvous = meetings.connect(self, self._meeting)
-        self.nonce = self._rendezvous.nonce
+        self.nonce, self.hung_up = self._rendezvous.nonce, self._rendezvous.hung_up
         self._joining = True
         try:
             self._join()
@@ -378,9 +381,10 @@ class HostGroup:
         if self._unusable:
             return InterlaceError(f"rank {self.name}: {doing}: {self._unusable}")
         control = self.control
-        if self._joining and self._meeting is not None and (gone := self._rendezvous.hung_up()):
+        ends = self._rendezvous
+        if self._joining and self._meeting is not None and (gone := ends.hung_up(ends.pids)):
             told = filter(None, map(self._meeting.told, gone))
-            return next(map(InterlaceError, told), self._rendezvous.died(gone[0], doing))
+            return next(map(InterlaceError, told), ends.died(gone[0], doing))
         if control is None:
             return None
         awaited = {rank: self.pidfds[rank] for rank in waited_for if rank in self.pidfds}
@@ -399,10 +403,14 @@ class HostGroup:
         return None
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
-        """The error that names a rank of ``pidfds`` that died; None if none did."""
-        for rank in ended_processes(pidfds):
+        """The error that names a rank of ``pidfds`` that died, or is another program now; None if none."""
+        ended = ended_processes(pidfds)
+        for rank in (*ended, *self.hung_up(pidfds)):
             if not control.reason(rank) and not control.has_left(rank):
-                return PeerDiedError(self.names[rank], self.pids[rank], doing)
+                died = rank in ended or ended_processes({rank: pidfds[rank]}, END_SECONDS)
+                return PeerDiedError(
+                    self.names[rank], self.pids[rank], doing, DIED if died else REPLACED
+                )
         return None
 
     def failure(self) -> InterlaceError | None:

@@ -9,8 +9,8 @@ only ranks that mean the same ones can join it. Each says whether it has. An att
 all its ranks have said that they joined, and has failed when one of them said that it has not, or is
 gone and has said nothing. Both stay true for ever, and exclude each other, so that every rank sees the
 same. What ranks have said, and who is gone, is kept in a *roll*: on one host the control segments, which
-outlive their ranks, and the pidfds. A rank that lives and says nothing for a whole timeout, stopped
-perhaps, is struck off, as if it had ended: after that it cannot say that it joined.
+outlive their ranks, the pidfds and connections. A rank that lives and says nothing for a whole timeout,
+stopped perhaps, is struck off, as if it had ended: after that it cannot say that it joined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.core.errors import (
+    GONE,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+)
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.atomics import compare_and_swap
@@ -217,13 +222,14 @@ class Roll(Protocol):
 
 
 class MemoryRoll:
-    """The roll of ``group``, of one host: words of the control segments, and pidfds."""
+    """The roll of ``group``, of one host: words of the control segments, pidfds and connections."""
 
     def __init__(self, group: Any) -> None:
         if group.control is None:
             group.check_usable()
         self.rank, self.world_size = group.rank, group.world_size
         self.prefix, self.pids, self._pidfds = group.prefix, group.pids, group.pidfds
+        self._hung_up = group.hung_up
         self._control, self._release = group.control, group.release
         self.timeout = group.timeout
 
@@ -244,7 +250,8 @@ class MemoryRoll:
         everyone = range(self.world_size)
         struck = {rank for rank in everyone if self.said(rank, RESULT) == _STRUCK}
         left = {rank for rank in everyone if self._control.has_left(rank)}
-        return struck | left | set(ended_processes(self._pidfds))
+        ended = (*ended_processes(self._pidfds), *self._hung_up(self._pidfds))
+        return struck | left | set(ended)
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
         for rank in ranks:
@@ -288,7 +295,7 @@ def reunite(
         lost = gone()
         for rank in left:
             if result(rank) == 0 or (rank in lost and result(rank) < 0):
-                return PeerDiedError(rank, roll.pids[rank], doing)
+                return PeerDiedError(rank, roll.pids[rank], doing, GONE)
         return None
 
     def compare() -> None:
@@ -333,7 +340,7 @@ def reunite(
     while True:
         lost = gone()
         if ranks is not None and (dead := sorted(lost & set(ranks))):
-            raise PeerDiedError(dead[0], roll.pids[dead[0]], doing)
+            raise PeerDiedError(dead[0], roll.pids[dead[0]], doing, GONE)
         left = [rank for rank in wanted if rank not in lost]
         attempt = max(attempt + 1, *(roll.said(rank, ATTEMPT) for rank in left))
         roll.say(ATTEMPT, attempt)

@@ -26,7 +26,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -178,13 +178,17 @@ class Rendezvous:
                     self._connections[rank], moved = connection, True
         return moved
 
-    def hung_up(self) -> list[int]:
-        """The peers that have closed their ends."""
+    def hung_up(self, peers: Collection[int]) -> list[int]:
+        """Those of ``peers`` that have closed their ends."""
         poll = select.poll()
-        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
-        for descriptor in ranks:
+        connections = [
+            (peer, connection) for peer in peers if (connection := self._connections.get(peer))
+        ]
+        ranks = {connection.fileno(): peer for peer, connection in connections}
+        for descriptor in ranks.keys() - {-1}:  # another thread closes them
             poll.register(descriptor, select.POLLRDHUP)
-        return [ranks[descriptor] for descriptor, _ in poll.poll(0)]
+        ended = select.POLLRDHUP | select.POLLHUP
+        return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & ended]
 
     def died(self, peer: int, doing: str) -> PeerDiedError:
         return PeerDiedError(peer, self.pids.get(peer, 0), doing)

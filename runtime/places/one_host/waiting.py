@@ -53,13 +53,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def ended_processes(pidfds: Mapping[int, int]) -> list[int]:
-    """The ranks whose process has ended. Threads cannot share a poll object, so it has one of its own."""
+def ended_processes(pidfds: Mapping[int, int], seconds: float = 0.0) -> list[int]:
+    """The ranks whose process has ended, or the first within ``seconds``.
+
+    Threads cannot share a poll object, so it has one of its own.
+    """
     poll = select.poll()
     ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
     for descriptor in ranks:
         poll.register(descriptor, select.POLLIN)
-    return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & select.POLLIN]
+    return [
+        ranks[descriptor] for descriptor, what in poll.poll(1e3 * seconds) if what & select.POLLIN
+    ]
 
 
 def has_ended(pid: int) -> bool:

@@ -1,9 +1,12 @@
 """A rank killed or stopped in the middle of messages between hosts: waits for the rest end."""
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
+import socket
 import time
 from typing import Any
 
@@ -60,6 +63,33 @@ def with_a_lost_message(rank: int, world_size: int, folder: str, said: Any) -> N
 def test_a_message_that_gloo_has_lost(tmp_path: pathlib.Path) -> None:
     with started(with_a_lost_message, 2, tmp_path) as (_, ends):
         assert heard(ends[0]).startswith("PeerDiedError: rank 1 ")
+
+
+def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:
+    """Rank 1 loses its connections, and lives; what both are told, who are in an op."""
+    os.environ["INTERLACE_TRUST_NETWORK"] = "1"
+    store = FileStore(f"{folder}/store", 2)
+    place = connect_place(store, rank, 2, timeout=LONG, name="broken", host=f"host {rank}")
+    group = Communicator(place, range(2))
+    group.barrier()
+    if rank == 1:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                connection = socket.socket(fileno=os.dup(int(name)))
+                if connection.family == socket.AF_INET and connection.getpeername():
+                    connection.shutdown(socket.SHUT_RDWR)
+    try:
+        group.barrier()
+    except InterlaceError as error:
+        said.send(f"{type(error).__name__}: {error}")
+    time.sleep(LONG)
+
+
+def test_a_rank_whose_connection_breaks_is_not_said_to_have_died(tmp_path: pathlib.Path) -> None:
+    with started(with_a_broken_connection, 2, tmp_path) as (_, ends):
+        for rank in range(2):
+            found = rf"rank {1 - rank} \(pid \d+\) died, or the connection to it broke, while"
+            assert re.search(found, said := heard(ends[rank])), said
 
 
 def send_to_a_stopped_rank(rank: int, world_size: int, folder: str, said: Any) -> None:

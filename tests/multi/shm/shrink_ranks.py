@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -194,8 +195,10 @@ def without_rank_0() -> str:
     try:
         if interlace.get_rank():
             interlace.rebuild(group, range(3))
+        interlace.barrier()  # who drops a group leaves it
         return ""
     except interlace.CollectiveTimeoutError as error:
+        interlace.barrier()
         return str(error)
     finally:
         meetings.Patience = Patience  # type: ignore[misc]
@@ -257,6 +260,24 @@ def after_a_death(rank: int, world_size: int, folder: str, said: Any) -> None:
         whole = torch.tensor([float(rank)])
         interlace.broadcast(whole, half.ranks[0], group=half)
         said.send((half.ranks, whole.item()))
+
+
+def replaced(
+    rank: int, world_size: int, folder: str, said: Any, message: bool, hosts: int = 1
+) -> None:
+    """Rank 1 becomes another program, the others wait for it, and go on without it."""
+    joined(rank, world_size, folder, hosts)
+    interlace.barrier()
+    if rank == 1:
+        os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep({TIMEOUT})"])
+    try:
+        if message and rank == 0:
+            interlace.recv(torch.ones(1), 1)
+        interlace.barrier()
+    except InterlaceError as error:
+        said.send(str(error))
+    interlace.shrink()
+    said.send(interlace.get_world_size())
 
 
 def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, hosts: int) -> None:

@@ -203,7 +203,7 @@ def test_connection_of_another_generation_is_let_go() -> None:
     read_end, write_end = os.pipe()
     found = both(lambda rank: ends[rank].trade((read_end,), wait))
     assert [list(each.result()) for each in found] == [[1], [0]]
-    assert old.hung_up() == [0]
+    assert old.hung_up([0]) == [0]
     for delivery in (d for each in found for d in each.result().values()):
         os.close(*delivery.descriptors)
     for end in (read_end, write_end):

@@ -64,6 +64,18 @@ def test_ranks_of_hosts_go_on_to_the_last(
     assert to_the_last(world_size, tmp_path, seed, hosts) == world_size - 1
 
 
+@pytest.mark.parametrize(("hosts", "message"), [(1, False), (1, True), (2, False)])
+def test_a_rank_that_starts_another_program_is_named(
+    hosts: int, message: bool, tmp_path: Path
+) -> None:
+    """Its process does not end; what it was is gone all the same, and the others go on."""
+    with started(ranks.replaced, 4, tmp_path, message, hosts) as (processes, ends):
+        for rank in (0, 2, 3):
+            found = f"rank 1 (pid {processes[1].pid}) lives, but has closed its connections"
+            assert found in heard(ends[rank])
+        assert [heard(ends[rank]) for rank in (0, 2, 3)] == [3] * 3
+
+
 MOMENTS = ["after coming", "after its card", "joined", "said so"]
 
 
