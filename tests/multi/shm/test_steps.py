@@ -429,8 +429,23 @@ def test_weaker_orders_would_be_seen() -> None:
 @pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
 def test_sums_call_nothing(processor: str) -> None:
     for element in steps_ir.ELEMENTS:
-        code = assembly(steps_ir.summing(element), processor)
+        code = assembly(steps_ir.summing(element, processor), processor)
         assert not re.search(r"\b(call|bl|blr)\b", code), element.name
+
+
+@pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
+def test_sums_are_within_the_usual_mode(processor: str) -> None:
+    """Between the two instructions that set it, wherever LLVM has moved what it may move."""
+    setting, adding = {
+        "x86_64": (r"\bv?ldmxcsr\b", r"\bv?addp[sd]\b|\bv?adds[sd]\b"),
+        "aarch64": (r"\bmsr\s+FPCR\b", r"\bfadd\b"),
+    }[processor]
+    for element in steps_ir.ELEMENTS:
+        code = assembly(steps_ir.summing(element, processor), processor)
+        to_usual, back = (each.start() for each in re.finditer(setting, code))
+        additions = [each.start() for each in re.finditer(adding, code)]
+        assert bool(additions) == (element.type in ("float", "double"))
+        assert all(to_usual < each < back for each in additions), element.name
 
 
 # -- switched off ------------------------------------------------------------------------------

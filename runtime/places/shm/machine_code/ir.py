@@ -339,19 +339,40 @@ tail:
 """
 
 # Blocks, then single elements; each time through all sources in order. Vectors of 512 bits convert 16-bit
-# floats a fifth slower (Zen 4, November 2026).
+# floats a fifth slower (Zen 4, November 2026). In the usual floating-point mode, as ``numerics/modes.py``.
 _SUM = """
 define void @sum(ptr %registers, ptr %list, i64 %length, i64 %to, i64 %count)
     nounwind "prefer-vector-width"="256" "min-legal-vector-width"="0" {{
 entry:
+{usual}
   %whole = and i64 %count, -{lanes}
   br label %b
 {blocks}
 {single}
 end:
+{before}
   ret void
 }}
 """
+
+_MODES = {
+    "x86_64": (
+        """\
+  %mode = alloca i32
+  %usual = alloca i32
+  store i32 8064, ptr %usual
+  call void @llvm.x86.sse.stmxcsr(ptr %mode)
+  call void @llvm.x86.sse.ldmxcsr(ptr %usual)""",
+        "  call void @llvm.x86.sse.ldmxcsr(ptr %mode)",
+    ),
+    "aarch64": (
+        """\
+  %mode = call i64 @llvm.aarch64.get.fpcr()
+  call void @llvm.aarch64.set.fpcr(i64 0)""",
+        "  call void @llvm.aarch64.set.fpcr(i64 %mode)",
+    ),
+}
+"""To the usual floating-point mode, and back to the one from before."""
 
 _LOOP = """\
 {v}:
@@ -415,10 +436,12 @@ def run(processor: str) -> str:
     )  # fmt: skip
 
 
-def summing(e: Element) -> str:
+def summing(e: Element, processor: str) -> str:
+    """The module of ``sum`` of such elements for one of PROCESSORS."""
     blocks = _loop(e, "b", e.lanes, "0", "entry", "%whole", "s")
     single = _loop(e, "s", 1, "%whole", "b", "%count", "end")
-    return _SUM.format(lanes=e.lanes, blocks=blocks, single=single)
+    usual, before = _MODES[processor]
+    return _SUM.format(lanes=e.lanes, blocks=blocks, single=single, usual=usual, before=before)
 
 
 def _operand(name: str, word: int) -> str:

@@ -48,7 +48,7 @@ def _run() -> Callable[[int, int], int] | None:
 
 @functools.cache
 def _summing(element: ir.Element) -> int:
-    return loader.compiled(ir.summing(element), "sum")
+    return loader.compiled(ir.summing(element, loader.PROCESSOR), "sum")
 
 
 def available() -> bool:
