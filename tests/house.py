@@ -44,7 +44,7 @@ FOLDERS = {
     "runtime/record": "runtime/core",
     "runtime/places/one_host": "runtime/compat runtime/core runtime/record",
     "runtime/places/shm/machine_code": "runtime/places/one_host",
-    "runtime/scheduler": "runtime/core runtime/interpreter",
+    "runtime/scheduler": "runtime/core runtime/interpreter runtime/numerics",
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
     "runtime/algorithms/experts": "runtime/algorithms runtime/core runtime/tuning",

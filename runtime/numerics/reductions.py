@@ -19,6 +19,9 @@ equal bits. Where an element lies in the range may decide the sign of a zero tha
 zeros of both signs, and the last bit of a complex product, because torch's loop over whole registers and
 its loop over the rest differ there. So ranks that each reduce the same data must cut it alike.
 
+All is computed in the usual floating-point mode (``modes.py``). torch's threads have modes of their own, so
+the calling thread alone computes what every rank does for itself, which is little.
+
 Two parts are the common case, and most dtypes have one torch operator that does them. Several parts go
 in pieces that stay in the cache, so memory is read and written once.
 """
@@ -28,8 +31,12 @@ from typing import Any
 
 import torch
 
+from interlace.runtime.numerics.modes import UsualMode
+
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 PIECE = 1 << 17  # elements, per thread; smaller ones cost more in calls than they save in misses
+ALONE = 1 << 14  # elements; with twice as many, torch uses several threads
+EVERYWHERE = 256 << 10  # bytes of what every rank computes for itself, at most
 DEVICE_PIECE = 1 << 24  # where a launch costs more than a pass through memory
 
 Fold = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
@@ -58,7 +65,10 @@ def _pieces(
     parts: Sequence[torch.Tensor], output: torch.Tensor
 ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
     """Equal ranges of all tensors, small enough for the cache."""
-    size = DEVICE_PIECE if output.is_cuda else PIECE * torch.get_num_threads()
+    threads = 1 if output.is_cuda else torch.get_num_threads()
+    size = DEVICE_PIECE if output.is_cuda else PIECE * threads
+    if threads > 1 and output.nbytes <= EVERYWHERE:
+        size = ALONE
     every = (*parts, output)
     if output.numel() <= size or not all(tensor.is_contiguous() for tensor in every):
         yield parts, output
@@ -256,12 +266,16 @@ def fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         with torch.inference_mode():  # torch's operators write such a tensor nowhere else
             fold(op, parts, output)
         return
-    if len(parts) == 2:
-        binary = _PAIRS.get((op, output.dtype))
-        if binary is not None:
+    binary = _PAIRS.get((op, output.dtype)) if len(parts) == 2 else None
+    if binary is None:
+        fold_unrounded(op, parts, output)
+        return
+    with UsualMode():
+        if output.numel() > ALONE and output.nbytes <= EVERYWHERE:
+            for (left, right), result in _pieces(parts, output):
+                binary(left, right, out=result)
+        else:
             binary(parts[0], parts[1], out=output)
-            return
-    fold_unrounded(op, parts, output)
 
 
 def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
@@ -270,7 +284,8 @@ def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor)
         if parts[0].data_ptr() != output.data_ptr():
             output.copy_(parts[0])
     else:
-        _FOLDS[op, parts[0].dtype](parts, output)
+        with UsualMode():
+            _FOLDS[op, parts[0].dtype](parts, output)
 
 
 def divide(total: torch.Tensor, count: int) -> None:
@@ -279,10 +294,11 @@ def divide(total: torch.Tensor, count: int) -> None:
         with torch.inference_mode():
             divide(total, count)
         return
-    if total.is_complex():
-        _divide(torch.view_as_real(total), count)
-    elif total.is_floating_point():
-        _divide(total, count)
+    if total.is_complex() or total.is_floating_point():
+        real = torch.view_as_real(total) if total.is_complex() else total
+        with UsualMode():
+            for _, piece in _pieces((), real):
+                _divide(piece, count)
     elif total.dtype == torch.uint64:
         _divide_unsigned(total.view(torch.int64), count)
     else:

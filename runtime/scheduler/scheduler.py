@@ -33,6 +33,7 @@ import torch
 from interlace.runtime.core import errors, kernel_arguments
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.interpreter import session
+from interlace.runtime.numerics.modes import UsualMode
 from interlace.runtime.scheduler import torch_state
 from interlace.runtime.scheduler.allocations import addresses_told
 from interlace.runtime.scheduler.memory_check import BadAccess
@@ -485,7 +486,8 @@ def run_interpreted(
     scheduler = Scheduler(idle=idle, observer=observer, programs=programs)
     scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank))
     try:
-        scheduler.run()
+        with UsualMode():
+            scheduler.run()
     except TaskFailed as failure:
         assert failure.__cause__ is not None
         raise failure.__cause__ from None
