@@ -1,10 +1,14 @@
 """Ranks that are killed or stopped at random moments, and whom the others blame for it."""
 
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -137,6 +141,54 @@ def killed_while_joining(place: str, plan: Plan) -> Iterator[Trial]:
             yield blamed(team, signal.SIGKILL, next(delays), chance, LONG / 2)
 
 
+BUSY_LOOPS = 3
+"""For each core."""
+
+
+@contextmanager
+def crowd() -> Iterator[None]:
+    """Busy loops beside the ranks."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(BUSY_LOOPS * len(os.sched_getaffinity(0)))
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def killed_in_a_crowd(plan: Plan) -> Iterator[Trial]:
+    with crowd():
+        yield from killed("shm", collectives, plan)
+
+
+def replaced(join: Any, end: Any, victim: int, broken: bool) -> None:
+    """Rank ``victim`` says when it becomes another program; the others wait, and say what they hear."""
+    if broken:
+        blind()
+    api = join()
+    api.barrier()
+    groups.default_group().place.set_timeout(BRIEF if broken else LONG)
+    if api.get_rank() == victim:
+        end.send(time.monotonic())
+        os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep({LONG})"])
+    end.send(tried(api.barrier))
+
+
+def become_others(place: str, plan: Plan) -> Iterator[Trial]:
+    chance = random.Random(4)
+    for _ in range(plan.trials):
+        victim = chance.randrange(RANKS)
+        with crew(place, RANKS, replaced, victim, plan.broken) as team:
+            moment = team.said(victim)
+            others = [rank for rank in team.ranks if rank != victim]
+            said = dict(zip(others, team.all_said(others), strict=True))
+        yield after(moment, said, re.compile(rf"rank {victim} \(pid \d+\) lives, but has closed"))
+
+
 def stopped(place: str, ops: Any, plan: Plan) -> Iterator[Trial]:
     """The control waits without a bound."""
     chance, delays = random.Random(3), moments(3, 0.03)
@@ -162,6 +214,9 @@ def rows() -> list[Row]:
         Row("killed while joining", "shm", partial(killed_while_joining, "shm"), 50, 3),
         Row("killed while joining", "hosts", partial(killed_while_joining, "hosts"), 15, 3),
         *found,
+        Row("killed, beside busy loops", "shm", killed_in_a_crowd, 50, 2),
+        Row("started another program", "shm", partial(become_others, "shm"), 20, 2),
+        Row("started another program", "hosts", partial(become_others, "hosts"), 10, 2),
         Row("killed in a collective", "gloo", gloo[0], 10, 1, beside=True),
         Row("stopped in a collective", "gloo", gloo[1], 2, 1, beside=True),
     ]

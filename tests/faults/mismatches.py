@@ -10,6 +10,8 @@ import torch
 from faults.crew import LONG, MISUSE, Said, crew, tried
 from faults.rows import Plan, Row, Trial
 from interlace.runtime.core.call import Call
+from interlace.runtime.numerics import modes
+from multi.numerics import test_modes
 
 RANKS = 4
 ODD = (0, 1, RANKS - 1)
@@ -207,6 +209,25 @@ def unfitting(place: str, plan: Plan) -> Iterator[Trial]:
             yield Trial(right, [1e3 * (each.ended - each.begun) for each in errors[1:]], str(found))
 
 
+def computing(
+    join: Any, end: Any, mode: str, dtype: torch.dtype, threads: int, broken: bool
+) -> None:
+    """Sums where the floating-point mode of rank 1 is ``mode``; the control does not see that it is."""
+    join()
+    if broken:
+        modes.is_usual = lambda: True
+    end.send(test_modes.reduced(mode, dtype, threads, seen=not broken))
+
+
+def other_modes(plan: Plan) -> Iterator[Trial]:
+    """Sums of all ranks have equal bits, those of the usual mode."""
+    cases = itertools.cycle(itertools.product(test_modes.FLOATS, (1, 2), test_modes.MODES))
+    for dtype, threads, mode in itertools.islice(cases, plan.trials):
+        with crew("shm", 2, computing, mode, dtype, threads, plan.broken) as team:
+            found = team.all_said()
+        yield Trial(found == [[], []], said=f"{mode}, {dtype}, {threads} threads: {found}")
+
+
 def rows() -> list[Row]:
     what, all_of_them = "another call on one rank", len(CELLS)
     return [
@@ -215,4 +236,5 @@ def rows() -> list[Row]:
         Row(what, "gloo", partial(matrix, "gloo"), all_of_them, 1, beside=True),
         Row("a message that does not fit", "shm", partial(unfitting, "shm"), 60, 6),
         Row("a message that does not fit", "hosts", partial(unfitting, "hosts"), 60, 6),
+        Row("another floating-point mode", "shm", other_modes, 20, 2),
     ]

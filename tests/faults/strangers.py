@@ -1,11 +1,18 @@
-"""Processes that are no ranks: what they send to the sockets of a job while it begins and while it runs."""
+"""Processes that are no ranks.
+
+Strangers send something to the sockets of a job while it begins and while it runs. Children that a rank
+forks are told that the group is not theirs, and the parent goes on.
+"""
 
 import contextlib
 import os
 import random
 import re
+import select
+import signal
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,8 +24,10 @@ from torch.distributed import TCPStore
 from faults.crew import BRIEF, LONG, Crew, Said, crew, sum_is_right, tried
 from faults.rows import NotHere, Plan, Row, Trial
 from interlace.groups import groups
+from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.links import CONTROL, PACKET_BYTES
 from interlace.runtime.places.one_host import meetings, rendezvous
+from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
 from processes import heard, started
 
@@ -179,8 +188,62 @@ def while_working(plan: Plan) -> Iterator[Trial]:
         yield Trial(right, [], f"{connected} connections: {said}")
 
 
+# -- forked children -----------------------------------------------------------------------------------
+
+
+def in_a_child(call: Any, seconds: float) -> str:
+    """What ``call`` raises in a forked child, and after how many ms; empty if it takes longer than that."""
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+        child = os.fork()
+    if child == 0:
+        # also if its parent ends before: it would keep open what the parent writes to
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        said = tried(call)
+        os.write(write_end, f"{1e3 * (said.ended - said.begun)} {said.kind}: {said.text}".encode())
+        os._exit(0)
+    os.close(write_end)
+    text = b""
+    if select.select([read_end], [], [], seconds)[0]:
+        text = os.read(read_end, 1 << 16)
+    os.close(read_end)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return text.decode()
+
+
+def in_children(join: Any, end: Any, times: int, broken: bool) -> None:
+    """Says what a child was told, and whether the ranks go on, ``times`` times."""
+    if broken:
+        HostGroup.disown = lambda *_: None  # type: ignore[method-assign]
+    api = join()
+    if broken:
+        links._links.clear()
+    for _ in range(times):
+        said = in_a_child(partial(api.all_reduce, torch.ones(4)), BRIEF if broken else LONG / 2)
+        end.send((said, tried(partial(sum_is_right, api))))
+
+
+def forked(place: str, plan: Plan) -> Iterator[Trial]:
+    timeout = BRIEF if plan.broken else LONG
+    with crew(place, 2, in_children, plan.trials, plan.broken, timeout=timeout) as team:
+        for _ in range(plan.trials):
+            # Without the protection a rank may have lost its connections, and says nothing any more.
+            found = team.all_said(seconds=LONG / 4 if plan.broken else LONG)
+            if isinstance(ended := found[0], Said) or isinstance(ended := found[1], Said):
+                yield Trial(False, said=str(ended))
+                return
+            told = all("a forked child has to make its own" in said for said, _ in found)
+            times = [float(said.split()[0]) for said, _ in found if said]
+            yield Trial(told and all(goes.text == "True" for _, goes in found), times, str(found))
+
+
 def rows() -> list[Row]:
     return [
+        Row("a forked child uses the group", "shm", partial(forked, "shm"), 100, 10),
+        Row("a forked child uses the group", "hosts", partial(forked, "hosts"), 100, 10),
         Row("another user connects", "shm", partial(while_joining, NOBODY), 20, 2),
         Row("garbage while ranks join", "shm", partial(while_joining, None), 20, 2),
         Row("garbage to ports of ranks", "hosts", while_working, 5, 1),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import forks, limits
+from faults import limits, strangers
 from faults.__main__ import BEGIN, END, PAGE, chosen, in_page, with_rows
 from faults.rows import HEAD, NotHere, Plan, Row, Trial, quantile, ran, table
 from tiers import few, thorough
@@ -78,8 +78,8 @@ def test_a_row_that_is_run_alone_takes_its_own_place() -> None:
 @pytest.mark.parametrize("place", few(["shm", "hosts"], "shm"))
 def test_a_forked_child_disturbs_nobody(place: str) -> None:
     """Between hosts it once told the peers of its parent that the group was aborted."""
-    assert [trial for trial in forks.forked(place, Plan(2)) if not trial.right] == []
-    assert not all(trial.right for trial in forks.forked(place, Plan(1, broken=True)))
+    assert [trial for trial in strangers.forked(place, Plan(2)) if not trial.right] == []
+    assert not all(trial.right for trial in strangers.forked(place, Plan(1, broken=True)))
 
 
 @thorough

@@ -193,7 +193,7 @@ def many_coalesced(count: int) -> float:
     return float(sum(tensors))
 
 
-def dropped_groups(count: int, pending: str) -> bool:
+def dropped_groups(count: int, pending: str, seconds: float = LIMIT / 2) -> bool:
     """Whether groups that nobody closed leave no descriptor and no thread, with ops that are pending."""
 
     def left() -> int:
@@ -211,11 +211,13 @@ def dropped_groups(count: int, pending: str) -> bool:
         ):  # and on no other rank, so it cannot end by itself
             if pending == "op":
                 interlace.all_reduce(own(), group=group, async_op=True)
-            else:
+            elif pending == "message":
                 interlace.irecv(own(), 1, group=group)
+            else:
+                interlace.isend(torch.ones(100_000), 1, group=group)
         del group
     interlace.barrier()
-    until = time.monotonic() + LIMIT / 2
+    until = time.monotonic() + seconds
     while left() > before and time.monotonic() < until:
         time.sleep(1e-2)
     return left() <= before

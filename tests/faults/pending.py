@@ -1,0 +1,279 @@
+"""Ops and messages that are pending when something else happens.
+
+That is: no memory, a signal, the end of a group, of its last reference, or of the process.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import interlace
+from faults.crew import LONG, Said, crew, folder, sum_is_right, tried
+from faults.limits import MIB, POOR, OfAddresses
+from faults.rows import Plan, Row, Trial
+from guard import busy
+from interlace.groups import groups
+from multi.process_group.backend_failure_ranks import dropped_groups
+
+RANKS = 3
+EARLY = 256 * MIB
+BOUND = 2.0
+"""The timeout of groups in which a signal interrupts a wait, in seconds of a quiet machine."""
+
+
+def ended(found: Sequence[Any]) -> list[Said]:
+    """What ranks said that have ended, or say nothing."""
+    return [each for each in found if isinstance(each, Said)]
+
+
+# -- no memory for a message ---------------------------------------------------------------------------
+
+
+def with_early_message(join: Any, end: Any, broken: bool) -> None:
+    """A message comes before it is asked for, to a rank that has no memory to keep it.
+
+    Says the errors of this rank, and whether a receive has returned without its data.
+    """
+    api, missing = join(), False
+    rank = api.get_rank()
+    calls: list[Any] = []
+    if rank == POOR:
+        late, early = torch.zeros(4), torch.zeros(EARLY // 4)
+        calls = [partial(api.recv, late, 0, tag=2), partial(api.recv, early, 0, tag=1)]
+    elif rank == 0:
+        works = [
+            api.isend(torch.ones(EARLY // 4), POOR, tag=1),
+            api.isend(torch.ones(4), POOR, tag=2),
+        ]
+        calls = [work.wait for work in works]
+    said = []
+    for number, call in enumerate(calls):
+        if rank == POOR and number == 0 and not broken:
+            with OfAddresses():
+                said.append(tried(call))
+        else:
+            said.append(tried(call))
+        if rank == POOR and not said[-1].kind:
+            missing |= not bool((late, early)[number].eq(1).all())
+    said.append(tried(api.barrier))
+    end.send(([each for each in said if each.kind], missing))
+
+
+def without_memory(plan: Plan) -> Iterator[Trial]:
+    """All ranks hear who had none; or the message waits where it is, and everything comes. The control has
+    memory, so nobody hears anything."""
+    for _ in range(plan.trials):
+        with crew("shm", RANKS, with_early_message, plan.broken, timeout=LONG / 4) as team:
+            found = team.all_said(seconds=LONG / 2)
+        if ended(found):
+            yield Trial(False, said=str(found))
+            continue
+        errors = [said for said, _ in found]
+        heard = all(any(f"rank {POOR}" in each.text for each in said) for said in errors)
+        arrived = not any(errors) and not plan.broken
+        whole = not any(missing for _, missing in found)
+        times = [1e3 * (said[0].ended - said[0].begun) for said in errors if said]
+        yield Trial(whole and (heard or arrived), times, str(found))
+
+
+# -- an exception of a signal handler ------------------------------------------------------------------
+
+
+class Alarm(BaseException):
+    """What the handler of a signal raises."""
+
+
+def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float) -> None:
+    """Rank 0 waits for a message, which may never come, while signals raise; it waits again each time.
+
+    Says what came of it, whether the data is right, and what an op of all comes to then.
+    """
+    api, chance, right = join(), random.Random(seed), True
+    api.barrier()
+    groups.default_group().place.set_timeout(bound)
+    if api.get_rank() == 0:
+
+        def ring(*_: object) -> None:
+            raise Alarm
+
+        signal.signal(signal.SIGALRM, ring)
+        received = torch.zeros(50_000)
+        work = api.irecv(received, 1)
+        period = chance.uniform(50e-6, 900e-6) if comes else 0.3 * bound
+        rings = 20
+
+        def wait() -> None:
+            nonlocal rings
+            while True:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, period if rings > 0 else 0)
+                    work.wait()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    return
+                except Alarm:
+                    rings -= 1
+
+        said = tried(wait)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        right = bool(said.kind) or torch.equal(received, torch.ones(50_000))
+    else:
+        time.sleep(chance.random() * 0.01)
+        said = tried(lambda: api.send(torch.ones(50_000), 0) if comes else None)
+    after = tried(partial(sum_is_right, api))
+    end.send((said, right, after))
+
+
+def signalled(comes: bool, plan: Plan) -> Iterator[Trial]:
+    """The message arrives by one of the waits; or all ranks raise, once the bound of the op has passed. The
+    control has a bound four times as long as what is allowed; or expects an error where none is."""
+    for seed in range(plan.trials):
+        bound = BOUND * busy()
+        given = 4 * bound if plan.broken and not comes else bound
+        with crew("shm", 2, interrupted, seed, comes, given, timeout=LONG) as team:
+            found = team.all_said(seconds=LONG)
+        if ended(found):
+            yield Trial(False, said=str(found))
+            continue
+        (said, right, after), (_, _, others) = found
+        took = said.ended - said.begun
+        failed = bool(said.kind)
+        alike = bool(after.kind and others.kind) if failed else after.text == others.text == "True"
+        wanted = failed if not comes or plan.broken else True
+        yield Trial(right and alike and wanted and took < 2 * bound, [1e3 * took], str(found))
+
+
+# -- the end of a group, and of its last reference -----------------------------------------------------
+
+
+def closing(join: Any, end: Any, times: int, broken: bool) -> None:
+    """A group is closed while an op of it is under way; says what its wait comes to. In the control one
+    rank closes it without having called the op."""
+    api, chance = join(), random.Random(1)
+    rank = api.get_rank()
+    for number in range(times):
+        group, out = api.new_group(), torch.full((1000,), float(rank))
+        time.sleep(chance.random() * 0.01 * rank)
+        if broken and rank:
+            work = None
+        elif number % 2:
+            work = api.all_reduce(out, group=group, async_op=True)
+        elif rank:
+            work = api.isend(out, 0, group=group)
+        else:
+            work = api.irecv(out, 1, group=group)
+        group.close()
+        said = tried(work.wait) if work is not None else Said("", "", 0.0, 0.0)
+        end.send((said, bool(out.eq(1).all())))
+
+
+def closed(plan: Plan) -> Iterator[Trial]:
+    with crew("shm", 2, closing, plan.trials, plan.broken, timeout=LONG / 4) as team:
+        for _ in range(plan.trials):
+            found = team.all_said()
+            if ended(found):
+                yield Trial(False, said=str(found))
+                return
+            right = all(not said.kind and whole for said, whole in found)
+            yield Trial(right, [1e3 * (said.ended - said.begun) for said, _ in found], str(found))
+
+
+def dropping(join: Any, end: Any, times: int, pending: str, broken: bool) -> None:
+    """Groups are dropped with an op pending on rank 0; in the control a descriptor is left each time."""
+    join()
+    if broken:
+        made = interlace.new_group
+        interlace.new_group = lambda *some: (os.dup(0), made(*some))[1]  # type: ignore[assignment]
+    end.send(dropped_groups(times, pending, LONG / 20 if broken else LONG / 2))
+
+
+def dropped(plan: Plan) -> Iterator[Trial]:
+    for pending in ("op", "message", "large message"):
+        with crew("shm", 2, dropping, plan.trials, pending, plan.broken, timeout=LONG) as team:
+            found = team.all_said()
+        yield from [Trial(found == [True, True], said=f"{pending}: {found}")] * plan.trials
+
+
+# -- the end of the process ----------------------------------------------------------------------------
+
+EXITS = """
+import atexit, os, sys, threading, time, torch, interlace
+from torch.distributed import FileStore
+from interlace.groups import groups
+from interlace.runtime.places.one_host import worker
+from interlace.runtime.start.connect import connect_place
+
+folder, times, broken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+
+def on_rank(rank, path):
+    if broken:
+        atexit.unregister(worker._at_exit)
+    place = connect_place(FileStore(path, 2), rank, 2, timeout=60, name="exits")
+    groups.install(place, all_threads=True)
+    begun, ends = threading.Event(), threading.Event()
+
+    def follow(future):
+        begun.set()
+        ends.wait()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            torch.ones(1000).sum()
+        open(f"{path}.{rank}", "w").close()
+
+    work = interlace.all_reduce(torch.ones(4), async_op=True)
+    works.append(work.get_future().then(follow))
+    works.append(interlace.irecv(torch.ones(4), 1 - rank))
+    begun.wait()
+    atexit.register(ends.set)
+
+works, child = [], False
+for number in range(times):
+    path, children = f"{folder}/{number}", []
+    for rank in range(2):
+        children.append(os.fork())
+        if not children[-1]:
+            on_rank(rank, path)
+            child = True
+            break
+    if child:
+        break
+    began = time.monotonic()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
+    whole = [os.path.exists(f"{path}.{rank}") for rank in range(2)]
+    print(codes == [0, 0] and all(whole), 1e3 * (time.monotonic() - began), codes, flush=True)
+"""
+
+
+def exiting(plan: Plan) -> Iterator[Trial]:
+    """Processes end with ops pending, and what follows on one at work in torch: none aborts. The control
+    does not wait for threads."""
+    with folder() as name:
+        command = [sys.executable, "-c", EXITS, name, str(plan.trials), str(plan.broken)]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        )
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    yield from [Trial(right == "True", [float(ms)], codes) for right, ms, codes in lines]
+    if len(lines) < plan.trials:
+        yield Trial(False, said=done.stderr[-2000:])
+
+
+def rows() -> list[Row]:
+    return [
+        Row("no memory: an early message", "shm", without_memory, 5, 1),
+        Row("signals in a wait", "shm", partial(signalled, True), 20, 3),
+        Row("signals in a wait in vain", "shm", partial(signalled, False), 3, 1),
+        Row("closed before the wait", "shm", closed, 50, 4),
+        Row("dropped with ops pending", "shm", dropped, 20, 5),
+        Row("the end with ops pending", "shm", exiting, 30, 2),
+    ]
