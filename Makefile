@@ -37,7 +37,7 @@ CLIENTS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-all matrix corner conformance clients faults verify verify-fast lint format docs dist
-.PHONY: bench clean
+.PHONY: bench bench-hosts clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ dist: $(VENV)/dist  ## sdist and wheel as an index would take them, into dist/; 
 
 bench: $(VENV)/test  ## run the benchmarks
 	$(PY) benchmarks/run.py
+
+bench-hosts: $(VENV)/test  ## the place hosts against gloo, on two hosts in network namespaces; ten minutes
+	$(PY) benchmarks/run.py --op hosts --ranks 4,8
 
 clean:  ## remove .venv and everything that tools leave behind
 	rm -rf .venv .venv-* build dist python/*.egg-info *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ In ``README.md`` and ``docs/performance.md`` a table stands between ``<!-- table
     backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size
     dispatch  torch_backend in a world of one
     fused     all_gather_matmul, matmul_reduce_scatter against gloo + torch.mm
+    hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
     gpu       the records of gpu.py
     loops     loop_counts.py: what a round of some loops does, before and now
     messages  messages: interlace, gloo, OpenMPI and copies, by op and size
@@ -129,6 +130,23 @@ def crowds(document: Document) -> str:
     return _table(head, rows())
 
 
+def hosts(document: Document) -> str:
+    """One line per op and size, of all cables and world sizes; times as fast as gloo."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for m in document["measurements"]:
+        op, cable, _ = m["op"].split(", ")
+        times, column = m["microseconds"], f"{m['world_size']} ranks, {cable}"
+        ratio = f"{_microseconds(times['interlace'])} ({times['gloo'] / times['interlace']:.2f})"
+        found.setdefault((op, m["shape"]["bytes"]), {})[column] = ratio
+    columns = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    ordered = sorted(found, key=lambda key: [op for op, _ in found].index(key[0]))
+    rows = (
+        [op, size_text(nbytes), *(found[op, nbytes].get(name, "") for name in columns)]
+        for op, nbytes in ordered
+    )
+    return _table(["op", "bytes", *columns], rows)
+
+
 def dispatch(document: Document) -> str:
     """One line per op in a world of one."""
     found = [m for m in document["measurements"] if m["world_size"] == 1]
@@ -213,6 +231,7 @@ KINDS: dict[str, Callable[[Document], str]] = {
     "loops": loops,
     "messages": messages,
     "crowds": crowds,
+    "hosts": hosts,
 }
 OPS_DRAWN = {"backend": BACKEND_OPS[1:], "messages": MESSAGE_OPS}
 

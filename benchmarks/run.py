@@ -2,7 +2,8 @@
 
 Prints medians and ratios against a baseline of the same run, and writes them as JSON into
 ``benchmarks/results/`` with commit, machine and protocol. Ops run in ``shm`` against gloo; ``schedules``
-times the checks of ``interlace.verify``, on simulated ranks. Traps that the protocol answers:
+times the checks of ``interlace.verify``, on simulated ranks; ``hosts``, which has to be asked for by name,
+needs network namespaces. Traps that the protocol answers:
 
 - a machine that others use: candidates alternate within a repetition, medians, no best-of;
 - a barrier inside the timed region flatters slow starts: the barrier is before it, and the slowest
@@ -35,6 +36,7 @@ MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"
 OPS = tuple(MODULES)
 SIZED = ("torch_backend", "messages")  # modules that start their ranks themselves, with sizes
 OWN_RANKS = (*SIZED, "functional", "schedules", "crowds")  # and without
+ASKED = ("hosts",)  # and those of them that a machine may not be able to run
 
 
 def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
@@ -52,7 +54,7 @@ def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:
 
 def run(op: str, world_size: int, repetitions: int, sizes: list[int] | None) -> list[Measurement]:
     """All cases of one op or module."""
-    if op in OWN_RANKS:
+    if op in OWN_RANKS + ASKED:
         how = {"sizes": sizes} if op in SIZED else {}
         module = importlib.import_module(f"cpu.{op}")
         own: list[Measurement] = module.measurements(world_size, repetitions, **how)
@@ -103,7 +105,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="world sizes, comma-separated")
     parser.add_argument(
-        "--op", choices=OPS + OWN_RANKS, action="append", help="only this module; repeatable"
+        "--op",
+        choices=OPS + OWN_RANKS + ASKED,
+        action="append",
+        help="only this module; repeatable",
     )
     parser.add_argument("--bytes", help=f"sizes for {' and '.join(SIZED)}, comma-separated")
     parser.add_argument("--repetitions", type=int, default=15)

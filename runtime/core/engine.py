@@ -7,7 +7,7 @@ calls of all ranks before any byte of a caller's tensor changes, and then does t
 ================  ===============================================================================
 ``places/shm``    processes of one host: shared memory, torch operators, no Triton
 ``engines``       everywhere else: copies, signals and sums on a rank's streams; within and between nodes
-``places/hosts``  processes of several hosts: the engine of ``shm`` within, gloo between
+``places/hosts``  processes of several hosts: the engine of ``shm`` within, TCP between
 ================  ===============================================================================
 """
 

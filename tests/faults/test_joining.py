@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 from faults.crew import crew, joined, tried
 from guard import MOST
 from interlace.runtime.places.hosts.links import HostLinks
+from interlace.runtime.places.hosts.wires import Wires
 from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import PolledStore
@@ -23,6 +24,8 @@ STEPS = {
     "connects with the first": (PolledStore, "get", 3),
     "has connected once": (PolledStore, "set", 2),
     "says the secret": (HostLinks, "_authenticate", 1),
+    "connects for bytes": (Wires, "connect", 1),
+    "has connected with those before it": (Wires, "_accept", 1),
 }
 """By name, the function that a rank does not survive, and at which of its calls."""
 

@@ -1,95 +1,75 @@
-"""The collectives of processes on several hosts: shared memory within a host, gloo between hosts.
+"""The collectives of processes on several hosts: shared memory within a host, TCP between hosts.
 
 Between hosts bytes are dear, so each crosses to another host once, and every rank carries its share.
-Legend: H hosts; rank (h, l) is the l-th of the L_h ranks of host h; its *twin* on host k is
-(k, l mod L_k), which is (k, l) where hosts have equally many ranks.
+Legend: H hosts; rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k is
+(k, l mod L_k), which is (k, l) where hosts have equally many ranks; C is the fewest ranks of a host.
 
 ==================  ================================================================================
-broadcast           root sends to its twins; each host broadcasts
+broadcast           root sends to a twin on each host; each host broadcasts
 all_gather          all send to their twins; each host gathers, once for the ranks of each host
 gather, scatter     between root and the ranks of other hosts directly; within root's host as ever
 all_to_all          directly between hosts, as ever within
 reduce_scatter      each host reduces, once for the ranks of each host; rank l has the result for its
                     twin and sends it; what arrives is put together in the order of hosts
-all_reduce          reduce_scatter of W segments, all_gather of the results; small ones at the hosts'
-                    first ranks: one step between hosts instead of two
+all_reduce          each host reduces and scatters C parts; rank l < C swaps its part with the l-th of
+                    each other host, puts them together; each host gathers
 reduce              each host reduces; its first rank sends the result to root
 send, recv          ``transfers.py``
 ==================  ================================================================================
 
+An op has up to three speeds, by its bytes:
+
+small     data goes with the call: one meeting within the host, of which every rank leaves with what its
+          twins need, and one frame from each twin (``pieces.py``). Bytes cross once per rank, not once per
+          host, which costs less than to meet again
+middle    the step within the host comes with the call, the data of the rank with its frame; then the
+          second step within the host
+large     in pieces, once all agree; what is within the host goes on while pieces are on the wire
+
 "Once for the ranks of each host" is a round within the host: in round k of an all_gather rank l shares
 what it has received of host k. Where host k has more ranks than this one there are several.
 
-Before that the calls of all ranks are compared; so within a host the engine is given calls of our own,
-which agree by construction. Reductions: ``partials.py``.
+Reductions: ``partials.py``.
 
 Rejected: an all-reduce of gloo between hosts. It knows few dtypes, rounds halves at every step, and its
 order of summation is its own. Gathering at one rank per host: the others' cores and links would wait.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine, Tensors
-from interlace.runtime.core.hooks import profiled_op
-from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.places.hosts.host_map import HostMap
-from interlace.runtime.places.hosts.links import HostLinks, RankTensor
+from interlace.runtime.core.stream import Outcome
+from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.hosts.pieces import HostsOps, OpPiece, in_pieces
 from interlace.runtime.places.hosts.transfers import HostTransfers
-from interlace.runtime.record import dump as record
 
-SMALL_BYTES = 1 << 16
-_MOST_CALLS = 256
+SMALL_BYTES = 32 << 10  # of all ranks of a host
+MEETING_BYTES = 256 << 10  # what goes with a meeting in the host
 
 
 class HostsEngine(Engine):
     """One rank's engine on several hosts, one op at a time. ``place``: local engine, messages, failures."""
 
-    def __init__(
-        self, place: Any, hosts: HostMap, links: HostLinks, transfers: HostTransfers
-    ) -> None:
+    def __init__(self, place: Any, links: HostLinks, transfers: HostTransfers) -> None:
         self.rank, self.world_size = place.rank, place.world_size
-        self._place, self._hosts = place, hosts.hosts
-        self._host = hosts.index(place.rank)
-        self._mine = hosts.hosts[self._host]
-        self._index = self._mine.index(place.rank)
-        self._others = [ranks for ranks in self._hosts if ranks is not self._mine]
-        self._links, self._transfers = links, transfers
-        self._calls: dict[Any, Call] = {}
-
-    @contextmanager
-    def _agreed(self, call: Call) -> Iterator[None]:
-        """Around what moves the bytes of ``call``, which is compared before."""
-        with record.recorded(self._place.group, call.message):
-            call.verify(self._place.exchanged(call.message, call.op))
-            if op_ranges := profiled_op.get():
-                op_ranges.begin("hosts")
-            with self._place.guarded(call.op):
-                yield
+        self._place, self._hosts, self._transfers = place, place.map.hosts, transfers
+        self._ops, self._frames = HostsOps(place, links), place.frames
+        self._mine, self._index = self._frames.mine, self._frames.index
+        self._others = self._frames.others
+        self._columns = min(map(len, self._hosts))
 
     def barrier(self, call: Call) -> None:
-        with self._agreed(call):
-            pass
+        self._ops.run(call, [OpPiece], 0)
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._place.exchange(call.message, call.op))
-
-    def _within(self, op: str, *key: Any) -> Call:
-        """The call for a step within the host; ``key`` is all that it depends on."""
-        op = f"{self._links.doing} within the host ({op})"
-        call = self._calls.get((op, key))
-        if call is None:
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            call = Call(op, (("its share", repr(key)),))
-            self._calls[op, key] = call
-        return call
 
     # -- where things go -----------------------------------------------------------------------
 
@@ -105,173 +85,382 @@ class HostsEngine(Engine):
             dealt.append(some + [None] * (count - len(some)))
         return dealt
 
-    @property
-    def _local(self) -> Engine:
-        engine: Engine = self._place.local_engine()
-        return engine
-
-    def _wait(self, event: Event | None) -> None:
-        if event is not None:
-            event.synchronize()
+    def _far(self, tensors: Tensors) -> dict[int, torch.Tensor]:
+        """Those of ranks on other hosts, beginning with twins: no two ranks begin with the same one."""
+        return {
+            rank: tensors[rank]
+            for ranks in self._others
+            for rank in (*ranks[self._index :], *ranks[: self._index])
+        }
 
     # -- moving --------------------------------------------------------------------------------
 
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
-        with self._agreed(call):
-            self._gather(call.op, outputs, input)
-
-    def _gather(self, op: str, outputs: Tensors, input: torch.Tensor) -> None:
-        sends = [(self._twin(self._index, ranks), input) for ranks in self._others]
-        receives = [
-            (source, outputs[source])
-            for ranks in self._others
-            for source in ranks[self._index :: len(self._mine)]  # whose twin this rank is
-        ]
-        self._links.swap(sends, receives, op)
-        if len(self._mine) == 1:
-            _copy(outputs[self.rank], input)
+        longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
+        even = all(output.numel() == input.numel() for output in outputs)
+        if even and input.nbytes * len(mine) <= SMALL_BYTES:
+            self._ops.run(call, [lambda: self._small_gather(outputs, input)], 0)
             return
-        nothing = input.new_empty(0)
-        for ranks in self._hosts:
-            for sources in self._rounds(ranks):
-                parts = [nothing if source is None else outputs[source] for source in sources]
-                own = input if ranks is self._mine else parts[self._index]
-                self._wait(self._local.all_gather(self._within(op), parts, own))
+
+        def piece(part: slice) -> OpPiece:
+            sends = {self._twin(self._index, ranks): input[part] for ranks in self._others}
+            receives = {
+                source: outputs[source][part]
+                for ranks in self._others
+                for source in ranks[self._index :: len(mine)]  # whose twin this rank is
+            }
+            parts = [output[part] for output in outputs]
+
+            def share(hosts: Sequence[Sequence[int]]) -> None:
+                for ranks in hosts:
+                    for sources in self._rounds(ranks):
+                        self._share(call.op, parts, sources, input[part])
+
+            near = functools.partial(share, [mine])
+            return OpPiece(None, sends, receives, near, functools.partial(share, self._others))
+
+        outputs, input = [output.view(-1) for output in outputs], input.view(-1)
+        self._ops.run(call, in_pieces(piece, longest), longest.nbytes)
+
+    def _share(
+        self, op: str, parts: Tensors, sources: Sequence[int | None], input: torch.Tensor
+    ) -> None:
+        """Within the host: the parts of ``sources``, of which each rank has one."""
+        if len(self._mine) > 1:
+            nothing = input.new_empty(0)
+            outputs = [nothing if source is None else parts[source] for source in sources]
+            own = input if sources[self._index] == self.rank else outputs[self._index]
+            self._ops.local.all_gather(self._ops.within(op), outputs, own)
+        elif sources[0] == self.rank:
+            _copy(parts[self.rank], input)
+
+    def _small_gather(self, outputs: Tensors, input: torch.Tensor) -> OpPiece:
+        count = input.numel()
+        block = input.new_empty(len(self._mine) * count)
+        blocks = [input.new_empty(len(ranks) * count) for ranks in self._others]
+
+        def after() -> None:
+            for ranks, found in zip((self._mine, *self._others), (block, *blocks), strict=True):
+                self._fill(outputs, ranks, found.view(len(ranks), count))
+
+        return OpPiece(
+            lambda call: self._ops.local.all_gather_single(call, block, input),
+            dict.fromkeys(self._frames.receivers, block),
+            dict(zip(self._frames.twins, blocks, strict=True)),
+            after=after,
+        )
 
     def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
-        with self._agreed(call):
-            self._links.swap(self._far(inputs), self._far(outputs), call.op)
-            near = self._near(outputs), self._near(inputs)
-            self._wait(self._local.all_to_all(self._within(call.op), *near))
+        even = call.match is not None and len({part.nbytes for part in (*outputs, *inputs)}) == 1
+        self._exchange(call, outputs, inputs, even=even)
 
-    def _far(self, tensors: Tensors) -> list[RankTensor]:
-        return [(rank, tensors[rank]) for ranks in self._others for rank in ranks]
+    def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
+        self._exchange(call, self._cut(output), self._cut(input), even=True)
 
-    def _near(self, tensors: Tensors) -> list[torch.Tensor]:
-        return [tensors[rank] for rank in self._mine]
+    def _exchange(self, call: Call, outputs: Tensors, inputs: Tensors, *, even: bool) -> None:
+        """An all_to_all. ``even``: all parts of all ranks are equal in size, if their messages are."""
+        count, mine = inputs[0].numel(), self._mine
+
+        def direct() -> OpPiece:
+            def meanwhile() -> None:
+                self._ops.local.all_to_all(self._ops.within(call.op), *near)
+
+            near = [[of[rank] for rank in mine] for of in (outputs, inputs)]
+            far = self._far(inputs), self._far(outputs)
+            return OpPiece(None, *far, meanwhile, rides=False)
+
+        def small() -> OpPiece:
+            """All ranks of the host know what all have for others, so each has all that its twin gets."""
+            own = torch.cat([part.view(-1) for part in inputs])
+            block = own.new_empty(len(mine), self.world_size, count)
+            packed = {peer: own.new_empty(len(mine), count) for peer in self._frames.receivers}
+            found = [own.new_empty(len(ranks), count) for ranks in self._others]
+
+            def near(call: Call) -> None:
+                self._ops.local.all_gather_single(call, block.view(-1), own)
+                for peer, to in packed.items():
+                    to.copy_(block[:, peer])
+
+            def after() -> None:
+                self._fill(outputs, mine, block[:, self.rank])
+                for ranks, parts in zip(self._others, found, strict=True):
+                    self._fill(outputs, ranks, parts)
+
+            from_twins = dict(zip(self._frames.twins, found, strict=True))
+            return OpPiece(near, packed, from_twins, after=after, uneven=direct)
+
+        nbytes = sum(part.nbytes for part in inputs) if even else 0
+        is_small = even and nbytes <= MEETING_BYTES
+        self._ops.run(call, [small if is_small else direct], nbytes)
+
+    def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
+        """The outputs for ``ranks`` = ``parts``."""
+        for rank, part in zip(ranks, parts, strict=True):
+            outputs[rank].copy_(part.view(outputs[rank].shape))
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         home = next(ranks for ranks in self._hosts if root in ranks)
-        place = home.index(root)
+        place, flat, here = home.index(root), tensor.view(-1), root in self._mine
         source = self._twin(place, self._mine)
-        with self._agreed(call):
-            if self.rank == root:
-                sends = [(self._twin(place, ranks), tensor) for ranks in self._others]
-                self._links.swap(sends, [], call.op)
-            elif self.rank == source:
-                self._links.swap([], [(root, tensor)], call.op)
+        in_host = self._mine.index(source)
+
+        def share(call: Call, part: torch.Tensor) -> None:
             if len(self._mine) > 1:
-                local_root = self._mine.index(source)
-                self._wait(self._local.broadcast(self._within(call.op), tensor, local_root))
+                self._ops.local.broadcast(call, part, in_host)
+
+        def small(everyone: bool) -> OpPiece:
+            """The root's host broadcasts at once. If ``everyone`` there sends, no other has to."""
+            copy = flat.clone()
+            senders = home if everyone else (root,)
+            twin = self._twin(self._index, home)
+
+            def after() -> None:
+                if not here and not everyone:
+                    share(self._ops.within(call.op), copy)
+                if self.rank != root:
+                    flat.copy_(copy)
+
+            return OpPiece(
+                (lambda call: share(call, copy)) if here else None,
+                dict.fromkeys(self._frames.receivers, copy) if self.rank in senders else {},
+                {twin: copy} if not here and twin in senders else {},
+                after=after,
+            )
+
+        def piece(part: slice) -> OpPiece:
+            some, sends, receives = flat[part], {}, {}
+            if self.rank == root:
+                sends = {self._twin(place, ranks): some for ranks in self._others}
+            elif self.rank == source:
+                receives = {root: some}
+            return OpPiece(
+                None, sends, receives, after=lambda: share(self._ops.within(call.op), some)
+            )
+
+        if flat.nbytes * len(home) <= SMALL_BYTES:
+            self._ops.run(call, [lambda: small(True)], 0)
+        elif flat.nbytes <= MEETING_BYTES and len(set(map(len, self._hosts))) == 1:
+            self._ops.run(call, [lambda: small(False)], 0)
+        else:
+            self._ops.run(call, in_pieces(piece, flat), flat.nbytes)
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
-        with self._agreed(call):
+        near = None if outputs is None else [outputs[rank] for rank in self._mine]
+
+        def direct() -> OpPiece:
             if root not in self._mine:
-                self._links.swap([(root, input)], [], call.op)
-                return
-            near = None
-            if outputs is not None:
-                self._links.swap([], self._far(outputs), call.op)
-                near = self._near(outputs)
-            local_root = self._mine.index(root)
-            self._wait(self._local.gather(self._within(call.op), near, input, local_root))
+                return OpPiece(sends={root: input})
+            return OpPiece(
+                receives={} if outputs is None else self._far(outputs),
+                meanwhile=lambda: self._ops.local.gather(
+                    self._ops.within(call.op), near, input, self._mine.index(root)
+                ),
+            )
+
+        def small() -> OpPiece:
+            """The root's twin on each host, like all of its ranks, knows what all of these have."""
+            blocks = [input.new_empty(len(ranks), input.numel()) for ranks in self._others]
+            block = input.new_empty(len(self._mine), input.numel())
+
+            def after() -> None:
+                if outputs is not None:
+                    self._fill(outputs, self._mine, block)
+                    for ranks, parts in zip(self._others, blocks, strict=True):
+                        self._fill(outputs, ranks, parts)
+
+            return OpPiece(
+                lambda call: self._ops.local.all_gather_single(
+                    call, block.view(-1), input.view(-1)
+                ),
+                {root: block} if root in self._frames.receivers else {},
+                {} if outputs is None else dict(zip(self._frames.twins, blocks, strict=True)),
+                after=after,
+                uneven=direct,
+            )
+
+        self._run_rooted(call, direct, small, input.nbytes)
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
-        with self._agreed(call):
-            if root not in self._mine:
-                self._links.swap([], [(root, output)], call.op)
-                return
-            near = None
-            if inputs is not None:
-                self._links.swap(self._far(inputs), [], call.op)
-                near = self._near(inputs)
-            local_root = self._mine.index(root)
-            self._wait(self._local.scatter(self._within(call.op), output, near, local_root))
+        near = None if inputs is None else [inputs[rank] for rank in self._mine]
+        here, count = root in self._mine, output.numel()
+
+        def direct() -> OpPiece:
+            if not here:
+                return OpPiece(receives={root: output})
+            return OpPiece(
+                sends={} if inputs is None else self._far(inputs),
+                meanwhile=lambda: self._ops.local.scatter(
+                    self._ops.within(call.op), output, near, self._mine.index(root)
+                ),
+            )
+
+        def small() -> OpPiece:
+            """All ranks of the root's host know all parts, and send their twins'."""
+            whole = output.new_empty(self.world_size, count)
+            for row, part in zip(whole, inputs or (), strict=False):
+                row.copy_(part.view(-1))
+            if here:
+                return OpPiece(
+                    lambda call: self._ops.local.broadcast(call, whole, self._mine.index(root)),
+                    {peer: whole[peer] for peer in self._frames.receivers},
+                    after=lambda: output.copy_(whole[self.rank].view(output.shape)),
+                    uneven=direct,
+                )
+            home = next(ranks for ranks in self._hosts if root in ranks)
+            return OpPiece(
+                receives={self._twin(self._index, home): whole[self.rank]},
+                after=lambda: output.copy_(whole[self.rank].view(output.shape)),
+                uneven=direct,
+            )
+
+        self._run_rooted(call, direct, small, output.nbytes)
+
+    def _run_rooted(
+        self, call: Call, direct: Callable[[], OpPiece], small: Callable[[], OpPiece], nbytes: int
+    ) -> None:
+        """A gather or scatter; ``nbytes`` is that of this rank's part, and of all if messages are equal."""
+        known = call.match is not None
+        is_small = known and nbytes * self.world_size <= MEETING_BYTES
+        self._ops.run(call, [small if is_small else direct], nbytes * self.world_size * known)
 
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        with self._agreed(call):
-            if flat.nbytes <= SMALL_BYTES or flat.numel() < self.world_size:
-                self._reduce(call.op, flat, partial, self._hosts[0][0], everywhere=True)
+        if flat.nbytes * len(self._mine) <= SMALL_BYTES or flat.numel() < self._columns:
+            self._ops.run(call, [lambda: self._small_reduce(flat, 1, flat, partial)], 0)
+        else:
+            pieces = in_pieces(lambda part: self._columns_of(call.op, flat[part], partial), flat)
+            self._ops.run(call, pieces, flat.nbytes)
+
+    def _small_reduce(
+        self, whole: torch.Tensor, count: int, output: torch.Tensor, partial: Partial
+    ) -> OpPiece:
+        """``output`` = the reduction of ``whole``; of this rank's part if it has a ``count`` of them."""
+        sums = partial.widened(whole)
+        sums = sums.clone() if sums is whole else sums
+        parts, single = sums.view(count, output.numel()), count == 1
+        found = {twin: self._ops.buffer(parts[0]) for twin in self._frames.twins}
+
+        def after() -> None:
+            own = parts[0 if single else self.rank]
+            partial.finish(self._by_host(found, own), output, self.world_size)
+
+        return OpPiece(
+            lambda call: self._ops.local.all_reduce(call, sums, partial.step),
+            {peer: parts[0 if single else peer] for peer in self._frames.receivers},
+            found,
+            after=after,
+        )
+
+    def _by_host(self, found: Mapping[int, torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
+        """The parts that came from one rank of each other host, and ``own``, in the order of hosts."""
+        parts = iter(found.values())
+        return [own if ranks is self._mine else next(parts) for ranks in self._hosts]
+
+    def _columns_of(self, op: str, flat: torch.Tensor, partial: Partial) -> OpPiece:
+        """An all_reduce of ``flat``: this rank puts together its column of it, if it has one."""
+        count, index = self._columns, self._index
+        more = [flat[:0]] * (len(self._mine) - count)
+        targets, wide = [
+            [*whole.tensor_split(count), *more] for whole in (flat, partial.widened(flat))
+        ]
+        own = self._ops.buffer(wide[index])
+        peers = [ranks[index] for ranks in self._others] if index < count else []
+        found = {peer: self._ops.buffer(own) for peer in peers}
+
+        def near(call: Call) -> None:
+            if len(self._mine) > 1:
+                self._ops.local.reduce_scatter(call, own, wide, partial.step)
             else:
-                segments = list(flat.tensor_split(self.world_size))
-                wide = list(partial.widened(flat).tensor_split(self.world_size))
-                self._reduce_scatter(call.op, segments[self.rank], wide, partial)
-                self._gather(call.op, segments, segments[self.rank])
+                own.copy_(wide[0])
+
+        def after() -> None:
+            if peers:
+                partial.finish(self._by_host(found, own), targets[index], self.world_size)
+            if len(self._mine) > 1:
+                self._ops.local.all_gather(self._ops.within(op), targets, targets[index])
+
+        return OpPiece(near, dict.fromkeys(peers, own), found, after=after)
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        with self._agreed(call):
-            self._reduce(call.op, flat, partial, root, everywhere=False)
+        home = next(ranks for ranks in self._hosts if root in ranks)
+        collector = self._twin(home.index(root), self._mine)
+        place = self._mine.index(collector)
 
-    def _reduce(
-        self, op: str, flat: torch.Tensor, partial: Partial, root: int, *, everywhere: bool
-    ) -> None:
-        """With ``everywhere`` a rank of each host gets the result and hands it out, else ``root`` alone."""
-        collectors = [root if root in ranks else ranks[0] for ranks in self._hosts]
-        own = collectors[self._host]
-        part = partial.widened(flat)
-        if self.rank == own and part is flat:
-            part = flat.clone()
-        if len(self._mine) > 1:
-            call = self._within("reduce", part.dtype, part.numel())
-            self._wait(self._local.reduce(call, part, self._mine.index(own), partial.step))
-        if self.rank == own:
-            others = [rank for rank in collectors if rank != own]
-            receivers = others if everywhere else [root] if own != root else []
-            arriving = others if everywhere or own == root else []
-            parts = {rank: torch.empty_like(part) for rank in arriving}
-            self._links.swap([(rank, part) for rank in receivers], list(parts.items()), op)
-            if everywhere or own == root:
-                parts[own] = part
-                partial.finish([parts[rank] for rank in collectors], flat, self.world_size)
-        if everywhere and len(self._mine) > 1:
-            call = self._within("broadcast")
-            self._wait(self._local.broadcast(call, flat, self._mine.index(own)))
+        def piece(part: slice) -> OpPiece:
+            sums = partial.widened(flat[part])
+            if self.rank == collector and sums.data_ptr() == flat[part].data_ptr():
+                sums = self._ops.buffer(sums).copy_(sums)
+            found = {}
+            if self.rank == root:
+                found = {self._twin(place, ranks): self._ops.buffer(sums) for ranks in self._others}
+
+            def after() -> None:
+                if self.rank == root:
+                    partial.finish(self._by_host(found, sums), flat[part], self.world_size)
+
+            return OpPiece(
+                lambda call: self._ops.local.reduce(call, sums, place, partial.step),
+                {root: sums} if self.rank == collector != root else {},
+                found,
+                after=after,
+            )
+
+        self._ops.run(call, in_pieces(piece, flat), flat.nbytes)
 
     def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
-        partial = Partial.of(op, output.dtype)
-        with self._agreed(call):
-            wide = [partial.widened(part.view(-1)) for part in inputs]
-            self._reduce_scatter(call.op, output.view(-1), wide, partial)
+        partial, longest = Partial.of(op, output.dtype), max(inputs, key=torch.Tensor.numel)
+        even = all(part.numel() == output.numel() for part in inputs)
+        if even and output.nbytes * self.world_size <= MEETING_BYTES:
 
-    def _reduce_scatter(
-        self, op: str, output: torch.Tensor, wide: Tensors, partial: Partial
-    ) -> None:
-        """``wide[r]`` is this rank's part for rank r, in the dtype of partial results."""
-        sends: list[RankTensor] = []
-        own = wide[self.rank]
-        for ranks in self._hosts:
-            for owners in self._rounds(ranks):
-                reduced = self._reduced_within(wide, owners, partial)
+            def small() -> OpPiece:
+                whole = torch.cat([part.view(-1) for part in inputs])
+                return self._small_reduce(whole, self.world_size, output.view(-1), partial)
+
+            self._ops.run(call, [small], 0)
+            return
+
+        def piece(part: slice) -> OpPiece:
+            return self._parts_of(
+                call.op, output.view(-1)[part], [each.view(-1)[part] for each in inputs], partial
+            )
+
+        self._ops.run(call, in_pieces(piece, longest), longest.nbytes * self.world_size)
+
+    def _parts_of(
+        self, op: str, output: torch.Tensor, inputs: Tensors, partial: Partial
+    ) -> OpPiece:
+        """A reduce_scatter: the host reduces for the ranks of each host in turn, its own last."""
+        wide = [partial.widened(part) for part in inputs]
+        dealt = [owners for ranks in (*self._others, self._mine) for owners in self._rounds(ranks)]
+        reduced = {
+            owner: self._ops.buffer(wide[owner])
+            for owner in (owners[self._index] for owners in dealt)
+            if owner is not None
+        }
+        sends = {owner: part for owner, part in reduced.items() if owner != self.rank}
+        found = {
+            self._twin(self._index, ranks): self._ops.buffer(wide[self.rank])
+            for ranks in self._others
+        }
+
+        def near(call: Call) -> None:
+            for owners in dealt:
+                parts = [wide[0][:0] if owner is None else wide[owner] for owner in owners]
                 owner = owners[self._index]
-                if owner == self.rank:
-                    own = reduced
+                into = wide[0].new_empty(0) if owner is None else reduced[owner]
+                if len(self._mine) > 1:
+                    self._ops.local.reduce_scatter(call, into, parts, partial.step)
                 elif owner is not None:
-                    sends.append((owner, reduced))
-        parts = [own if ranks is self._mine else torch.empty_like(own) for ranks in self._hosts]
-        receives: list[RankTensor] = [
-            (self._twin(self._index, ranks), part)
-            for ranks, part in zip(self._hosts, parts, strict=True)
-            if ranks is not self._mine
-        ]
-        self._links.swap(sends, receives, op)
-        partial.finish(parts, output, self.world_size)
+                    into.copy_(wide[owner])
+                call = self._ops.within(op)
 
-    def _reduced_within(
-        self, wide: Tensors, owners: Sequence[int | None], partial: Partial
-    ) -> torch.Tensor:
-        """This host's partial result for the owner that is this rank's in this round."""
-        parts = [wide[0].new_empty(0) if owner is None else wide[owner] for owner in owners]
-        if len(self._mine) == 1:
-            return parts[0]
-        reduced = torch.empty_like(parts[self._index])
-        lengths = tuple(part.numel() for part in parts)
-        call = self._within("reduce_scatter", partial.dtype, lengths)
-        self._wait(self._local.reduce_scatter(call, reduced, parts, partial.step))
-        return reduced
+        def after() -> None:
+            partial.finish(self._by_host(found, reduced[self.rank]), output, self.world_size)
+
+        return OpPiece(near, sends, found, after=after)
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         return self._transfers.send(call, tensor, peer, tag)

@@ -20,8 +20,10 @@ Every rank puts a :class:`Card` into the store, as ``one_host/rendezvous.py`` ha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,7 @@ from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PeerDiedError
 from interlace.runtime.places.one_host.waiting import has_ended
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux, for IPv4
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
 
@@ -115,6 +118,27 @@ def address_towards(host: str, port: int = _ANY_PORT) -> str | None:
                 connection.connect(target)
                 return str(connection.getsockname()[0])
     return None
+
+
+def interface_address(interface: str) -> str | None:
+    """The address of this machine on ``interface``; None if it has none."""
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+        contextlib.suppress(OSError),
+    ):
+        name = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, name)[20:24])
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for number, *_, name_of in map(str.split, file):
+            if name_of == interface:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
+    return None
+
+
+def listening_address(own: str | None) -> str:
+    """Where gloo listens, too: the interface that the user names, ``own`` address, or the host's name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    return (interface and interface_address(interface)) or own or socket.gethostname()
 
 
 def is_loopback(address: str | None) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
@@ -29,6 +30,39 @@ _WHY, _ASKED = "why", "asked"
 
 class UnconnectedError(InterlaceError):
     """A connection could not be made; the rank at its other end is not known."""
+
+
+def connected(store: Store, rank: int, world_size: int, address: str | None, timeout: float) -> Any:
+    """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
+
+    gloo connects all ranks once for each of its devices, and uses device ``tag % 2`` of two for a message.
+    It waits five times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
+    """
+    from interlace.runtime.compat.torch_groups import c10d
+
+    gloo: Any = c10d.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        device = gloo.create_device(interface=interface, lazy_init=False)
+    elif address is not None:
+        device = gloo.create_device(hostname=address, lazy_init=False)
+    else:
+        device = gloo.create_default_device(lazy_init=False)
+    options = gloo._Options()
+    options._devices = [device, device]
+    options._timeout = timedelta(seconds=timeout / 5)
+    before = set(os.listdir("/proc/self/fd"))
+    try:
+        made = gloo(store, rank, world_size, options)
+        for number in set(os.listdir("/proc/self/fd")) - before:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(number), False)  # or another program would keep them open
+        return made
+    except RuntimeError as error:
+        where = interface or address or "the address of its host name"
+        raise UnconnectedError(
+            f"rank {rank} cannot connect to the ranks on other hosts from {where}: {error}"
+        ) from error
 
 
 class Joining:

@@ -1,12 +1,11 @@
-"""Connections between ranks on several hosts: bytes by gloo, and noticing that a rank is gone.
+"""Connections between ranks on several hosts: messages by gloo, and noticing that a rank is gone.
 
 One gloo group per group of ranks, all connected with all, from which only send and recv are used: any
-dtype travels as bytes, and an algorithm needs nothing but pairs. Every two ranks have two connections, and
-gloo takes the one or the other by whether a tag is even (:func:`_connected`). Three kinds of messages
-share them, told apart by their tags:
+dtype travels as bytes. Every two ranks have two connections, and gloo takes the one or the other by whether
+a tag is even (``joining.connected``). Two kinds of messages share them, told apart by their tags; the bytes
+of collectives have connections of their own (``wires.py``).
 
 =============  ====================================================================================
-``OP_TAG``     the bytes of collectives. Every rank runs them in the same order, so order suffices
 ``CONTROL``    packets of a fixed size: an announced point-to-point message, its receipt, "I have
                left", "abort, because ...", "whom do you wait for?"; alone on its connection
 ``PAYLOAD``    and above: the bytes of point-to-point messages (``transfers.py``)
@@ -16,25 +15,25 @@ A thread per peer always listens for its packets. So whoever sends one never wai
 process ends, the kernel closes its connections and every other rank's listener knows which rank is gone.
 
 What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
-connections for data, which wakes its own thread out of gloo (no wait of gloo can be ended otherwise). That
-for packets stays until the rank leaves the group: by it those who are left agree on how to go on
+connections for data, which wakes its own threads (no wait of gloo can be ended otherwise). That for packets
+stays until the rank leaves the group: by it those who are left agree on how to go on
 (``roll.py``). A rank whose packets end without "I have left" is gone. The group's timeout
 is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
-gloo never ends the wait for a message that has begun to come from a rank that has died, or to go to it. So
-another thread waits for gloo, however long, and the caller until the group fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import hmac
 import math
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -42,6 +41,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from interlace.runtime.core import plain
 from interlace.runtime.core.errors import (
     OF_PARENT,
     UNREACHABLE,
@@ -52,7 +52,8 @@ from interlace.runtime.core.errors import (
     of_another_rank,
 )
 from interlace.runtime.core.memory import bytes_of
-from interlace.runtime.places.hosts.joining import UnconnectedError
+from interlace.runtime.places.hosts.host_map import listening_address
+from interlace.runtime.places.hosts.joining import connected
 from interlace.runtime.places.hosts.packets import (
     ABORT,
     ASKED,
@@ -62,14 +63,15 @@ from interlace.runtime.places.hosts.packets import (
     PACKET_BYTES,
     Packet,
 )
+from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
 from interlace.runtime.places.one_host.blame import aborted_by, follow
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, PolledStore, digest
-from interlace.runtime.places.one_host.worker import Helper, OrderedWorker, apart
+from interlace.runtime.places.one_host.worker import Helper, apart
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
-OP_TAG = 1
+_JOINING = 1
 CONTROL = 2
 _SEVER_DATA, _SEVER_CONTROL = 3, 4
 PAYLOAD = (1 << 16) + 1
@@ -83,48 +85,13 @@ _ANSWER = 1.0  # seconds for a rank to say whom it waits for; a stopped process 
 # less; a rank whose connection ends before is said to have died.
 LATE = 5.0
 _JUST_NOW = 1.0  # seconds
+_CARD_BYTES = 128
 _MOST_UNDER_WAY = 64  # packets to one peer
 _SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
 
 _links: weakref.WeakSet[HostLinks] = weakref.WeakSet()
 
 T = TypeVar("T")
-RankTensor = tuple[int, torch.Tensor]
-
-
-def _connected(
-    store: Store, rank: int, world_size: int, address: str | None, timeout: float
-) -> Any:
-    """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
-
-    gloo connects all ranks once for each of its devices, and uses device ``tag % 2`` of two for a message.
-    It waits five times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
-    """
-    from interlace.runtime.compat.torch_groups import c10d
-
-    gloo: Any = c10d.ProcessGroupGloo
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        device = gloo.create_device(interface=interface, lazy_init=False)
-    elif address is not None:
-        device = gloo.create_device(hostname=address, lazy_init=False)
-    else:
-        device = gloo.create_default_device(lazy_init=False)
-    options = gloo._Options()
-    options._devices = [device, device]
-    options._timeout = timedelta(seconds=timeout / 5)
-    before = set(os.listdir("/proc/self/fd"))
-    try:
-        made = gloo(store, rank, world_size, options)
-        for number in set(os.listdir("/proc/self/fd")) - before:
-            with contextlib.suppress(OSError):
-                os.set_inheritable(int(number), False)  # or another program would keep them open
-        return made
-    except RuntimeError as error:
-        where = interface or address or "the address of its host name"
-        raise UnconnectedError(
-            f"rank {rank} cannot connect to the ranks on other hosts from {where}: {error}"
-        ) from error
 
 
 class HostLinks:
@@ -157,7 +124,7 @@ class HostLinks:
         self._left: set[int] = set()
         self.waiting: tuple[float, str, int, float] | None = None
         """Until when this rank waits, in which op, for whom, and how long in all."""
-        self._apart, self._moved = OrderedWorker("interlace bytes"), Future[None]()
+        self.wires, self._until = Wires(rank, self._wait_for), 0.0
         self.doing = ""
         """The op that this rank is in, for errors."""
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
@@ -179,17 +146,20 @@ class HostLinks:
         step: Callable[[], None],
         secret: bytes,
         group: str,
+        far: Sequence[int],
     ) -> None:
         """Connect with all of ``group``, who prove that they know ``secret``, by ``store``. Collective.
 
-        ``step()`` is called meanwhile, bounds it, and may raise: gloo is then left waiting.
+        ``far`` are the ranks on other hosts, ``address`` that of this rank. ``step()`` is called meanwhile,
+        bounds it, and may raise: gloo is then left waiting.
         """
         own = PolledStore(store, f"{group}/links", self._closed.is_set)
+        listening = self.wires.listen(listening_address(address))
 
         def connect() -> None:
-            self._gloo = _connected(own, self.rank, self.world_size, address, self.timeout)
+            self._gloo = connected(own, self.rank, self.world_size, address, self.timeout)
             if not self._closed.is_set():
-                self._authenticate(secret, group)
+                self._authenticate(secret, group, listening, far)
 
         self.doing = f"joining group {group!r}"
         apart("interlace connecting", connect, step)
@@ -200,7 +170,7 @@ class HostLinks:
         self._closed.set()
         if self._gloo is not None:
             self._sever(_SEVER_DATA)
-        self._apart.close(0.0)
+        self.wires.sever()
 
     def start(
         self,
@@ -218,58 +188,76 @@ class HostLinks:
         for thread in self._threads:
             thread.start()
 
-    def _authenticate(self, secret: bytes, group: str) -> None:
-        """Once, before anything else: have every peer prove that it knows the job's secret."""
+    def _authenticate(
+        self, secret: bytes, group: str, listening: tuple[str, int], far: Sequence[int]
+    ) -> None:
+        """Once, before anything else: have every peer prove that it knows the job's secret.
 
-        def proof(sender: int, receiver: int) -> torch.Tensor:
-            said = digest(secret, group.encode(), b"%d to %d" % (sender, receiver))
-            return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        What it listens at for bytes of collectives comes with its proof.
+        """
 
-        received = [torch.zeros(DIGEST_BYTES, dtype=torch.uint8) for _ in self.peers]
-        sends = [(peer, proof(self.rank, peer)) for peer in self.peers]
-        self.swap(sends, list(zip(self.peers, received, strict=True)), "joining")
-        for peer, said in zip(self.peers, received, strict=True):
-            if not torch.equal(said, proof(peer, self.rank)):
+        def proof(sender: int, receiver: int, where: str = "gloo") -> bytes:
+            text = f"{sender} to {receiver} by {where}"
+            return digest(secret, group.encode(), text.encode())
+
+        own = plain.dumps(listening).ljust(_CARD_BYTES)
+        cards = {peer: proof(self.rank, peer) + own for peer in self.peers}
+        received = self._traded(cards, DIGEST_BYTES + _CARD_BYTES)
+        addresses: dict[int, Any] = {}
+        for peer, said in received.items():
+            if not hmac.compare_digest(said[:DIGEST_BYTES], proof(peer, self.rank)):
                 self._sever(_SEVER_DATA)
                 raise InterlaceError(
                     f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
                 )
+            if peer in far:
+                addresses[peer] = read_address(said[DIGEST_BYTES:].rstrip())
+        known = functools.partial(proof, where="wires")
+        try:
+            self.wires.connect(addresses, known, self.timeout, self._closed.is_set)
+        except WireError as error:
+            raise self._broken(error.peer, error, "joining") from None
+        self._traded(
+            dict.fromkeys(self.peers, b"1"), 1
+        )  # so nobody goes on while others still wait
+
+    def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
+        """What peers say, of so many bytes each, when they are told these ``messages``."""
+        sent = {
+            p: torch.frombuffer(bytearray(said), dtype=torch.uint8) for p, said in messages.items()
+        }
+        received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
+        begun: list[tuple[int, Any]] = []
+        peer, bound = self.rank, timedelta(seconds=self.bound() + LATE)
+        try:
+            for begin, tensors in ((self._gloo.recv, received), (self._gloo.send, sent)):
+                for peer, tensor in tensors.items():
+                    begun.append((peer, begin([tensor], peer, _JOINING)))
+            while begun:
+                peer, work = begun.pop()
+                work.wait(bound)
+        except RuntimeError as error:
+            raise self._broken(peer, error, "joining") from None
+        return {peer: tensor.numpy().tobytes() for peer, tensor in received.items()}
 
     # -- bytes -----------------------------------------------------------------------------------
 
-    def swap(self, sends: Sequence[RankTensor], receives: Sequence[RankTensor], doing: str) -> None:
-        """Send and receive contiguous tensors, (rank, tensor), to the end. Empty ones do not travel."""
-        self.check()
+    def _wait_for(self, peer: int) -> None:
+        """The op that runs now waits for ``peer``, from its first wait on for so long in all."""
         bound = self.bound()
-        until = time.monotonic() + bound
-        started: list[tuple[int, Any]] = []
-        peer = self.rank
+        self._until = self._until or time.monotonic() + bound
+        self.waiting = (self._until, self.doing, peer, bound)
 
-        def finish() -> None:
-            nonlocal peer
-            try:
-                while started:
-                    peer, work = started[-1]
-                    self.waiting = (until, doing, peer, bound)
-                    work.wait(timedelta(seconds=bound + LATE))
-                    started.pop()
-            finally:
-                started.clear()
-
+    @contextlib.contextmanager
+    def moving(self, doing: str) -> Iterator[Wires]:
+        """Around what moves bytes; nothing is on its way afterwards that has not left this rank."""
+        self.check()
+        self._until = 0.0
         try:
-            for begin, parts in ((self._gloo.recv, receives), (self._gloo.send, sends)):
-                for peer, tensor in parts:
-                    if tensor.numel():
-                        started.append((peer, begin([bytes_of(tensor)], peer, OP_TAG)))
-            if started:
-                self._moved = moved = Future[None]()
-                self._apart.submit(lambda: _settle(moved, finish))
-                self.check()  # from now on a failure ends it
-                moved.result()
-        except InterlaceError:
-            raise
-        except RuntimeError as error:
-            raise self._broken(peer, error, doing) from None
+            yield self.wires
+            self.wires.flush()
+        except WireError as error:
+            raise self._broken(error.peer, error, doing) from None
         finally:
             self.waiting = None
 
@@ -427,13 +415,14 @@ class HostLinks:
                 return
             self._failure = error
         self._ended.set()
-        for waited_for in (self._moved, *list(self._answers.values())):
-            _settle(waited_for, self.check)
+        for answer in list(self._answers.values()):
+            _settle(answer, self.check)
         self._on_failure(error)
         if tell:
             reason = error.args[0] if error.args else type(error).__name__
             packet = Packet(ABORT, content=str(reason).encode()[:LONGEST_REASON])
             self.send_all(packet, self.peers)
+        self.wires.sever()
         self._sever(_SEVER_DATA)
 
     def send_all(self, packet: Packet, peers: Sequence[int]) -> None:
@@ -464,12 +453,13 @@ class HostLinks:
             if (under_way := self._under_way[peer]) and self._listener(peer).is_alive():
                 with contextlib.suppress(RuntimeError):
                     under_way[-1].wait(_GOODBYE)  # and with it those before
+        self.wires.sever()
         self._sever(_SEVER_DATA)
         self._sever(_SEVER_CONTROL)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(5.0)
-        self._apart.close(0.0)
+        self.wires.forget()
         self._under_way.clear()
         self._gloo = (
             None  # with its descriptors; and nothing here holds the rest of the group any more
@@ -494,6 +484,7 @@ def _after_fork_in_child() -> None:
     """The connections are the parent's: a child that fails must not tell its peers."""
     for links in list(_links):
         links._failure, links.peers = InterlaceError(f"rank {links.rank}: {OF_PARENT}"), []
+        links.wires.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

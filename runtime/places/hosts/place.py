@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -18,9 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from interlace.runtime.core import plain
 from interlace.runtime.core.call import CALLS
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
@@ -38,10 +34,11 @@ from interlace.runtime.places.hosts.joining import Joining
 from interlace.runtime.places.hosts.link_store import LinkStore, Told
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.packets import ROW, VALUE, Packet
+from interlace.runtime.places.hosts.pieces import Frames
 from interlace.runtime.places.hosts.roll import HostsRoll
 from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host import meetings
-from interlace.runtime.places.one_host.control import LARGEST_MESSAGE, check_size
+from interlace.runtime.places.one_host.control import check_size
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
@@ -52,10 +49,6 @@ from interlace.runtime.record import dump as record
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
-
-_LENGTH = struct.Struct("<q")
-_FRAME = 64  # bytes around each message, at most
-_FIRST_BYTES = 1024  # of a host's messages: enough for most, so they need one round
 
 
 class HostsPlace(CpuPlace):
@@ -82,12 +75,13 @@ class HostsPlace(CpuPlace):
     ) -> None:
         self.rank, self.world_size = rank, len(cards)
         self.map = HostMap.of([card.host for card in cards])
+        self.frames = Frames(self.map, rank)
         self.local_ranks = self.map.hosts[self.map.index(rank)]
         """The ranks of this group on this rank's host, by local rank."""
         self._cards, self._prefix, self._timeout = cards, prefix, timeout
         self._parent = parent
         need_secret(rank)
-        self._lock, self._told = threading.RLock(), Told()
+        self.lock, self._told = threading.RLock(), Told()
         self._engine_lock = threading.Lock()
         self._local_communicator: Communicator | None = None
         self._known: tuple[int, ...] = tuple(range(self.world_size))
@@ -141,7 +135,8 @@ class HostsPlace(CpuPlace):
         )
         self._transfers = HostTransfers(self._links, self.group, self.local_engine)
         self._roll = HostsRoll(self._links, prefix)
-        self._links.connect(store, address, joining.step, job_secret(), prefix)
+        far = [peer for peer in range(len(cards)) if peer not in self.local_ranks]
+        self._links.connect(store, address, joining.step, job_secret(), prefix, far)
 
     def _give_up(self) -> None:
         """Leave what has been joined; the others have heard why."""
@@ -253,62 +248,15 @@ class HostsPlace(CpuPlace):
             return self.exchanged(payload, doing)
 
     def exchanged(self, payload: bytes, doing: str) -> list[bytes]:
-        """Within each host; then first ranks of hosts swap their hosts' messages, and hand them out."""
+        """Within each host; then every rank tells its host's messages to its twins on other hosts."""
         check_size(payload, self.rank, doing)
-        with self._lock, self.guarded(doing):
-            messages: list[bytes] = [b""] * self.world_size
+        with self.lock, self.guarded(doing):
             own = self.group.exchange(payload, doing)
-            for rank, message in zip(self.local_ranks, own, strict=True):
-                messages[rank] = message
-            others = [ranks for ranks in self.map.hosts if self.rank not in ranks]
-            blobs = self._swap_blobs(plain.dumps(own), [ranks[0] for ranks in others], doing)
-            if len(self.local_ranks) > 1:
-                blobs = self._handed_out(blobs, doing)
-            for ranks, blob in zip(others, blobs, strict=True):
-                for rank, message in zip(ranks, _messages(blob, len(ranks)), strict=True):
-                    messages[rank] = message
-        return messages
-
-    def _swap_blobs(self, mine: bytes, leaders: Sequence[int], doing: str) -> list[bytes]:
-        """Between the first ranks of the hosts. Elsewhere nothing happens and nothing comes back."""
-        if self.rank != self.local_ranks[0]:
-            return []
-        whole = _LENGTH.pack(len(mine)) + mine
-        whole += bytes(max(0, _FIRST_BYTES - len(whole)))
-        sent = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-
-        def swap(mine: torch.Tensor, theirs: Sequence[torch.Tensor]) -> None:
-            sends = [(leader, mine) for leader in leaders]
-            self._links.swap(sends, list(zip(leaders, theirs, strict=True)), doing)
-
-        firsts = [torch.empty(_FIRST_BYTES, dtype=torch.uint8) for _ in leaders]
-        swap(sent[:_FIRST_BYTES], firsts)
-        lengths = [_LENGTH.unpack_from(first.numpy().tobytes())[0] for first in firsts]
-        for leader, length in zip(leaders, lengths, strict=True):
-            if not 0 <= length <= self.world_size * (LARGEST_MESSAGE + _FRAME):
-                raise plain.UnreadableError(f"{doing}: rank {leader} announces {length} bytes")
-        rests = [
-            torch.empty(max(0, _LENGTH.size + length - _FIRST_BYTES), dtype=torch.uint8)
-            for length in lengths
-        ]
-        swap(sent[_FIRST_BYTES:], rests)
-        return [
-            (first.numpy().tobytes() + rest.numpy().tobytes())[_LENGTH.size : _LENGTH.size + length]
-            for first, rest, length in zip(firsts, rests, lengths, strict=True)
-        ]
-
-    def _handed_out(self, blobs: list[bytes], doing: str) -> list[bytes]:
-        """The first local rank's ``blobs``, in as many messages as they need."""
-        whole = plain.dumps(blobs)
-        stream = _LENGTH.pack(len(whole)) + whole if blobs else b""
-        received = b""
-        while not received or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
-            mine = stream[len(received) : len(received) + LARGEST_MESSAGE]
-            received += self.group.exchange(mine, doing)[0]
-        return _messages(received[_LENGTH.size :], len(self.map.hosts) - 1)
+            with self._links.moving(doing) as wires:
+                return self.frames.trade(wires, own)
 
     def new_engine(self, communicator: Any) -> Engine:
-        return HostsEngine(self, self.map, self._links, self._transfers)
+        return HostsEngine(self, self._links, self._transfers)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         raise self._no_user_memory()
@@ -362,11 +310,3 @@ class HostsPlace(CpuPlace):
         if self._local_communicator is not None:
             self._local_communicator.close()
         self.local.close()
-
-
-def _messages(blob: bytes, count: int) -> list[bytes]:
-    """The ``count`` messages that another rank has put together."""
-    found = plain.loads(blob)
-    if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
-        raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")
-    return found

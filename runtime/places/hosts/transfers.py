@@ -10,9 +10,10 @@ from any source is served by whoever announced first, on whichever host::
                takes the bytes, acknowledges                         "message 7 received"
     sender     the future of its send is done     or fails, if the message does not fit the receive
 
-No caller of ``send`` or ``recv`` waits. Packets and bytes go through one thread, which never waits for
-long: a packet's receiver always listens, and the bytes of an announced message are on their way. What
-follows on the end of a message may wait for others: it runs in a thread of its own.
+No caller of ``send`` or ``recv`` waits. Announcements go through one thread, bytes that are received
+through another: so a rank that receives is heard meanwhile, and both directions are used at once. Neither
+waits for long: a packet's receiver always listens, and the bytes of an announced message are on their way.
+What follows on the end of a message may wait for others: it runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class HostTransfers:
         self._local_engine: Any = local_engine
         self._within = Call("a message within the host")
         self._worker = OrderedWorker("interlace messages")
+        self._announcer = OrderedWorker("interlace announcements")
         self._lock = threading.Lock()
         self._numbers = [0] * links.world_size
         self._announced: list[_Announced] = []
@@ -143,7 +145,7 @@ class HostTransfers:
             end = _Transfer(self, call, peer, tag)
             sending = self._sending[peer, number] = _SendingToHost(tensor, work, tag, end)
             packet = Packet(packets.ANNOUNCED, tag, number, content)
-            self._submit(lambda: self._post(peer, packet))
+            self._submit(lambda: self._post(peer, packet), self._announcer)
         self._fail_late()
         return sending.future
 
@@ -166,8 +168,8 @@ class HostTransfers:
         if failure is not None:
             self.fail(failure)
 
-    def _submit(self, function: Callable[[], None]) -> None:
-        """Let the thread do it. What goes wrong there fails the group, and so all futures."""
+    def _submit(self, function: Callable[[], None], worker: OrderedWorker | None = None) -> None:
+        """Let a thread do it. What goes wrong there fails the group, and so all futures."""
 
         def guarded() -> None:
             try:
@@ -178,7 +180,7 @@ class HostTransfers:
                 self._links.fail(InterlaceError(f"rank {self.rank}: a message failed: {error!r}"))
 
         with suppress(AbortedError):  # closed: all futures have failed
-            self._worker.submit(guarded)
+            (worker or self._worker).submit(guarded)
 
     def _post(self, peer: int, packet: Packet) -> None:
         if peer == self.rank:
@@ -286,7 +288,8 @@ class HostTransfers:
 
     def close(self) -> None:
         self.fail(AbortedError(f"rank {self.rank} has closed the group"))
-        self._worker.close(1.0)
+        for worker in (self._announcer, self._worker):
+            worker.close(1.0)
         with self._lock:
             following = set(self._following) - {threading.current_thread()}
         for thread in following:

@@ -103,7 +103,9 @@ class Mail:
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
         self._then: Callable[[], object] | None = None  # what closes the group
-        self._waits = self._waiting = self._entering = 0  # waits so far; threads in one, and at the door
+        self._waits = self._waiting = self._entering = (
+            0  # waits so far; threads in one, and at the door
+        )
 
     # -- what the engine calls -----------------------------------------------------------------
 

@@ -1,20 +1,17 @@
-"""Ranks of test_hosts.py, and the two hosts that they run on.
+"""Ranks of test_hosts.py, on two hosts (``two_networks.py``).
 
-Run as a script it makes two network namespaces joined by a pair of virtual cables, starts ranks in both,
-and prints what every rank reports as JSON. Namespaces have no names and end with their processes, which
-end with whoever started them. Where the kernel refuses them, ranks are given names of hosts instead, and
-the report says why. Ranks are forked from this process, for torch takes seconds to import.
+Run as a script it starts ranks in both network namespaces and prints what every rank reports as JSON.
+Where the kernel refuses namespaces, ranks are given names of hosts instead, and the report says why. Ranks
+are forked from this process, for torch takes seconds to import.
 """
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,75 +19,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-ADDRESSES = ("10.177.0.1", "10.177.0.2")
+from multi.hosts.two_networks import ADDRESSES, die_with_parent, enter, two_networks
+
 HOSTS = (0, 0, 0, 1, 1)
 """The host of each rank."""
 
 SECRET = "of the ranks of test_hosts.py"
-
-_NEW_USER, _NEW_NET, _DIE_WITH_PARENT = 0x10000000, 0x40000000, 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-# -- two hosts ---------------------------------------------------------------------------------
-
-
-def _unshare(flags: int) -> None:
-    if _libc.unshare(flags):
-        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
-
-
-def _own_network() -> None:
-    """A network namespace for this process: in a user namespace of its own, or as root."""
-    user, group = os.geteuid(), os.getegid()
-    try:
-        _unshare(_NEW_USER | _NEW_NET)
-    except OSError:
-        _unshare(_NEW_NET)
-        return
-    pathlib.Path("/proc/self/setgroups").write_text("deny")
-    pathlib.Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    pathlib.Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-
-
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def _configure(cable: str, address: str) -> None:
-    _ip("address", "add", f"{address}/24", "dev", cable)
-    _ip("link", "set", cable, "up")
-    _ip("link", "set", "lo", "up")
-
-
-def two_networks() -> int:
-    """This process gets one network, the process that is returned another; a cable joins them."""
-    _own_network()
-    ready, tell_ready = os.pipe()
-    plugged, tell_plugged = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        try:
-            _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-            _unshare(_NEW_NET)
-            os.write(tell_ready, b"1")
-            os.read(plugged, 1)
-            _configure("right", ADDRESSES[1])
-            os.write(tell_ready, b"1")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(tell_ready)
-    if not os.read(ready, 1):
-        raise OSError("a second network namespace was refused")
-    _ip("link", "add", "left", "type", "veth", "peer", "name", "right", "netns", str(holder))
-    _configure("left", ADDRESSES[0])
-    os.write(tell_plugged, b"1")
-    if not os.read(ready, 1):
-        raise OSError("the second network could not be configured")
-    return holder
 
 
 def main() -> None:
@@ -100,7 +34,7 @@ def main() -> None:
         holder = 0 if problem else two_networks()
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
-    _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # a new user namespace takes an earlier one back
+    die_with_parent()
     os.environ["INTERLACE_SECRET"] = SECRET
     import torch.distributed.tensor  # noqa: F401  (once, for all ranks)
 
@@ -112,10 +46,9 @@ def main() -> None:
     for rank, host in enumerate(HOSTS):
         child = os.fork()
         if child == 0:
-            _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            die_with_parent()
             if holder and host:
-                with open(f"/proc/{holder}/ns/net") as network:
-                    assert _libc.setns(network.fileno(), _NEW_NET) == 0
+                enter(holder)
             rank_main(rank, not problem, folder)
             return  # to the end of the interpreter, with the default group still open
         children.append(child)

@@ -19,6 +19,7 @@ from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
+from multi.hosts.agreeing_scenarios import fitting, refused
 from multi.hosts.unfused_scenarios import attending, norming, routing, scaling
 
 # ranks of the default group, of which 0, 1, 2 are on one host and 3, 4 on another
@@ -394,8 +395,20 @@ def no_symmetric_memory(group: Communicator) -> str:
     return "it was there"
 
 
-ON_EACH_GROUP: tuple[Callable[[Communicator], Any], ...] = (moving, agreeing, sending)
-ON_THREE_HOSTS: tuple[Callable[[Communicator], Any], ...] = (moving, rounding, agreeing)
+ON_EACH_GROUP: tuple[Callable[[Communicator], Any], ...] = (
+    moving,
+    agreeing,
+    sending,
+    fitting,
+    refused,
+)
+ON_THREE_HOSTS: tuple[Callable[[Communicator], Any], ...] = (
+    moving,
+    rounding,
+    agreeing,
+    fitting,
+    refused,
+)
 ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
     moving,
     reducing,
@@ -403,6 +416,8 @@ ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
     agreeing,
     mismatching,
     asynchronous,
+    fitting,
+    refused,
     sending,
     receiving_from_anybody,
     answering,

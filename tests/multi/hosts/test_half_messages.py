@@ -18,7 +18,6 @@ from guard import MOST
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts.links import OP_TAG
 from interlace.runtime.start.connect import connect_place
 from processes import heard, started
 from tiers import thorough
@@ -26,43 +25,6 @@ from tiers import thorough
 LONG = 2 * MOST  # a timeout that no test reaches
 SHORT = 5.0  # one that is reached; an op of ranks that both go on takes hundredths of that
 ELEMENTS = 3_000_000  # a message is under way most of the time
-
-
-class Losing:
-    """gloo that never ends the wait for a message, as it does if the receiver is killed before it comes."""
-
-    def __init__(self, gloo: Any) -> None:
-        self._gloo = gloo
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gloo, name)
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        work = self._gloo.send(tensors, peer, tag)
-        return self if tag == OP_TAG else work
-
-    def wait(self, bound: Any) -> None:
-        time.sleep(bound.total_seconds())
-
-
-def with_a_lost_message(rank: int, world_size: int, folder: str, said: Any) -> None:
-    """Rank 1 ends; what rank 0 is told, whose small message to it is lost."""
-    os.environ["INTERLACE_TRUST_NETWORK"] = "1"
-    store = FileStore(f"{folder}/store", 2)
-    place: Any = connect_place(store, rank, 2, timeout=LONG, name="lost", host=f"host {rank}")
-    if rank == 1:
-        os._exit(1)
-    place._links._gloo = Losing(place._links._gloo)
-    try:
-        place.exchange(b"", "barrier")
-    except InterlaceError as error:
-        said.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # the thread that waits for gloo does so until the timeout
-
-
-def test_a_message_that_gloo_has_lost(tmp_path: pathlib.Path) -> None:
-    with started(with_a_lost_message, 2, tmp_path) as (_, ends):
-        assert heard(ends[0]).startswith("PeerDiedError: rank 1 ")
 
 
 def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:

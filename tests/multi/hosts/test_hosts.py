@@ -83,7 +83,7 @@ def test_the_group_knows_its_hosts(reports: Any) -> None:
     assert [report["place"] for report in reports] == [expected] * len(HOSTS)
 
 
-@pytest.mark.parametrize("scenario", ["moving", "agreeing", "sending"])
+@pytest.mark.parametrize("scenario", ["moving", "agreeing", "sending", "fitting", "refused"])
 @pytest.mark.parametrize("name", scenarios.GROUPS)
 def test_groups(reports: Any, name: str, scenario: str) -> None:
     found = {rank: reports[rank][f"{scenario}/{name}"] for rank in scenarios.GROUPS[name]}
@@ -98,6 +98,8 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "rounding",
         "agreeing",
         "asynchronous",
+        "fitting",
+        "refused",
         "sending",
         "receiving_from_anybody",
         "answering",
@@ -111,7 +113,7 @@ def test_five_ranks(reports: Any, scenario: str) -> None:
     assert [report[scenario] for report in reports] == [[]] * len(HOSTS)
 
 
-@pytest.mark.parametrize("scenario", ["moving", "rounding", "agreeing"])
+@pytest.mark.parametrize("scenario", ["moving", "rounding", "agreeing", "fitting", "refused"])
 def test_three_hosts(reports: Any, scenario: str) -> None:
     assert [report[f"{scenario}/three hosts"] for report in reports] == [[]] * len(HOSTS)
 

@@ -20,8 +20,8 @@ from cases import damage
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts import packets
-from interlace.runtime.places.hosts import place as hosts_place
+from interlace.runtime.places.hosts import packets, wires
+from interlace.runtime.places.hosts import pieces as hosts_pieces
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.one_host import meetings, rendezvous
 from interlace.runtime.places.one_host.control import said
@@ -166,7 +166,8 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "call of the first": lambda data: compare([data]),
     "packet": packet,
     "card": Card.unpack,
-    "messages of a host": lambda data: hosts_place._messages(data, 2),
+    "messages of a host": lambda data: hosts_pieces._messages(data, 2),
+    "address on another host": wires.read_address,
     "segment": Identity.unpack,
     "label": label,
     "signed value": stored,
@@ -181,6 +182,7 @@ RECORDS: dict[str, Callable[[bytes], Any]] = {
 VALID = [
     plain.dumps([b"one", b"two"]),
     plain.dumps(Card("host", 7, None)),
+    plain.dumps(("10.0.0.1", 29500)),
     plain.dumps({"a": (1, 2.5, None), "b": [torch.int64, 1 << 70]}),
     plain.dumps(Link(0, 2, "all_gather", (LinkProtocol(0, 1.0, 2.0),))),
     Call("all_reduce", (("dtype of tensor", torch.float32), ("lengths", [3, 4]))).message,

@@ -6,8 +6,8 @@
 
 moves pieces through all pipes until one has moved its last (the result is its number), a watched word is
 more than the value behind its address (``count`` and its number), or nothing has moved for as long as the
-terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say. Who
-sleeps until there is room is woken for half a ring of it: for a piece it would be asleep again at once.
+terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say.
+Who sleeps until there is room is woken for half a ring of it: for a piece it would be asleep again at once.
 """
 
 from interlace.runtime.places.one_host.bell import ANYONE, BELL

@@ -1,0 +1,170 @@
+"""Connections between hosts for bytes of collectives: order, what is kept, strangers, ends."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from interlace.runtime.core import plain
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
+from interlace.runtime.places.one_host.signed_store import digest
+
+MORE = 64 << 20  # bytes that no kernel keeps for a connection
+
+
+def proof(sender: int, receiver: int) -> bytes:
+    return digest(b"secret", b"%d to %d" % (sender, receiver))
+
+
+def false_proof(sender: int, receiver: int) -> bytes:
+    return digest(b"guess", b"%d to %d" % (sender, receiver))
+
+
+def connected(count: int) -> list[Wires]:
+    wires = [Wires(rank, lambda peer: None) for rank in range(count)]
+    at = [each.listen("127.0.0.1") for each in wires]
+
+    def connect(rank: int) -> None:
+        others = {peer: at[peer] for peer in range(count) if peer != rank}
+        wires[rank].connect(others, proof, 60.0, lambda: False)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(connect, range(count)))
+    return wires
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Wires]]:
+    wires = connected(2)
+    yield wires
+    for each in wires:
+        each.sever()
+        each.forget()
+
+
+def test_three_ranks_are_connected_each_with_each() -> None:
+    wires = connected(3)
+    for rank, each in enumerate(wires):
+        for peer in {0, 1, 2} - {rank}:
+            each.post(peer, b"%d to %d" % (rank, peer))
+    for rank, each in enumerate(wires):
+        for peer in {0, 1, 2} - {rank}:
+            said = bytearray(6)
+            each.take(peer, said)
+            assert said == b"%d to %d" % (peer, rank)
+        each.forget()
+
+
+def test_bytes_come_in_the_order_in_which_they_were_posted(pair: list[Wires]) -> None:
+    parts = [bytes([number]) * number for number in range(100)]
+    pair[0].post(1, *parts[:50])
+    pair[0].post(1, *parts[50:])
+    said = bytearray(sum(map(len, parts)))
+    pair[1].take(0, said)
+    assert said == b"".join(parts)
+
+
+def test_both_send_more_than_the_kernel_keeps(pair: list[Wires]) -> None:
+    """Neither has handed on all when it begins to take: each hands on what is left meanwhile."""
+    sent = [bytes([1 + rank]) * MORE for rank in range(2)]
+
+    def swap(rank: int) -> bool:
+        pair[rank].post(1 - rank, sent[rank])
+        into = bytearray(MORE)
+        pair[rank].take(1 - rank, into)
+        pair[rank].flush()
+        return into == sent[1 - rank]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(swap, range(2))) == [True, True]
+
+
+def test_flush_up_to_a_point_does_not_wait_for_what_was_posted_later(pair: list[Wires]) -> None:
+    pair[0].post(1, b"first")
+    posted = dict(pair[0].posted)
+    pair[0].post(1, bytes(MORE))  # nobody takes it
+    pair[0].flush(posted)
+    said = bytearray(5)
+    pair[1].take(0, said)
+    assert said == b"first"
+    waiting = threading.Thread(target=pair[0].flush)  # the control
+    waiting.start()
+    pair[1].take(0, bytearray(MORE))
+    waiting.join()
+
+
+def test_a_wait_ends_with_the_connection(pair: list[Wires]) -> None:
+    """Whichever end is severed, in another thread, the error names the rank at the other."""
+    asked = threading.Event()
+
+    def take(rank: int) -> int:
+        pair[rank]._waits = lambda peer: asked.set()
+        with pytest.raises(WireError) as caught:
+            pair[rank].take(1 - rank, bytearray(1))
+        return caught.value.peer
+
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(take, rank) for rank in range(2)]
+        asked.wait()
+        pair[0].sever()
+        assert [each.result() for each in waits] == [1, 0]
+    with pytest.raises(WireError, match="rank 0"):
+        for _ in range(2):  # the first may meet a connection that has just ended
+            pair[1].post(0, b"more")
+
+
+def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
+    wires = [Wires(rank, lambda peer: None) for rank in range(2)]
+    at = [each.listen("127.0.0.1") for each in wires]
+    silent = socket.create_connection(at[0])
+    guessing = socket.create_connection(at[0])
+    guessing.sendall(b"\1\0\0\0" + false_proof(1, 0))
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(wires[0].connect, {1: at[1]}, proof, 60.0, lambda: False)
+        assert guessing.recv(1) == b""
+        wires[1].connect({0: at[0]}, proof, 60.0, lambda: False)
+        first.result()
+    wires[1].post(0, b"here")
+    said = bytearray(4)
+    wires[0].take(1, said)
+    assert said == b"here"
+    for each in (silent, guessing):
+        each.close()
+    for wire in wires:
+        wire.forget()
+
+
+def test_who_answers_proves_that_it_knows_the_secret() -> None:
+    """A rank that has been lured to another port does not send bytes there."""
+    lured, other = Wires(1, lambda peer: None), socket.create_server(("127.0.0.1", 0))
+    lured.listen("127.0.0.1")
+    address: tuple[str, int] = other.getsockname()
+
+    def answer() -> None:
+        wire, _ = other.accept()
+        wire.sendall(false_proof(0, 1))
+        wire.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(answer)
+        with pytest.raises(InterlaceError, match="who answers for rank 0 does not know"):
+            lured.connect({0: address}, proof, 60.0, lambda: False)
+    lured.forget()
+    other.close()
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    assert read_address(plain.dumps(("host", 1))) == ("host", 1)
+    for other in (("host", "1"), ("host",), ["host", 1], None):
+        with pytest.raises(plain.UnreadableError, match="no address"):
+            read_address(plain.dumps(other))
+
+
+def test_connecting_ends_when_nobody_waits_for_it() -> None:
+    wires = Wires(0, lambda peer: None)
+    wires.listen("127.0.0.1")
+    with pytest.raises(InterlaceError, match=r"ranks \[1\] have not connected"):
+        wires.connect({1: ("127.0.0.1", 1)}, proof, 60.0, lambda: True)
