@@ -155,9 +155,10 @@ class Boxes:
             self._watched[2 * at] = control.bases[peer] + 8 * (self.word(self._rank) + _PUT)
         self._at = {peer: 2 * at + 1 for at, peer in enumerate(control.peers, 1)}
         self._move = _machine_code()
-        self._spins = steps.PAUSES if group.spins else 1
+        # With more ranks than cores a turn is better slept through than given away again and again.
+        self._spins, yields = (steps.PAUSES, steps.YIELDS) if group.spins else (1, 0)
         self._terms = [
-            (ctypes.c_int64 * 9)(self.piece, self.slots, 0, steps.YIELDS, 0, *CROWD, asleep)
+            (ctypes.c_int64 * 9)(self.piece, self.slots, 0, yields, 0, *CROWD, asleep)
             for asleep in (0, control.mail_asleep(self._rank))
         ]
 
