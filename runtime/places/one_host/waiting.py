@@ -120,7 +120,7 @@ class Patience:
         now = time.monotonic()
         if not self._started:
             self._started = now
-        if self.check(doing, waited_for, now):
+        if self.due(now) and self.check(doing, waited_for, now):
             return
         waited = now - self._started
         if waited < YIELD_SECONDS and now * 1e9 > crowded_until.value:
@@ -130,13 +130,15 @@ class Patience:
         else:
             time.sleep(min(LONGEST_SLEEP, waited / 20))
 
+    def due(self, now: float) -> bool:
+        """Whether to :meth:`check` by now."""
+        if not self._next_check:
+            self._next_check = now + CHECK_SECONDS
+        return now >= self._next_check
+
     def check(self, doing: str, waited_for: Sequence[int], now: float) -> bool:
-        """Raise if hopeless, as far as that is looked at again by now. True: poll before the next look."""
-        if now < self._next_check:
-            return False
-        first, self._next_check = not self._next_check, now + CHECK_SECONDS
-        if first:
-            return False
+        """Raise if hopeless. True: poll before anything else."""
+        self._next_check = now + CHECK_SECONDS
         problem = self._interruption(doing, waited_for)
         if problem is not None:
             if self._suspect:

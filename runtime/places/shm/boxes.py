@@ -153,6 +153,8 @@ class Boxes:
         self._watched[0] = ctypes.addressof(self._wanted)
         for at, peer in enumerate(control.peers, 1):
             self._watched[2 * at] = control.bases[peer] + 8 * (self.word(self._rank) + _PUT)
+        own = self.word(self._rank) + _PUT
+        self._puts = [(peer, control.views[peer], own) for peer in control.peers]
         self._at = {peer: 2 * at + 1 for at, peer in enumerate(control.peers, 1)}
         self._move = _machine_code()
         # With more ranks than cores a turn is better slept through than given away again and again.
@@ -198,6 +200,11 @@ class Boxes:
     def _room(self, peer: int) -> int:
         """Bytes of the own records that ``peer`` has taken."""
         return self._control.words[peer].acquired(self.word(self._rank) + _TAKEN)
+
+    def arrived(self) -> list[int]:
+        """The peers in whose boxes there is something new."""
+        taken = self._taken
+        return [peer for peer, view, index in self._puts if view[index] > taken[peer]]
 
     def peek(self, peer: int) -> Record | None:
         """The next record in ``peer``'s box, if there is one. It stays there until it is taken."""

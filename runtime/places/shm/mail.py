@@ -172,7 +172,10 @@ class Mail:
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
         """Move messages until ``future`` is done; it fails if that is hopeless."""
-        patience = future.patience(self._group, timeout is not None)
+        again, bounded = future.waited, timeout is not None
+        patience = (
+            future.patience(self._group, bounded) if again else None
+        )  # not if it is there at once
         deadline = None if timeout is None else time.monotonic() + timeout
         future.waited = True
         self._spread()
@@ -185,8 +188,10 @@ class Mail:
                     future.waited = False
                     raise FutureTimeoutError
                 try:
-                    patience.check(future.doing, self._senders(future), now)
+                    if patience is not None and patience.due(now):
+                        patience.check(future.doing, self._senders(future), now)
                     self._move_for(future, seconds)
+                    patience = patience or future.patience(self._group, bounded)
                 except InterlaceError as error:
                     self._fail(future, error)
         finally:

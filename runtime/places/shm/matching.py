@@ -86,7 +86,6 @@ class Messages:
     def __init__(self, group: HostGroup, refused: Callable[[Exception], object]) -> None:
         self._group, self._rank, self._refused = group, group.rank, refused
         assert group.control is not None
-        self._peers = group.control.peers
         self.boxes = Boxes(group, group.control)
         self._traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
         self._receiving: list[Receiving] = []
@@ -132,8 +131,12 @@ class Messages:
             for peer, traffic in list(self._traffic.items()):  # a callback may send, too
                 self._see_to_pieces(traffic)
                 self._announce(peer, traffic)
-            for peer in self._peers:
-                self._look_into(peer, idle)
+            for peer in self.boxes.arrived():
+                while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
+                    self.boxes.take(peer, found)
+            for peer, traffic in list(self._traffic.items()):
+                if traffic.incoming and traffic.take is None:
+                    self._place(peer, traffic, idle)
         except BaseException as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             self._group.abort(f"an exception while messages moved: {what}")
@@ -226,13 +229,8 @@ class Messages:
             if kept.whole:
                 self._finish(kept, receiving)
 
-    def _look_into(self, peer: int, idle: bool) -> None:
-        """Take records out of ``peer``'s box, and give the message that comes next a place."""
-        while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
-            self.boxes.take(peer, found)
-        traffic = self._traffic.get(peer)
-        if traffic is None or not traffic.incoming or traffic.take is not None:
-            return
+    def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
+        """Give the message that comes next from ``peer`` a place, if it is asked for, or in the way."""
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
             address = 0 if self._mismatch(wanted, first) else wanted.tensor.data_ptr()
