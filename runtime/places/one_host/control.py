@@ -30,10 +30,10 @@ After the header page::
     4096 area for messages of even numbers
     4096 + AREA    for those of odd numbers
     behind them    PLACES areas for the small data that goes with a message, used in turn
-    behind them    outgoing boxes of messages between two ranks, see ``shm/boxes.py``
+    behind them    counters of messages between two ranks, see ``shm/boxes.py``
     behind them    the owner's record, see ``runtime/record/recorder.py``; an entry of it has of a message
                    its length, extent, range and offset of shared memory
-    behind them    rings for large messages between two ranks; their memory is there from first use on
+    behind them    rings for messages between two ranks; their memory is there from first use on
 
 A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
 release and W - 1 acquires per rank, whatever W is.
@@ -48,6 +48,7 @@ is several times as slow as writing what has meanwhile left its cache.
 import struct
 from collections.abc import Sequence
 
+from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.places.one_host.bell import ANYONE, Bell, wake
 from interlace.runtime.places.one_host.cores import CoreSpread
 from interlace.runtime.places.one_host.segment import Mapping
@@ -65,7 +66,7 @@ LARGEST_MESSAGE = 64 << 10
 SMALL_DATA = 64 << 10
 PLACES = 16
 LONGEST_REASON = 1 << 10
-BOXES_BYTES = 256 << 10
+BOX_BYTES = 256
 
 _LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
 _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
@@ -80,7 +81,7 @@ AREA = LARGEST_MESSAGE
 _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
-RECORD = BOXES + BOXES_BYTES
+RECORD = BOXES + MAX_WORLD_SIZE * BOX_BYTES
 RINGS = RECORD + REGION_BYTES + 4095 & ~4095
 RINGS_BYTES = 16 << 20
 CONTROL_BYTES = RINGS + RINGS_BYTES

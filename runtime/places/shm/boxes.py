@@ -1,18 +1,15 @@
 """Boxes of shared memory, through which messages go from one rank to another, and what moves their bytes.
 
-A rank has two rings for every other. Records go through the first, in its control segment, each with as
-much data as fits::
+A rank has two rings for every other, of which the counters are in its control segment::
 
       0 PUT      int64, released by the owner: bytes of records that it has put into this ring
      64 TAKEN    int64, released by the owner: bytes that it has taken from the other's ring for it
     128 SENT, 192 RECEIVED    the same of the second ring, in pieces
-    256 records: bytes of the record, tag, bytes of the message, number of its dtype, shift (int64), and
-        data if it is here. A record does not go on at the ring's beginning: a negative length there
-        says how much of the ring's end is left out
 
-The data of larger messages goes through the second, behind all control segments' other contents, in pieces
-of equal size. Its memory is allocated when it is used first. A :class:`Pipe` is one direction of such a
-ring, as one of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
+The first has records: bytes of the record, tag, bytes of the message, number of its dtype, shift (int64),
+and the data if it is short. A record does not go on at the ring's beginning: a negative length says how
+much of the ring's end is left out. Larger messages go through the second, in pieces of equal size. The memory of each is allocated when it is used first. A :class:`Pipe` is one direction of the second, as one
+of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
 
 A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it
 may sleep in an op at the same time.
@@ -28,20 +25,22 @@ from typing import NamedTuple
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, wake
 from interlace.runtime.places.one_host.control import (
+    BOX_BYTES,
     BOXES,
-    BOXES_BYTES,
     RINGS,
     RINGS_BYTES,
     Control,
 )
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.segment import PAGE
 from interlace.runtime.places.one_host.waiting import CROWD, give_core_away
 from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
 
-_PUT, _TAKEN, _SENT, _RECEIVED, _RECORDS = 0, 8, 16, 24, 256  # words, and a byte
+_PUT, _TAKEN, _SENT, _RECEIVED = 0, 8, 16, 24  # words
 _RECORD = struct.Struct("<5q")
 _SLOTS = 4  # pieces of a ring, at least
-_RING = 2 << 20  # bytes, at most
+_MOST = 2 << 20  # bytes of both rings
+_SHORT = 8 << 10  # what is kept until it is asked for is copied twice
 _PIECE = 64 << 10  # bytes, at most
 
 # That of ctypes gives the GIL up for every few bytes.
@@ -71,7 +70,7 @@ class Pipe:
         self._ours = control.words[own], boxes.word(peer) + ours
         self._theirs = control.words[peer], boxes.word(own) + theirs
         owner, other = (own, peer) if puts else (peer, own)
-        ring = control.bases[owner] + boxes.ring(other)
+        ring = control.bases[owner] + boxes.ring(other, pieces=True)
         self._piece, self._slots, self._puts = boxes.piece, boxes.slots, puts
         self.words = (ctypes.c_int64 * mover_ir.PIPE)(
             *(words.address + 8 * index for words, index in (self._ours, self._theirs)),
@@ -139,15 +138,14 @@ class Boxes:
     def __init__(self, group: HostGroup, control: Control) -> None:
         size, self._rank = group.world_size, group.rank
         self._group, self._control = group, control
-        self._box = BOXES_BYTES // size & ~4095
-        self._bytes = self._box - _RECORDS
-        self.inline = self._bytes // _SLOTS - _RECORD.size & ~63  # the longest message in a record
-        self._ring_bytes = min(_RING, RINGS_BYTES // size & ~4095)
-        self.piece = min(_PIECE, self._ring_bytes // _SLOTS & ~63)
-        self.slots = self._ring_bytes // self.piece
+        self._both = min(_MOST, RINGS_BYTES // size) & -PAGE
+        self._bytes = self._both // 8 & -PAGE  # of the ring of records
+        self.inline = min(_SHORT, self._bytes // _SLOTS - _RECORD.size & ~63)  # most in a record
+        self.piece = min(_PIECE, (self._both - self._bytes) // _SLOTS & ~63)
+        self.slots = (self._both - self._bytes) // self.piece
         self._put, self._taken = [0] * size, [0] * size
         self._pipes: dict[tuple[int, bool], Pipe] = {}
-        self._allocated: set[int] = set()
+        self._allocated: set[tuple[int, bool]] = set()
         self._wanted = ctypes.c_int64()  # how many threads want to use this
         self._watched = (ctypes.c_int64 * (2 * (1 + 2 * size)))()
         self._watched[0] = ctypes.addressof(self._wanted)
@@ -166,17 +164,26 @@ class Boxes:
 
     def word(self, other: int) -> int:
         """The index of the first word of anybody's box for ``other``."""
-        return BOXES + other * self._box >> 3
+        return BOXES + other * BOX_BYTES >> 3
 
-    def ring(self, other: int) -> int:
-        """Where anybody's ring of pieces for ``other`` is in its segment."""
-        return RINGS + other * self._ring_bytes
+    def ring(self, other: int, *, pieces: bool) -> int:
+        """Where anybody's ring of pieces, or of records, for ``other`` is in its segment."""
+        return RINGS + other * self._both + (self._bytes if pieces else 0)
+
+    def prepare(self, peer: int, *, pieces: bool) -> None:
+        """See that there is memory of the own ring for ``peer``. Raises InterlaceError if it is short."""
+        if (peer, pieces) not in self._allocated:
+            assert self._group.segment is not None
+            nbytes = self._both - self._bytes if pieces else self._bytes
+            self._group.segment.reserve(self.ring(peer, pieces=pieces), nbytes)
+            self._allocated.add((peer, pieces))
 
     # -- records -------------------------------------------------------------------------------
 
     def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int, shift: int) -> bool:
         """Put a record, with data that is short, into the box for ``peer``; False if there is no room."""
         words, base = self._control.words[self._rank], self.word(peer)
+        ring = self.ring(peer, pieces=False)
         short = nbytes <= self.inline
         length = _RECORD.size + (nbytes + 7 & ~7 if short else 0)
         before = self._put[peer]
@@ -186,9 +193,9 @@ class Boxes:
         if after - self._room(peer) > self._bytes:
             return False
         if skipped:
-            words.view[base + (_RECORDS + at >> 3)] = -skipped
+            words.view[ring + at >> 3] = -skipped
             at = 0
-        first = base + (_RECORDS + at >> 3)
+        first = ring + at >> 3
         _RECORD.pack_into(words.bytes, 8 * first, length, tag, nbytes, dtype, shift)
         if short and nbytes:
             _copy(words.address + 8 * first + _RECORD.size, data, nbytes)
@@ -209,10 +216,11 @@ class Boxes:
     def peek(self, peer: int) -> Record | None:
         """The next record in ``peer``'s box, if there is one. It stays there until it is taken."""
         words, base, taken = self._control.words[peer], self.word(self._rank), self._taken[peer]
+        ring = self.ring(self._rank, pieces=False)
         put = words.acquired(base + _PUT)
         while put > taken:
             at = taken % self._bytes
-            first = base + (_RECORDS + at >> 3)
+            first = ring + at >> 3
             length, tag, nbytes, dtype, shift = _RECORD.unpack_from(words.bytes, 8 * first)
             if length == at - self._bytes:
                 taken -= length
@@ -235,11 +243,7 @@ class Boxes:
     # -- pieces --------------------------------------------------------------------------------
 
     def pipe(self, peer: int, *, puts: bool) -> Pipe:
-        """This rank's end of the ring to ``peer``, or from it. Raises InterlaceError if memory is short."""
-        if puts and peer not in self._allocated:
-            assert self._group.segment is not None
-            self._group.segment.reserve(self.ring(peer), self._ring_bytes)
-            self._allocated.add(peer)
+        """This rank's end of the ring to ``peer``, or from it."""
         found = self._pipes.get((peer, puts))
         if found is None:
             found = self._pipes[peer, puts] = Pipe(self._control, self, self._rank, peer, puts)

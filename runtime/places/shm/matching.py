@@ -175,18 +175,19 @@ class Messages:
             first = traffic.outgoing[0]
             tensor, future = first.tensor, first.future
             short = tensor.nbytes <= self.boxes.inline
-            if not short and traffic.put is None:
-                try:
-                    traffic.put = self.boxes.pipe(peer, puts=True)
-                except (InterlaceError, OSError) as error:
-                    traffic.outgoing.popleft()
-                    if future is not None:
-                        future.set_exception(InterlaceError(f"{first.doing}: {error}"))
-                    continue
-            if not short and traffic.put is not None and not traffic.leaving:
-                first.shift = traffic.put.shift()
-            elif not short:
-                first.shift = traffic.leaving[-1].shift
+            try:
+                self.boxes.prepare(peer, pieces=False)
+                if not short:
+                    self.boxes.prepare(peer, pieces=True)
+            except (InterlaceError, OSError) as error:
+                traffic.outgoing.popleft()
+                if future is not None:
+                    future.set_exception(InterlaceError(f"{first.doing}: {error}"))
+                continue
+            if not short:
+                traffic.put = traffic.put or self.boxes.pipe(peer, puts=True)
+                queue = traffic.leaving
+                first.shift = queue[-1].shift if queue else traffic.put.shift()
             about = tensor.nbytes, _NUMBER[tensor.dtype], tensor.data_ptr(), first.shift
             if not self.boxes.put(peer, first.tag, *about):
                 return
