@@ -8,8 +8,9 @@ A rank has two rings for every other, of which the counters are in its control s
 
 The first has records: bytes of the record, tag, bytes of the message, number of its dtype, shift (int64),
 and the data if it is short. A record does not go on at the ring's beginning: a negative length says how
-much of the ring's end is left out. Larger messages go through the second, in pieces of equal size. The memory of each is allocated when it is used first. A :class:`Pipe` is one direction of the second, as one
-of its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
+much of the ring's end is left out. Larger messages go through the second, in pieces of equal size. The
+memory of each is allocated when it is used first. A :class:`Pipe` is one direction of the second, as one of
+its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
 
 A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it
 may sleep in an op at the same time.

@@ -13,7 +13,7 @@ from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.places.one_host.control import MET, SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.message_steps import HostSteps
-from interlace.runtime.places.shm.rounds import STREAMED, around, cuts
+from interlace.runtime.places.shm.rounds import around, cuts
 
 Stretch = tuple[int, int]  # address and bytes
 
@@ -84,8 +84,8 @@ class Direct:
 
     def share(self, targets: Sequence[Stretch | None], part: int) -> None:
         """``targets[r]`` = part ``part`` of rank r's tensor, in parts of the target's size."""
-        steps = self._steps.at_once()
-        past = sum(target[1] for target in targets if target) >= STREAMED
+        steps, outputs = self._steps.at_once(), self._steps.sizes.outputs
+        past = sum(target[1] for target in targets if target) >= outputs
         for peer in self._peers:
             if (target := targets[peer]) is not None:
                 address, nbytes = target
@@ -113,7 +113,7 @@ class Direct:
         first, end = edges[self._rank : self._rank + 2]
         self._reduce(op, (base + first, end - first), base + first, first, dtype)
         self._meet()
-        steps, past = self._steps.at_once(), tensor.nbytes >= STREAMED
+        steps, past = self._steps.at_once(), tensor.nbytes >= self._steps.sizes.in_place
         for peer in self._peers:
             first, end = edges[peer : peer + 2]
             steps.stream(base + first, self._address(peer) + first, end - first, past=past)

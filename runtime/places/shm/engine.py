@@ -29,7 +29,6 @@ from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.message_steps import (
     INPUT,
     MEDIUM,
-    MEDIUM_DATA,
     MOST_RANKS,
     OUTPUT,
     SMALL,
@@ -38,13 +37,15 @@ from interlace.runtime.places.shm.message_steps import (
     HostSteps,
     Key,
     at,
-    beside,
     sums,
 )
+from interlace.runtime.places.shm.ring_writes import APART, EVERYONE
 from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
 
 PartsAndTargets = tuple[Sequence[RingPart], Sequence[RingTarget]]
 LaidOut = Callable[..., PartsAndTargets]
+
+BY_ALL = APART + EVERYONE
 
 _memmove = ctypes.memmove
 
@@ -55,10 +56,6 @@ class HostEngine(Engine):
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._group = group
-        self._strides = (
-            SMALL_DATA // group.world_size & ~63,
-            MEDIUM_DATA // group.world_size & ~63,
-        )
         self._steps = HostSteps(group, group.world_size > 1 and available())
         self._rounds = Rounds(group, self._steps)
         self._direct = Direct(group, self._steps)
@@ -85,8 +82,11 @@ class HostEngine(Engine):
 
     def _stride(self, extent: int) -> int:
         """The distance of parts of which the largest has ``extent`` bytes; 0 if they need a ring."""
-        small, medium = self._strides
-        return small if extent <= small else medium * (extent <= medium and self._rounds.opened)
+        small = SMALL_DATA // self.world_size & ~63
+        if extent <= small:
+            return small
+        medium = self._steps.sizes.medium // self.world_size & ~63
+        return medium * (extent <= medium and self._rounds.opened)
 
     def _part(self, peer: int, number: int, stride: int) -> Operand:
         """Where part ``number`` of the data of ``peer`` is."""
@@ -106,14 +106,14 @@ class HostEngine(Engine):
     # -- moving --------------------------------------------------------------------------------
 
     def _move(
-        self, call: Call, key: Key | None, addresses: Addresses, extent: int, most: int,
+        self, call: Call, key: Key | None, addresses: Addresses, extent: int, most: int, kind: int,
         whole: torch.Tensor | None, laid_out: LaidOut, *given: Any,
     ) -> None:  # fmt: skip
         """Rank r's part for this rank to its target, where there are both.
 
         ``laid_out(*given)`` returns own parts, of at most ``extent`` bytes, and targets. There is a part
         for each rank; or one for all, ``whole``. The length of a part on any rank is at ``most`` that, if
-        there is a key.
+        there is a key. ``kind``: APART, if there is one for each, and EVERYONE, if all parts are as long.
         """
         if self.world_size == 1:  # nobody to meet
             if len(addresses) > 1:
@@ -126,7 +126,8 @@ class HostEngine(Engine):
                     where = self._direct.find(whole)
                 else:
                     where = self._where(*laid_out(*given), addresses)
-            alike = self._steps.begin(call, extent, where, None if where[0] else key, addresses)
+            kind, kept = kind + most.bit_length(), None if where[0] else key
+            alike = self._steps.begin(call, extent, where, kept, addresses, kind)
             if not alike:
                 parts, direct, apart = laid_out(*given), where[0], whole is None
                 self._move_anew(alike, key, addresses, extent, parts, direct, most, apart)
@@ -139,7 +140,7 @@ class HostEngine(Engine):
         """The rest of :meth:`_move` where no steps were kept, or the messages were not ``alike``."""
         rank, steps, rounds, (parts, targets) = self.rank, self._steps, self._rounds, laid_out
         own = parts[rank if apart else 0] if parts else None
-        limit = MEDIUM_DATA if rounds.opened else SMALL_DATA
+        limit = steps.sizes.medium if rounds.opened else SMALL_DATA
 
         def beside_message(peer: int, number: int, longest: int) -> Operand | None:
             """Where part ``number`` of ``peer`` is, if its parts need no ring."""
@@ -152,7 +153,7 @@ class HostEngine(Engine):
             for number, (address, nbytes) in enumerate(parts):
                 to = beside_message(rank, number, extent)
                 if to is not None and not (apart and number == rank):
-                    beside(doing, to, address, nbytes)
+                    steps.beside(doing, to, address, nbytes)
 
         def collect(doing: Doing, extents: Sequence[int]) -> list[int]:
             """The extents of what needs a ring; 0 for what was beside its message."""
@@ -203,7 +204,7 @@ class HostEngine(Engine):
         in_place = source == target + self.rank * nbytes
         key, addresses = ("all_gather", nbytes, in_place), (source, target)
         given = self._even, nbytes, nbytes, in_place
-        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
+        self._move(call, key, addresses, nbytes, nbytes, EVERYONE, input, self._gathered, *given)
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         self.all_gather(call, outputs or (), input)
@@ -215,7 +216,7 @@ class HostEngine(Engine):
         known, sizes = len(outputs) > 0 or call.match is not None, _sizes(outputs)
         key = self._key(sizes, known, "gather", len(outputs), in_place, nbytes)
         given = _listed, outputs, nbytes, in_place
-        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
+        self._move(call, key, addresses, nbytes, nbytes, 0, input, self._gathered, *given)
 
     def _broadcast(self, nbytes: int, root: int) -> PartsAndTargets:
         targets: list[RingTarget] = [None] * self.world_size
@@ -227,7 +228,7 @@ class HostEngine(Engine):
         nbytes = tensor.nbytes
         own = nbytes * (root == self.rank)
         key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(),)
-        self._move(call, key, addresses, own, nbytes, tensor, self._broadcast, nbytes, root)
+        self._move(call, key, addresses, own, nbytes, 0, tensor, self._broadcast, nbytes, root)
 
     def _where(
         self,
@@ -249,7 +250,7 @@ class HostEngine(Engine):
             return _listed(INPUT, inputs), _listed(INPUT + self.world_size, outputs)
 
         key = self._key(sizes + _sizes(outputs), call.match is not None, "all_to_all lists", extent)
-        self._move(call, key, addresses, extent, extent, None, laid_out)
+        self._move(call, key, addresses, extent, extent, BY_ALL, None, laid_out)
 
     def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
@@ -257,7 +258,7 @@ class HostEngine(Engine):
         def laid_out() -> PartsAndTargets:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
-        self._move(call, ("all_to_all", nbytes), addresses, nbytes, nbytes, None, laid_out)
+        self._move(call, ("all_to_all", nbytes), addresses, nbytes, nbytes, BY_ALL, None, laid_out)
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         parts, most = inputs or (), output.nbytes
@@ -270,7 +271,7 @@ class HostEngine(Engine):
             return _listed(INPUT, parts), targets
 
         key = self._key(sizes, len(parts) > 0 or call.match is not None, "scatter", root, most)
-        self._move(call, key, addresses, max(sizes, default=0), most, None, laid_out)
+        self._move(call, key, addresses, max(sizes, default=0), most, APART, None, laid_out)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -286,10 +287,11 @@ class HostEngine(Engine):
             return
         nbytes, dtype, steps = tensor.nbytes, tensor.dtype, self._steps
         with self._group.collective_lock:
-            # reducing everything everywhere is worth it for few ranks only
-            if nbytes > SMALL_DATA and (
-                nbytes > MEDIUM_DATA or not self._rounds.opened or self.world_size > 4
-            ):
+            sizes = (
+                steps.sizes
+            )  # reducing everything everywhere is worth it while it stays in a cache
+            most = min(sizes.medium, sizes.reduced // self.world_size)
+            if nbytes > SMALL_DATA and (nbytes > most or not self._rounds.opened):
                 self._reduce_large(call, tensor, op, root)
                 steps.end()
                 return
@@ -297,18 +299,24 @@ class HostEngine(Engine):
             by_sum = sums(op, dtype) and (root is not None or steps.alike())
             if by_sum:
                 key = "reduce", nbytes, dtype, here
-            if not steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),)):
+            kind = nbytes.bit_length() + (EVERYONE if root is None else 0)
+            if not steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),), kind):
                 self._reduce_anew(key, tensor, op, here)
                 steps.end()
             if by_sum and op == "avg" and here:
                 divide(tensor, self.world_size)
+
+    def _reduced_everywhere(self) -> int:
+        """The most bytes that every rank reads of everyone and reduces: they stay in its cache."""
+        sizes = self._steps.sizes
+        return min(sizes.medium, sizes.reduced // self.world_size) * self._rounds.opened
 
     def _reduce_anew(self, key: Key | None, tensor: torch.Tensor, op: str, here: bool) -> None:
         """The rest of :meth:`_reduce` where no steps were kept. ``here``: the result is wanted."""
         nbytes, what = tensor.nbytes, op if key is None else "sum"
 
         def stage(doing: Doing) -> None:
-            beside(doing, self._data(self.rank, nbytes), (0, INPUT), nbytes)
+            self._steps.beside(doing, self._data(self.rank, nbytes), (0, INPUT), nbytes)
 
         def reduce(doing: Doing) -> None:
             if here:
@@ -375,11 +383,12 @@ class HostEngine(Engine):
                     rounds.reduce_scatter(key, addresses, parts(), to, dtype, op)
                 steps.end()
                 return
-            alike = steps.begin(call, extent, (0, 0), key, addresses)
+            kind = extent.bit_length() + BY_ALL
+            alike = steps.begin(call, extent, (0, 0), key, addresses, kind)
 
             def stage(doing: Doing) -> None:
                 for owner, (address, nbytes) in enumerate(parts()):
-                    beside(doing, self._part(rank, owner, stride), address, nbytes)
+                    steps.beside(doing, self._part(rank, owner, stride), address, nbytes)
 
             def reduce(doing: Doing) -> None:
                 sources = [self._part(peer, rank, stride) for peer in range(world_size)]

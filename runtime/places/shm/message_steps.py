@@ -14,6 +14,7 @@ register to add to it.
 import ctypes
 import functools
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,8 +34,11 @@ from interlace.runtime.places.one_host.control import (
 )
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
 from interlace.runtime.places.one_host.waiting import CROWD
+from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
 from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
+from interlace.runtime.places.shm.ring_writes import EVERYONE, LEAST, MessageWrites
+from interlace.runtime.places.shm.ring_writes import MESSAGES as MESSAGE_WAYS
 from interlace.runtime.record.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
 
 NUMBER, LENGTH = 1, 2
@@ -45,8 +49,6 @@ where the entry is, its area, places of data; then all addresses."""
 MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
 
 MEDIUM_PLACES = 8
-MEDIUM_DATA = 256 << 10
-PAST_FROM = 4 << 10
 
 KEPT = 256  # lists of steps; each is made in some 50 us
 KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
@@ -55,13 +57,17 @@ Key = tuple[Any, ...]
 Addresses = Sequence[int]
 _memmove = ctypes.memmove
 
-# By the message's number, modulo ENTRIES: ENTRY_AT to MEDIUM.
-_TURNS = [
-    struct.pack(
-        "<4q", n * ENTRY, n % 2 * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * MEDIUM_DATA
-    )
-    for n in range(ENTRIES)
-]
+
+def _turns(medium: int) -> list[bytes]:
+    """ENTRY_AT to MEDIUM by the message's number, modulo ENTRIES; a place has ``medium`` bytes."""
+    return [
+        struct.pack(
+            "<4q", n * ENTRY, n % 2 * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * medium
+        )
+        for n in range(ENTRIES)
+    ]
+
+
 assert not (ENTRIES % 2 or ENTRIES % PLACES or ENTRIES % MEDIUM_PLACES)
 # By the number of addresses.
 _PACKED = [
@@ -162,7 +168,10 @@ Write = Callable[[Doing], object]
 
 
 class HostSteps:
-    """A rank's steps of one op at a time, under the group's lock; ``rounds`` counts all ops' so far."""
+    """A rank's steps of one op at a time, under the group's lock; ``rounds`` counts all ops' so far.
+
+    ``past``: whether the data of this op that goes beside its message is written past the caches.
+    """
 
     call: Call
     control: Control
@@ -173,12 +182,17 @@ class HostSteps:
         self._group, self._rank = group, group.rank
         self.machine_code = machine_code
         self.rounds = 0
+        self.past = True
+        self.sizes = Thresholds.of(own_caches(), group.world_size)
+        self._turns = _turns(self.sizes.medium)
+        self._writes: MessageWrites | None = None
+        self._tried: int | None = None  # the kind of this op, if it is timed
         self._alike: bool | None = None
         if group.control is not None:
             group.control.own_view[HOW] = 2 * (1 + group.sequence) + machine_code
         copies = (Copier(past=False), Copier(past=True)) if machine_code else (_memmove, _memmove)
         self._at_once = AtOnce(group, copies)
-        self._kept: dict[Key, Steps] = {}
+        self._kept: tuple[dict[Key, Steps], dict[Key, Steps]] = {}, {}  # by whether ``past``
         self._kept_bytes = 0
 
     def begin(
@@ -188,10 +202,12 @@ class HostSteps:
         where: tuple[int, int] = (0, 0),
         key: Key | None = None,
         addresses: Addresses = (),
+        kind: int = 0,
     ) -> bool | None:
         """An op begins: write its message, and do the steps kept for ``key``, if any, as :meth:`meet`.
 
-        None if there are none; then the message is unsent.
+        None if there are none; then the message is unsent. ``kind``: of the data beside the message, see
+        ``ring_writes.py``, and EVERYONE if this op may be timed.
         """
         self.call = call
         if op_ranges := profiled_op.get():
@@ -200,11 +216,35 @@ class HostSteps:
         self.control, self.sequence = control, sequence = self._group.begin(message)
         told = control.recorder.told(message)
         self._entry = sequence, len(message), extent, *where, 0, 0, told
-        steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
+        writes, way = self._writes or self._new_writes(), kind % EVERYONE
+        self.past = past = not writes.table[way]
+        self._tried = None
+        if writes.decides and way < kind and key is not None and writes.tries(way):
+            self._tried, steps = way, None
+        else:
+            steps = self._kept[past].get(key)  # type: ignore[arg-type]  # there is none of None
         if steps is not None and call.equal_fits:
             return self._run(steps, addresses)
         control.recorder.begins(MESSAGES, sequence, len(message), extent, *where, told)
         return None
+
+    def _new_writes(self) -> MessageWrites:
+        """The ranks' ways of writing beside messages; once they have joined."""
+        decides = self.machine_code and self._rank == len(self.control.bases) - 1
+        self._writes = MessageWrites(self.control.writes[:MESSAGE_WAYS], decides=decides)
+        return self._writes
+
+    def take_sizes(self, caches: Caches) -> None:
+        """Those that follow from ``caches``, on all ranks the same."""
+        self.sizes = Thresholds.of(caches, len(self.control.bases))
+        self._turns = _turns(self.sizes.medium)
+
+    def beside(self, doing: "Doing", target: Operand, source: Operand, nbytes: int) -> None:
+        """Put data beside the message of this op."""
+        if nbytes >= LEAST:
+            doing.stream(target, source, nbytes, past=self.past)
+        else:
+            doing.copy(target, source, nbytes)
 
     def end(self) -> None:
         """The op has ended, unless the steps that were kept have said so."""
@@ -238,7 +278,10 @@ class HostSteps:
             if alike and after is not None:
                 after(steps)
             return alike
-        if key not in self._kept:
+        if self._tried is not None and before is not None and after is not None:
+            return self._timed(self._tried, key, addresses, before, after)
+        kept = self._kept[self.past]
+        if key not in kept:
             listed = Listed(self.control, self._rank)
             if before is not None:
                 before(listed)
@@ -248,14 +291,30 @@ class HostSteps:
             if key:
                 listed.end()
             self._keep(key, listed)
-        return self._run(self._kept[key], addresses)
+        return self._run(kept[key], addresses)
+
+    def _timed(
+        self, kind: int, key: Key, addresses: Addresses, before: Write, after: Write
+    ) -> bool:
+        """:meth:`meet` by three lists, of which those around the meeting are timed."""
+        self._tried = None
+        started = time.perf_counter()
+        self.do(("before", key), addresses, before)
+        waited = time.perf_counter()
+        alike = self._met()
+        met = time.perf_counter()
+        if alike:
+            self.do(("after", key), addresses, after)
+        if self._writes is not None:
+            self._writes.took(kind, waited - started + time.perf_counter() - met)
+        return alike
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
         """Do what ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
             return
-        steps = self._kept.get(key)
+        steps = self._kept[self.past].get(key)
         if steps is None:
             steps = Listed(self.control, self._rank)
             write(steps)
@@ -270,7 +329,7 @@ class HostSteps:
         return steps
 
     def _fill(self, registers: bytearray | memoryview, addresses: Addresses) -> None:
-        entry, turn = self._entry, _TURNS[self.sequence % ENTRIES]
+        entry, turn = self._entry, self._turns[self.sequence % ENTRIES]
         _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
     def _met(self) -> bool:
@@ -317,10 +376,12 @@ class HostSteps:
 
     def _keep(self, key: Key, steps: Steps) -> None:
         steps.complete(spin=self._group.spins, crowd=CROWD, asleep=self.control.own_asleep)
-        if len(self._kept) >= KEPT or self._kept_bytes + steps.nbytes > KEPT_BYTES:
-            self._kept.clear()
+        full = sum(map(len, self._kept)) >= KEPT
+        if full or self._kept_bytes + steps.nbytes > KEPT_BYTES:
+            for kept in self._kept:
+                kept.clear()
             self._kept_bytes = 0
-        self._kept[key] = steps
+        self._kept[self.past][key] = steps
         self._kept_bytes += steps.nbytes
 
 
@@ -330,19 +391,7 @@ def at(operand: Operand, further: int) -> Operand:
     return operand[0] + further, operand[1]
 
 
-def beside(steps: Doing, target: Operand, source: Operand, nbytes: int) -> None:
-    """Put data beside a message.
-
-    Past the caches from PAST_FROM bytes on (2 ranks, all_reduce of 64 KiB through them and past them: 50
-    and 27 us without a shared cache, 24 and 24 us with one; but 14 and 23 us with that of a Xeon, and 6.1
-    and 6.5 us of 4 KiB; November 2026).
-    """
-    if nbytes >= PAST_FROM:
-        steps.stream(target, source, nbytes, past=True)
-    else:
-        steps.copy(target, source, nbytes)
-
-
+@functools.cache
 def sums(op: str, dtype: torch.dtype) -> bool:
     """Whether machine code computes this: sums, and averages of which the sum is not rounded before."""
     return dtype in SUMS and (

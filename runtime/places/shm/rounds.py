@@ -3,8 +3,8 @@
 Every rank owns a ring of SLOTS slots. In round c of an op it puts the next piece of its data into slot
 c mod SLOTS and says so (STAGED); the others take it from there and say so too (DONE). A slot is written
 again when everyone is done with the round that used it last. Whether rings are written through the caches
-or past them is measured, see ``ring_writes.py``; what is copied into an output of STREAMED bytes or more
-is written past them, because it would not stay there.
+or past them is measured, see ``ring_writes.py``; what is copied into an output that is too large to stay
+there is written past them. How large that is, and a slot, follows from the caches: ``caches.py``.
 
 In ops where each rank gets a part of its own, a slot has one section per rank. In reductions the owner
 of a part sums it from everyone's sections, in rank order; where others want the sum, it goes into the
@@ -31,13 +31,12 @@ from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm import message_steps
+from interlace.runtime.places.shm.caches import Caches, own_caches
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
 from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
-from interlace.runtime.places.shm.ring_writes import RingWrites
+from interlace.runtime.places.shm.ring_writes import MESSAGES, RingWrites
 
-SLOT_BYTES = 1 << 20
 SLOTS = 4
-STREAMED = 8 << 20
 MOST = 4096  # rounds of a list, times ranks: each has 200 to 500 bytes
 
 RingPart = tuple[Operand, int]  # address and bytes
@@ -58,15 +57,21 @@ class Rounds:
         self._rank, self._world_size = group.rank, group.world_size
         self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self._around = around(group.rank, group.world_size)
-        self.section = SLOT_BYTES // group.world_size & ~63
         self.opened = False
         self._rings: list[NDArray[Any]] = []
         self._bases: list[int] = []
 
     def open(self) -> None:
         if not self.opened:
-            nbytes = SLOTS * SLOT_BYTES + message_steps.MEDIUM_PLACES * message_steps.MEDIUM_DATA
-            mappings = self._group.allocate(nbytes, self._steps.call.op)
+            steps, doing = self._steps, self._steps.call.op
+            steps.take_sizes(
+                Caches.unpacked(self._group.exchange(own_caches().packed(), doing)[-1])
+            )
+            self._slot_bytes, medium = steps.sizes.slot, steps.sizes.medium
+            self.section = self._slot_bytes // self._world_size & ~63
+            self._medium = SLOTS * self._slot_bytes
+            nbytes = self._medium + message_steps.MEDIUM_PLACES * medium
+            mappings = self._group.allocate(nbytes, doing)
             self._rings = [mapping.array() for mapping in mappings]
             self._bases = [mapping.data_address for mapping in mappings]
             self.opened = True
@@ -75,15 +80,17 @@ class Rounds:
     def ring_writes(self) -> RingWrites:
         """The ways in which the ranks write into their rings; once they have joined."""
         assert self._group.control is not None
-        return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
+        return RingWrites(
+            self._group.control.writes[MESSAGES:], decides=self._rank == self._world_size - 1
+        )
 
     def data(self, peer: int) -> int:
         """The address of the first place for data of middle size of ``peer``."""
-        return self._bases[peer] + SLOTS * SLOT_BYTES
+        return self._bases[peer] + self._medium
 
     def _slot(self, rank: int, c: int) -> int:
         """The address of ``rank``'s slot in round ``c`` of an op."""
-        return self._bases[rank] + c % SLOTS * SLOT_BYTES
+        return self._bases[rank] + c % SLOTS * self._slot_bytes
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -99,14 +106,14 @@ class Rounds:
     ) -> None:
         """Rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all unless ``apart``."""
         rank = self._rank
-        piece, number = (self.section, rank) if apart else (SLOT_BYTES, 0)
+        piece, number = (self.section, rank) if apart else (self._slot_bytes, 0)
         own = parts[number][0] if parts else 0
         found = [
             (peer, *target)
             for peer in (*self._around, rank)
             if (target := targets[peer]) is not None and large[peer]
         ]
-        past = sum(total for *_, total in found) >= STREAMED
+        past = sum(total for *_, total in found) >= self._steps.sizes.outputs
 
         def collect(steps: Doing, c: int) -> None:
             start, offset = c * piece, number * piece
@@ -171,7 +178,7 @@ class Rounds:
         ]
         own, total = parts[rank]
         here = root is None or root == rank
-        past_caches = tensor.nbytes >= STREAMED
+        past_caches = tensor.nbytes >= self._steps.sizes.in_place
         key = ("reduce", tensor.nbytes, dtype, root) if op == "sum" and dtype in SUMS else None
 
         def reduce(steps: Doing, write: Copy, c: int) -> None:

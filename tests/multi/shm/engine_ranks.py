@@ -20,12 +20,14 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.shm import message_steps
+from interlace.runtime.places.shm.caches import Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.machine_code.steps import available
-from interlace.runtime.places.shm.message_steps import MEDIUM_DATA
 from interlace.runtime.places.shm.ring_writes import RingWrites
-from interlace.runtime.places.shm.rounds import SLOT_BYTES, SLOTS
+from interlace.runtime.places.shm.rounds import SLOTS
 
+SIZES = Thresholds.of(own_caches(), 2)
+MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # of any world size
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.complex128)
 
 

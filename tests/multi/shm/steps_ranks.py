@@ -23,14 +23,17 @@ from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm import rounds as host_rounds
+from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.places.shm.message_steps import MEDIUM_DATA
-from interlace.runtime.places.shm.rounds import SLOT_BYTES, cuts
+from interlace.runtime.places.shm.ring_writes import ORDER
+from interlace.runtime.places.shm.rounds import cuts
 
 MOVED_PARTS = ("all_to_all", "scatter")
 MOVED_WHOLE = ("all_gather", "in place", "broadcast", "gather")
 OPS = ("all_reduce", "reduce_scatter", *MOVED_WHOLE, *MOVED_PARTS)
 SUMMED = ("all_reduce", "reduce_scatter")
+SIZES = Thresholds.of(own_caches(), 2)
+MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # of any world size
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.float64, torch.uint8)
 
 
@@ -396,11 +399,52 @@ def many_sizes() -> list[str]:
                 for key in range(60):
                     nbytes = 8 * key + (key % 4 == 0) * SLOT_BYTES
                     wrong += once(e, ("all_reduce", "broadcast")[key % 2], nbytes, key, torch.int64)
-                    kept = [steps.nbytes for steps in e._steps._kept.values()]
+                    kept = [steps.nbytes for way in e._steps._kept for steps in way.values()]
                     if len(kept) > message_steps.KEPT or sum(kept) > message_steps.KEPT_BYTES:
                         wrong.append(f"{len(kept)} lists of {sum(kept)} bytes are kept")
     finally:
         message_steps.KEPT, message_steps.KEPT_BYTES = before  # these processes are used again
+    return wrong
+
+
+def other_caches() -> list[str]:
+    """Ops around the sizes of the last rank, whose caches are other than everyone's."""
+    own = host_rounds.own_caches
+    rank, world = interlace.get_rank(), interlace.get_world_size()
+    seen = [Caches((256 << 10) << peer, 32 << 20) for peer in range(world)]
+    host_rounds.own_caches = lambda: seen[rank]  # type: ignore[assignment]
+    try:
+        with engine() as e:
+            wrong = once(e, "all_gather", 1 << 20, 0, torch.uint8)  # opens the rings
+            taken = Thresholds.of(seen[-1], world)
+            if e._steps.sizes != taken:
+                wrong.append(f"rank {rank} has {e._steps.sizes}")
+            edges = sorted({size for each in seen for size in Thresholds.of(each, world)[:3]})
+            for op, edge in itertools.product(("all_reduce", "all_gather", "scatter"), edges):
+                wrong += once(e, op, edge + 8, 0, torch.uint8)
+    finally:
+        host_rounds.own_caches = own  # these processes are used again
+    return wrong
+
+
+def tried() -> list[str]:
+    """Ops in a trial and behind it, and whether all ranks have written in both ways."""
+    with engine() as e:
+        wrong = once(e, "all_gather", 1 << 20, 0, torch.uint8)
+        kinds = {
+            "all_reduce": 8,
+            "reduce_scatter": 8,
+            "all_gather": 16,
+            "all_to_all": 16,
+            "broadcast": 32,
+        }
+        for op, size in kinds.items():
+            ways = set()
+            for key in range(0, 2 * len(ORDER), 2):
+                wrong += once(e, op, size << 10, key, torch.float32)
+                ways.add(e._steps.past)
+            if op != "broadcast" and e.rank == e.world_size - 1 and ways != {False, True}:
+                wrong.append(f"{op} was written in {ways}")
     return wrong
 
 

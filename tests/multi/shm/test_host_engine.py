@@ -1,4 +1,7 @@
-"""The engine of processes on one host, below the API: every op, size class and way of failing."""
+"""The engine of processes on one host, below the API: every op, size class and way of failing.
+
+And what it decides by the machine: thresholds by its caches, ways of writing by measuring.
+"""
 
 import itertools
 from pathlib import Path
@@ -8,8 +11,20 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, RingWrites, WriteChoice
-from multi.shm import engine_ranks
+from interlace.runtime.places.shm.caches import UNKNOWN, Caches, Thresholds, caches
+from interlace.runtime.places.shm.ring_writes import (
+    AGAIN,
+    APART,
+    FIRST,
+    MESSAGES,
+    ORDER,
+    REST,
+    SOON,
+    MessageWrites,
+    RingWrites,
+    WriteChoice,
+)
+from multi.shm import engine_ranks, steps_ranks
 from tiers import few
 
 
@@ -177,3 +192,101 @@ def test_a_message_that_never_comes() -> None:
 
 def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
     assert run(engine_ranks.sleeps, 2) == [None, None]
+
+
+def core(folder: Path, number: int, *found: tuple[str, int, str, str]) -> None:
+    """A core's caches as Linux describes them: type, level, size and the cores that share it."""
+    for index, values in enumerate(found):
+        place = folder / f"cpu{number}/cache/index{index}"
+        place.mkdir(parents=True)
+        for name, value in zip(("type", "level", "size", "shared_cpu_list"), values, strict=True):
+            (place / name).write_text(f"{value}\n")
+
+
+def two_complexes(folder: Path) -> None:
+    """Cores 0 to 3 share 16 MiB, cores 4 to 7 another 16 MiB; each has 512 KiB, core 4 has 1 MiB."""
+    for number in range(8):
+        shared, second = "0-3" if number < 4 else "4,5-7", "1M" if number == 4 else "512K"
+        own = str(number)
+        core(folder, number, ("Data", 1, "32K", own), ("Instruction", 1, "64K", own),
+             ("Unified", 2, second, own), ("Unified", 3, "16384K", shared))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cores", "second", "last"),
+    [
+        (range(8), 512, 32 << 10),
+        ([1, 2], 512, 16 << 10),
+        ([4], 1024, 16 << 10),
+        ([3, 4], 512, 32 << 10),
+    ],
+)
+def test_caches_of_the_cores_that_are_used(
+    tmp_path: Path, cores: list[int], second: int, last: int
+) -> None:
+    two_complexes(tmp_path)
+    assert caches(cores, tmp_path) == (second << 10, last << 10)
+
+
+def test_a_machine_without_a_third_level(tmp_path: Path) -> None:
+    for number in (0, 1):
+        core(tmp_path, number, ("Data", 1, "32K", str(number)), ("Unified", 2, "2M", "0-1"))
+    assert caches([0, 1], tmp_path) == (2 << 20, 2 << 20)
+
+
+def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
+    assert caches([0, 1], tmp_path) == UNKNOWN
+    core(tmp_path, 0, ("Unified", 2, "unknown", "0"), ("Unified", 3, "0K", "0"))
+    assert caches([0], tmp_path) == UNKNOWN
+
+
+def test_sizes_follow_from_the_caches() -> None:
+    small, large = (Thresholds.of(Caches(1 << 20, 32 << 20), ranks) for ranks in (4, 2))
+    assert small == (256 << 10, 1 << 20, 512 << 10, 2 << 20, 4 << 20)
+    assert large == (256 << 10, 1 << 20, 512 << 10, 4 << 20, 8 << 20)
+    assert Thresholds.of(Caches(2 << 20, 32 << 20), 64)[:4] == (
+        512 << 10,
+        2 << 20,
+        1 << 20,
+        2 << 20,
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_see_other_caches_take_the_last_ones_sizes(world_size: int) -> None:
+    assert interlace.run(steps_ranks.other_caches, world_size, place="shm") == [[]] * world_size
+
+
+def timed(writes: MessageWrites, kind: int, ops: int, past: float, through: float) -> list[bool]:
+    """Whether each op was written past the caches, where the ways take so long; a first op is disturbed."""
+    ways = []
+    for n in range(ops):
+        ways.append(not writes.table[kind])
+        if writes.tries(kind):
+            first = n % 3 == 0
+            writes.took(kind, 0.0 if first else past if ways[-1] else through)
+    return ways
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_the_faster_way_beside_a_message_is_chosen_and_tried_again(best: bool) -> None:
+    writes, kind = MessageWrites(bytearray(MESSAGES), decides=True), (64 << 10).bit_length() + APART
+    times = (1.0, 2.0) if best else (2.0, 1.0)
+    ways = timed(writes, kind, len(ORDER) + REST, *times)
+    assert ways[: len(ORDER)] == list(ORDER) and set(ways[len(ORDER) :]) == {best}
+    changed = timed(writes, kind, len(ORDER) + REST, *times[::-1])  # the ranks have moved
+    assert set(changed[: len(ORDER)]) == {False, True} and set(changed[len(ORDER) :]) == {not best}
+    assert not any(writes.table[each] for each in range(MESSAGES) if each != kind)
+
+
+def test_what_is_too_small_to_be_timed_is_not_tried() -> None:
+    writes = MessageWrites(bytearray(MESSAGES), decides=True)
+    small, timed_from = (0, 1, 4095), 4096
+    for nbytes, apart in itertools.product(small, (0, APART)):
+        assert not writes.tries(nbytes.bit_length() + apart)
+    assert writes.tries(timed_from.bit_length()) and writes.tries(timed_from.bit_length() + APART)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ops_are_right_while_ways_are_tried_and_both_are(world_size: int) -> None:
+    assert interlace.run(steps_ranks.tried, world_size, place="shm") == [[]] * world_size
