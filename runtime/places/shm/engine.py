@@ -296,7 +296,7 @@ class HostEngine(Engine):
                 steps.end()
                 return
             here, key = root is None or root == self.rank, None
-            by_sum = sums(op, dtype) and (root is not None or steps.alike())
+            by_sum = sums(op, dtype) and (root is not None or steps.all_alike or steps.alike())
             if by_sum:
                 key = "reduce", nbytes, dtype, here
             kind = nbytes.bit_length() + (EVERYONE if root is None else 0)

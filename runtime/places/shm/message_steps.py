@@ -187,7 +187,7 @@ class HostSteps:
         self._turns = _turns(self.sizes.medium)
         self._writes: MessageWrites | None = None
         self._tried: int | None = None  # the kind of this op, if it is timed
-        self._alike: bool | None = None
+        self.all_alike: bool | None = None  # see :meth:`alike`
         if group.control is not None:
             group.control.own_view[HOW] = 2 * (1 + group.sequence) + machine_code
         copies = (Copier(past=False), Copier(past=True)) if machine_code else (_memmove, _memmove)
@@ -219,10 +219,9 @@ class HostSteps:
         writes, way = self._writes or self._new_writes(), kind % EVERYONE
         self.past = past = not writes.table[way]
         self._tried = None
-        if writes.decides and way < kind and key is not None and writes.tries(way):
+        steps = self._kept[past].get(key)  # type: ignore[arg-type]  # there is none of None
+        if way < kind and writes.decides and key is not None and writes.tries(way):
             self._tried, steps = way, None
-        else:
-            steps = self._kept[past].get(key)  # type: ignore[arg-type]  # there is none of None
         if steps is not None and call.equal_fits:
             return self._run(steps, addresses)
         control.recorder.begins(MESSAGES, sequence, len(message), extent, *where, told)
@@ -252,11 +251,11 @@ class HostSteps:
 
     def alike(self) -> bool:
         """Whether it is known, on every rank or on none, that all use machine code, or that none does."""
-        if self._alike is None and (control := self._group.control) is not None:
+        if self.all_alike is None and (control := self._group.control) is not None:
             words, last = [int(view[HOW]) for view in control.views], self._group.sequence
             if all(0 < word >> 1 <= last for word in words):  # said before the last message
-                self._alike = len({word & 1 for word in words}) == 1
-        return self._alike is True
+                self.all_alike = len({word & 1 for word in words}) == 1
+        return self.all_alike is True
 
     def meet(
         self,

@@ -279,6 +279,11 @@ def test_the_faster_way_beside_a_message_is_chosen_and_tried_again(best: bool) -
     assert not any(writes.table[each] for each in range(MESSAGES) if each != kind)
 
 
+def test_a_difference_that_the_clock_may_have_made_changes_nothing() -> None:
+    writes, kind = MessageWrites(bytearray(MESSAGES), decides=True), (4 << 10).bit_length()
+    assert set(timed(writes, kind, 2 * (len(ORDER) + REST), 1.0, 0.95)[len(ORDER) : REST]) == {True}
+
+
 def test_what_is_too_small_to_be_timed_is_not_tried() -> None:
     writes = MessageWrites(bytearray(MESSAGES), decides=True)
     small, timed_from = (0, 1, 4095), 4096
