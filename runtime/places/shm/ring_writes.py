@@ -26,7 +26,7 @@ MESSAGES = 64  # bytes of the table for data beside messages; the others are for
 ORDER = (True, True, True, False, False, False) * 3  # past the caches or not, in a trial
 COUNTED = 2  # of three ops in one way the last: by then all ranks have seen the table
 CLEARLY = 0.9  # of the time past the caches: of few bytes the clock tells less
-REST = 2000  # ops between two trials
+REST = 500  # ops between two trials
 APART, EVERYONE = (
     32,
     64,
