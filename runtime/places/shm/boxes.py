@@ -35,6 +35,7 @@ from interlace.runtime.places.one_host.control import (
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.segment import PAGE
 from interlace.runtime.places.one_host.waiting import CROWD, give_core_away
+from interlace.runtime.places.shm.caches import Thresholds, own_caches
 from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
 
 _PUT, _TAKEN, _SENT, _RECEIVED = 0, 8, 16, 24  # words
@@ -144,6 +145,7 @@ class Boxes:
         self.inline = min(_SHORT, self._bytes // _SLOTS - _RECORD.size & ~63)  # most in a record
         self.piece = min(_PIECE, (self._both - self._bytes) // _SLOTS & ~63)
         self.slots = (self._both - self._bytes) // self.piece
+        self.outputs = Thresholds.of(own_caches(), size).outputs  # from so much on past the caches
         self._put, self._taken = [0] * size, [0] * size
         self._pipes: dict[tuple[int, bool], Pipe] = {}
         self._allocated: set[tuple[int, bool]] = set()

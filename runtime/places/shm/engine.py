@@ -287,11 +287,7 @@ class HostEngine(Engine):
             return
         nbytes, dtype, steps = tensor.nbytes, tensor.dtype, self._steps
         with self._group.collective_lock:
-            sizes = (
-                steps.sizes
-            )  # reducing everything everywhere is worth it while it stays in a cache
-            most = min(sizes.medium, sizes.reduced // self.world_size)
-            if nbytes > SMALL_DATA and (nbytes > most or not self._rounds.opened):
+            if nbytes > max(SMALL_DATA, self._reduced_everywhere()):
                 self._reduce_large(call, tensor, op, root)
                 steps.end()
                 return
@@ -300,8 +296,9 @@ class HostEngine(Engine):
             if by_sum:
                 key = "reduce", nbytes, dtype, here
             kind = nbytes.bit_length() + (EVERYONE if root is None else 0)
-            if not steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),), kind):
-                self._reduce_anew(key, tensor, op, here)
+            alike = steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),), kind)
+            if not alike:
+                self._reduce_anew(alike, key, tensor, op, here)
                 steps.end()
             if by_sum and op == "avg" and here:
                 divide(tensor, self.world_size)
@@ -311,8 +308,10 @@ class HostEngine(Engine):
         sizes = self._steps.sizes
         return min(sizes.medium, sizes.reduced // self.world_size) * self._rounds.opened
 
-    def _reduce_anew(self, key: Key | None, tensor: torch.Tensor, op: str, here: bool) -> None:
-        """The rest of :meth:`_reduce` where no steps were kept. ``here``: the result is wanted."""
+    def _reduce_anew(
+        self, alike: bool | None, key: Key | None, tensor: torch.Tensor, op: str, here: bool
+    ) -> None:
+        """The rest of :meth:`_reduce`, as :meth:`_move_anew`. ``here``: the result is wanted."""
         nbytes, what = tensor.nbytes, op if key is None else "sum"
 
         def stage(doing: Doing) -> None:
@@ -323,7 +322,11 @@ class HostEngine(Engine):
                 sources = [self._data(peer, nbytes) for peer in range(self.world_size)]
                 doing.reduce(what, tensor.dtype, (0, INPUT), sources, tensor.numel())
 
-        self._steps.meet(key, (tensor.data_ptr(),), stage, reduce)
+        addresses = (tensor.data_ptr(),)
+        if alike is None:
+            alike = self._steps.meet(key, addresses, stage, reduce)
+        if not alike:  # but they fit together, and the data is where it always is
+            reduce(self._steps.at_once(addresses))
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         steps, rounds = self._steps, self._rounds
@@ -395,8 +398,12 @@ class HostEngine(Engine):
                 what = "sum" if by_sum else op
                 doing.reduce(what, dtype, to, sources, output.numel())
 
-            if not alike:
-                steps.meet(key, addresses, stage, reduce)
+            if alike is None:
+                alike = steps.meet(key, addresses, stage, reduce)
+                if alike:
+                    steps.end()
+            if not alike:  # but they fit together, and the data is where it always is
+                reduce(steps.at_once(addresses))
                 steps.end()
             if by_sum and op == "avg":
                 divide(output, world_size)

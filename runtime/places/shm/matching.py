@@ -22,7 +22,6 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
-from interlace.runtime.places.shm.rounds import STREAMED
 
 _REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
 _DTYPES = sorted(
@@ -244,7 +243,7 @@ class Messages:
                 return
             address = first.buffer.data_ptr()
         pipe = self.boxes.pipe(peer, puts=False)
-        pipe.begin(address, first.nbytes, first.shift, past=first.nbytes >= STREAMED)
+        pipe.begin(address, first.nbytes, first.shift, past=first.nbytes >= self.boxes.outputs)
         traffic.take = pipe
 
     def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:

@@ -289,6 +289,19 @@ def differing(large: bool) -> str:
     return text
 
 
+def fitting(nbytes: int) -> list[float]:
+    """Sums of ranks whose messages differ, but fit together; twice, for steps that are kept."""
+    e, found = engine(), []
+    for _ in range(2):
+        call = Call("sum", part=e.rank, match=lambda parts: None, equal_fits=True)
+        tensor = torch.ones(nbytes // 4)
+        e.all_reduce(call, tensor, "sum")
+        part = torch.zeros(nbytes // 4)
+        e.reduce_scatter_single(call, part, torch.ones(e.world_size * nbytes // 4), "sum")
+        found += [float(each) for of in (tensor, part) for each in (of[0], of[-1])]
+    return found
+
+
 def mail(nbytes: int) -> list[str]:
     """Everybody sends to everybody, before anyone receives, in another order of tags."""
     e, wrong = engine(), []

@@ -155,6 +155,11 @@ def test_a_difference_is_told_before_a_byte_moves(large: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("nbytes", [400, 4_000_000])
+def test_messages_that_differ_and_fit_are_summed(nbytes: int) -> None:
+    assert run(engine_ranks.fitting, 3, nbytes) == [[3.0] * 8] * 3
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
 def test_messages_in_any_order_of_tags(nbytes: int) -> None:
     assert run(engine_ranks.mail, 3, nbytes) == [[]] * 3
