@@ -27,9 +27,8 @@ import torch
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.record import dump as record
 
-END_SECONDS = (
-    5.0  # for the functions that run in threads, and are in no wait, when the process ends
-)
+END_SECONDS = 3.0  # for what leaves, and for functions in threads, when the process ends
+JOIN_SECONDS = 2.0  # for the threads then
 
 T = TypeVar("T")
 
@@ -167,13 +166,29 @@ _members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 
 
-def close_at_exit(member: Member) -> None:
-    """Have ``member`` closed when the process ends, and before those that were named earlier."""
+_ends = 0.0
+
+
+def ends() -> float:
+    """When threads must have ended, by the monotonic clock; 0 while the process does not end."""
+    return _ends
+
+
+def close_at_exit(member: Member, instead_of: Member | None = None) -> None:
+    """Have ``member`` closed when the process ends, before those that were named earlier.
+
+    It closes what it is there ``instead_of``, if anything.
+    """
+    for number, other in list(_members.items()):
+        if other is instead_of:
+            del _members[number]
     _members[next(_numbers)] = member
 
 
 def _at_exit() -> None:
     """Leave in good order, so that peers still at work do not take this process for a dead one."""
+    global _ends
+    _ends = time.monotonic() + END_SECONDS
     uncaught = getattr(sys, "last_value", None)
     members = [member for _, member in sorted(_members.items())]
     if uncaught is not None:
@@ -184,10 +199,9 @@ def _at_exit() -> None:
     with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are closed
         for member in members:
             stack.callback(member.close)
-    until = time.monotonic() + END_SECONDS
     for thread in threading.enumerate():
         if isinstance(thread, Helper) and not thread.endless:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, _ends + JOIN_SECONDS - time.monotonic()))
 
 
 os.register_at_fork(after_in_child=_members.clear)  # they are the parent's

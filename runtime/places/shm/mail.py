@@ -13,10 +13,10 @@ whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what f
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import cast
 
 import torch
@@ -27,7 +27,7 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.deadlock import Kind
 from interlace.runtime.places.one_host.group import LOOK, HostGroup
 from interlace.runtime.places.one_host.waiting import Patience
-from interlace.runtime.places.one_host.worker import Helper
+from interlace.runtime.places.one_host.worker import Helper, ends
 from interlace.runtime.places.shm.matching import Messages, Receiving, Sending
 from interlace.runtime.record import dump as record
 
@@ -99,23 +99,23 @@ class Mail:
         self._group, self.bound = group, group.bound
         self._rank = group.rank
         self._messages: Messages | None = None
-        self._lock, self._counts = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
         self._then: Callable[[], object] | None = None  # what closes the group
-        self._waits = self._waiting = self._entering = (
-            0  # waits so far; threads in one, and at the door
-        )
+        self._waits = 0  # so far
+        # An exception of a signal handler leaves nothing behind in these: a wait or a beginning is in
+        # them only while it is within its ``try``.
+        self._waiting: set[object] = set()
+        self._entering: set[object] = set()
+        self._mover: int | None = None  # the thread that moves messages
 
     # -- what the engine calls -----------------------------------------------------------------
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
         future = _Moving(self, f"{call.op} to rank {peer} (tag {tag})", [peer])
-        with self._entered() as messages:
-            future.number = self._began(call, peer, tag)
-            messages.advance(sending=(peer, Sending(tensor, tag, future, future.doing)))
-            self._see_to_it(messages)
+        self._begin(call, future, peer, tag, sending=Sending(tensor, tag, future, future.doing))
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
@@ -124,63 +124,48 @@ class Mail:
         anyone = range(self._group.world_size) if peer is None else (peer,)
         peers = [each for each in anyone if each != self._rank]
         future = _Moving(self, f"{call.op} from {source} (tag {tag})", peers)
-        with self._entered() as messages:
-            future.number = self._began(call, peer, tag)
-            messages.advance(receiving=Receiving(tensor, peer, tag, future))
-            self._see_to_it(messages)
+        self._begin(call, future, peer, tag, receiving=Receiving(tensor, peer, tag, future))
         return future
 
-    def _began(self, call: Call, peer: int | None, tag: int) -> int:
-        """The number in the record of what begins; a rank with itself stands for any rank."""
-        if self._group.within:
-            return 0
-        return record.began(self._group, call.message, self._rank if peer is None else peer, tag)
-
-    @contextmanager
-    def _entered(self) -> Iterator[Messages]:
-        """Within it this thread alone has the messages: another that moves them makes way."""
-        if not self._lock.acquire(blocking=False):
-            self._count(entering=1)
-            try:
-                self._lock.acquire()
-            finally:
-                self._count(entering=-1)
+    def _begin(
+        self, call: Call, future: _Moving, peer: int | None, tag: int,
+        sending: Sending | None = None, receiving: Receiving | None = None,
+    ) -> None:  # fmt: skip
+        """Let a message begin. Another thread that moves messages makes way meanwhile."""
+        token = object()
         try:
-            self._group.check_usable()
-            if self._messages is None:
-                self._messages = Messages(self._group, self.refused.append)
-            yield self._messages
+            if self._mover not in (None, threading.get_ident()):
+                self._entering.add(token)
+                if self._messages is not None and self._group.control is not None:
+                    self._messages.boxes.want(1)
+            with self._lock:
+                self._group.check_usable()
+                if self._messages is None:
+                    self._messages = Messages(self._group, self.refused.append)
+                if not self._group.within:  # a rank with itself stands for any rank in the record
+                    other = self._rank if peer is None else peer
+                    future.number = record.began(self._group, call.message, other, tag)
+                to = None if peer is None or sending is None else (peer, sending)
+                self._messages.advance(to, receiving)
+                self._see_to_it(self._messages)
         finally:
-            self._lock.release()
-
-    def _count(self, entering: int = 0, waiting: int = 0) -> None:
-        with self._counts:
-            self._entering += entering
-            self._waiting += waiting
-            if entering and self._messages is not None:
-                self._messages.boxes.want(self._entering)
+            self._entering.discard(token)
 
     # -- keeping messages moving ---------------------------------------------------------------
 
     def move(self) -> None:
         """Move what can be moved, unless another thread does so."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._step(0.0)
-            finally:
-                self._lock.release()
+        self._move_for(None, 0.0)
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
         """Move messages until ``future`` is done; it fails if that is hopeless."""
-        again, bounded = future.waited, timeout is not None
-        patience = (
-            future.patience(self._group, bounded) if again else None
-        )  # not if it is there at once
+        again, bounded, token = future.waited, timeout is not None, object()
+        patience = future.patience(self._group, bounded) if again else None  # else it may be there
         deadline = None if timeout is None else time.monotonic() + timeout
         future.waited = True
         self._spread()
-        self._count(waiting=1)
         try:
+            self._waiting.add(token)
             while not future.settled:
                 now = time.monotonic()
                 seconds = _STEP if deadline is None else min(_STEP, deadline - now)
@@ -195,7 +180,7 @@ class Mail:
                 except InterlaceError as error:
                     self._fail(future, error)
         finally:
-            self._count(waiting=-1)
+            self._waiting.discard(token)
 
     def _spread(self) -> None:
         """Now and then see that ranks share cores evenly: who wakes another draws it to its own core."""
@@ -204,15 +189,18 @@ class Mail:
             control.spread.say()
             control.spread.look()
 
-    def _move_for(self, future: _Moving, seconds: float) -> None:
+    def _move_for(self, future: _Moving | None, seconds: float) -> None:
         """Move messages, or let another thread do so, until something happens."""
-        if self._entering or not self._lock.acquire(blocking=False):
-            future.sleep(seconds)
+        if self._entering or self._mover not in (None, threading.get_ident()):
+            if future is not None:
+                future.sleep(seconds)
             return
-        try:
-            self._step(seconds, future)
-        finally:
-            self._lock.release()
+        with self._lock:
+            before, self._mover = self._mover, threading.get_ident()
+            try:
+                self._step(seconds, future)
+            finally:
+                self._mover = before
 
     def _step(self, seconds: float, future: _Moving | None = None) -> None:
         """See to what has happened; unless ``future`` is done, move until something happens again."""
@@ -222,6 +210,7 @@ class Mail:
         messages.advance()
         if future is not None and future.settled:
             return
+        messages.boxes.want(len(self._entering))
         if messages.unasked and seconds:
             if messages.move(min(seconds, _SOON), sleep=False):
                 return
@@ -244,13 +233,22 @@ class Mail:
             self._thread.start()
 
     def close(self, then: Callable[[], object]) -> None:
-        """Do ``then`` when all has ended that is under way: now, or in the thread."""
+        """Do ``then`` when all has ended that is under way: now, or in the thread.
+
+        At the end of the process only what is to leave is waited for, and not long.
+        """
         with self._lock:
-            if self._messages is not None and self._group.control is not None and self._futures():
+            if self._messages is not None and self._has_to_end(self._messages):
                 self._then = then
                 self._see_to_it(self._messages)
                 return
         then()
+
+    def _has_to_end(self, messages: Messages) -> bool:
+        """Whether something is under way for which the group is kept."""
+        if self._group.control is None:
+            return False
+        return messages.leaving and time.monotonic() < ends() if ends() else bool(self._futures())
 
     def _at_work(self) -> bool:
         """Whether messages are to go out, or something else follows on an end: that may help a peer."""
@@ -274,11 +272,13 @@ class Mail:
             time.sleep(_NAP)
             if self._waiting or self._entering:
                 continue
+            self._move_for(None, _STEP)
             with self._lock:
-                self._step(_STEP)
                 futures = self._futures()
                 naps = 0 if futures else naps + 1
-                if naps > _NAPS or (self._then and not futures):
+                messages = self._messages
+                closed = self._then is not None and not (messages and self._has_to_end(messages))
+                if naps > _NAPS or closed:
                     self._thread = None  # under the lock: the next message starts another
                     break
             now = time.monotonic()

@@ -87,6 +87,9 @@ class Messages:
         assert group.control is not None
         self.boxes = Boxes(group, group.control)
         self._traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
+        self._begun: list[tuple[tuple[int, Sending] | None, Receiving | None]] = []
+        self._advancing = False
+        self._ends: deque[Callable[[], None]] = deque()
         self._receiving: list[Receiving] = []
         self._kept: list[_Arriving] = []
 
@@ -97,7 +100,9 @@ class Messages:
 
     @property
     def leaving(self) -> bool:
-        return any(t.outgoing or t.leaving for t in self._traffic.values())
+        """Whether something is to leave for which somebody waits, or may."""
+        sends = [s for t in self._traffic.values() for s in (*t.outgoing, *t.leaving)]
+        return any(sending.future is not None for sending in sends)
 
     def futures(self) -> list[MessageEnd]:
         """The ends that somebody may await."""
@@ -121,25 +126,61 @@ class Messages:
         *,
         idle: bool = False,
     ) -> None:
-        """See to all that has happened, and to what begins. ``idle``: nothing has for a while."""
+        """See to all that has happened, and to what begins. ``idle``: nothing has for a while.
+
+        Ends are told at its end: what they call may begin messages. What a signal handler begins in the
+        midst of it is seen to at its end, too.
+        """
+        self._begun.append((sending, receiving))
+        if self._advancing:
+            return
         try:
-            if sending is not None:
-                self._begin_to_send(*sending)
-            if receiving is not None:
-                self._begin_to_receive(receiving)
-            for peer, traffic in list(self._traffic.items()):  # a callback may send, too
-                self._see_to_pieces(traffic)
-                self._announce(peer, traffic)
-            for peer in self.boxes.arrived():
-                while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
-                    self.boxes.take(peer, found)
-            for peer, traffic in list(self._traffic.items()):
-                if traffic.incoming and traffic.take is None:
-                    self._place(peer, traffic, idle)
+            self._advancing = True
+            while self._begun:
+                begins = self._begun.pop(0)
+                self._advance(*begins, idle)
         except BaseException as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             self._group.abort(f"an exception while messages moved: {what}")
             raise
+        finally:
+            self._advancing = False
+        while self._ends:
+            self._ends.popleft()()
+
+    def _advance(
+        self, sending: tuple[int, Sending] | None, receiving: Receiving | None, idle: bool
+    ) -> None:
+        if sending is not None:
+            self._begin_to_send(*sending)
+        if receiving is not None:
+            self._begin_to_receive(receiving)
+        for peer, traffic in list(self._traffic.items()):
+            self._see_to_pieces(traffic)
+            self._announce(peer, traffic)
+        for peer in self.boxes.arrived():
+            while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
+                self.boxes.take(peer, found)
+        for peer, traffic in list(self._traffic.items()):
+            if traffic.incoming and traffic.take is None:
+                self._place(peer, traffic, idle)
+
+    def _ended(
+        self, future: MessageEnd | None, error: Exception | None = None, source: int | None = None
+    ) -> None:
+        """``future`` has its result, or ``error``, once all else has been seen to."""
+        if future is None:
+            return
+
+        def tell() -> None:
+            if future.settled:
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(Outcome(None, None, None if source is None else lambda: source))
+
+        self._ends.append(tell)
 
     def fail(self, future: MessageEnd, error: InterlaceError) -> None:
         """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
@@ -147,6 +188,9 @@ class Messages:
         for traffic in self._traffic.values():
             for sending in [s for s in traffic.outgoing if s.future is future]:
                 traffic.outgoing.remove(sending)
+            for sending in traffic.leaving:
+                if sending.future is future:
+                    sending.future = None
             for number, message in enumerate(traffic.incoming):
                 if message.wanted is not None and message.wanted.future is future:
                     message.wanted = None
@@ -165,8 +209,7 @@ class Messages:
         tensor = sending.tensor  # to oneself: it has arrived when it is sent
         if not self._arrived(peer, sending.tag, tensor.nbytes, tensor.dtype, tensor.data_ptr()):
             raise MemoryError(f"{sending.doing}: no memory to keep {tensor.nbytes} bytes")
-        if sending.future is not None:
-            sending.future.set_result(Outcome(None, None))
+        self._ended(sending.future)
 
     def _announce(self, peer: int, traffic: _Traffic) -> None:
         """Put records of messages to ``peer``, as far as there is room."""
@@ -180,8 +223,7 @@ class Messages:
                     self.boxes.prepare(peer, pieces=True)
             except (InterlaceError, OSError) as error:
                 traffic.outgoing.popleft()
-                if future is not None:
-                    future.set_exception(InterlaceError(f"{first.doing}: {error}"))
+                self._ended(future, InterlaceError(f"{first.doing}: {error}"))
                 continue
             if not short:
                 traffic.put = traffic.put or self.boxes.pipe(peer, puts=True)
@@ -195,8 +237,8 @@ class Messages:
                 traffic.leaving.append(first)
                 if len(traffic.leaving) == 1:
                     self._leave(traffic)
-            elif future is not None:
-                future.set_result(Outcome(None, None))
+            else:
+                self._ended(future)
 
     def _leave(self, traffic: _Traffic) -> None:
         """The first message begins to leave in pieces."""
@@ -210,8 +252,7 @@ class Messages:
             future = traffic.leaving.popleft().future
             if traffic.leaving:
                 self._leave(traffic)
-            if future is not None and not future.settled:
-                future.set_result(Outcome(None, None))
+            self._ended(future)
         if traffic.take is not None and traffic.take.finished:
             message, traffic.take = traffic.incoming.popleft(), None
             message.whole = True
@@ -308,11 +349,11 @@ class Messages:
         if error is not None:
             if peer != self._rank:
                 self._refuse(peer, error)
-            wanted.future.set_exception(error)
+            self._ended(wanted.future, error)
             return
         if message.buffer is not None and message.nbytes:
             ctypes.memmove(wanted.tensor.data_ptr(), message.buffer.data_ptr(), message.nbytes)
-        wanted.future.set_result(Outcome(None, None, lambda: peer))
+        self._ended(wanted.future, source=peer)
 
     def _refuse(self, peer: int, error: Exception) -> None:
         """Tell the sender, who may never listen: nobody waits for this, and no thread moves it."""

@@ -88,7 +88,7 @@ class ShmPlace(CpuPlace):
         self.worker = OrderedWorker("interlace ops")
         self._buffers: list[weakref.ref[SymmetricBuffer]] = []
         self._engine: HostEngine | None = None
-        close_at_exit(self)
+        close_at_exit(self, instead_of=group)
 
     def known_as(self, ranks: Sequence[int]) -> None:
         record.known_as(self.group, ranks)
