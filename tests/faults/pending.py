@@ -5,6 +5,7 @@ That is: no memory, a signal, the end of a group, of its last reference, or of t
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ from multi.process_group.backend_failure_ranks import dropped_groups
 
 RANKS = 3
 EARLY = 256 * MIB
+COUNTS = 1000, 30_000, 300_000
+"""Numbers of messages whose receiver is interrupted, by so many signals each."""
+MESSAGES, RINGS = 100, 4
 BOUND = 2.0
 """The timeout of groups in which a signal interrupts a wait, in seconds of a quiet machine."""
 
@@ -91,63 +95,74 @@ class Alarm(BaseException):
     """What the handler of a signal raises."""
 
 
-def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float) -> None:
-    """Rank 0 waits for a message, which may never come, while signals raise; it waits again each time.
+def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float, broken: bool) -> None:
+    """Rank 0 waits for messages, or one that never comes, while signals raise; it waits again each time.
 
     Says what came of it, whether the data is right, and what an op of all comes to then.
     """
-    api, chance, right = join(), random.Random(seed), True
+    api, chance, sizes, right = join(), random.Random(seed), random.Random(seed), True
     api.barrier()
     groups.default_group().place.set_timeout(bound)
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    def receive(number: int) -> None:
+        nonlocal right
+        received, rings = torch.zeros(sizes.choice(COUNTS)), RINGS
+        work, done = api.irecv(received, 1, tag=number), False
+        while not done:
+            try:
+                after = chance.uniform(50e-6, 900e-6) if comes else 0.3 * bound
+                signal.setitimer(signal.ITIMER_REAL, after if rings else 0)
+                work.wait()
+                done = True
+            except Alarm:
+                rings -= 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        right &= bool(received.eq(number).all())
+
+    def messages() -> None:
+        for number in range(1, MESSAGES if comes else 2):
+            receive(number)
+
+    def sends() -> None:
+        for number in range(1, MESSAGES):
+            api.send(torch.full((sizes.choice(COUNTS),), float(number + broken)), 0, tag=number)
+
     if api.get_rank() == 0:
-
-        def ring(*_: object) -> None:
-            raise Alarm
-
         signal.signal(signal.SIGALRM, ring)
-        received = torch.zeros(50_000)
-        work = api.irecv(received, 1)
-        period = chance.uniform(50e-6, 900e-6) if comes else 0.3 * bound
-        rings = 20
-
-        def wait() -> None:
-            nonlocal rings
-            while True:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, period if rings > 0 else 0)
-                    work.wait()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                    return
-                except Alarm:
-                    rings -= 1
-
-        said = tried(wait)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        right = bool(said.kind) or torch.equal(received, torch.ones(50_000))
-    else:
-        time.sleep(chance.random() * 0.01)
-        said = tried(lambda: api.send(torch.ones(50_000), 0) if comes else None)
-    after = tried(partial(sum_is_right, api))
-    end.send((said, right, after))
+        said = tried(messages)
+    elif comes:
+        said = tried(sends)
+    else:  # a rank that waits for rank 0 meanwhile would be a deadlock, of which all hear at once
+        said = tried(partial(time.sleep, 2.5 * bound))
+    end.send((said, right, tried(partial(sum_is_right, api))))
 
 
 def signalled(comes: bool, plan: Plan) -> Iterator[Trial]:
-    """The message arrives by one of the waits; or all ranks raise, once the bound of the op has passed. The
-    control has a bound four times as long as what is allowed; or expects an error where none is."""
+    """A message arrives by one of the waits, or the rank ends the group, of which all hear. One that never
+    comes is missed once the bound of the op has passed. In the control other data comes, or its bound is
+    four times as long."""
     for seed in range(plan.trials):
         bound = BOUND * busy()
         given = 4 * bound if plan.broken and not comes else bound
-        with crew("shm", 2, interrupted, seed, comes, given, timeout=LONG) as team:
+        arguments = seed, comes, given, plan.broken
+        with crew("shm", 2, interrupted, *arguments, timeout=LONG) as team:
             found = team.all_said(seconds=LONG)
         if ended(found):
             yield Trial(False, said=str(found))
             continue
         (said, right, after), (_, _, others) = found
         took = said.ended - said.begun
-        failed = bool(said.kind)
-        alike = bool(after.kind and others.kind) if failed else after.text == others.text == "True"
-        wanted = failed if not comes or plan.broken else True
-        yield Trial(right and alike and wanted and took < 2 * bound, [1e3 * took], str(found))
+        if said.kind:
+            lost = bool(re.search("deadlock|has waited", said.text))
+            right &= bool(after.kind and others.kind) and lost != comes
+        else:
+            right &= comes and after.text == others.text == "True"
+            took /= MESSAGES
+        yield Trial(right and took < 2 * bound, [1e3 * took], str(found))
 
 
 # -- the end of a group, and of its last reference -----------------------------------------------------
