@@ -208,3 +208,52 @@ def bound_of_an_op(seconds: float, end: str) -> bool:
     took = time.monotonic() - began
     Path(end).touch()
     return took < 2 * seconds
+
+
+def begun_by_callbacks(count: int) -> list[int]:
+    """Each receive is begun by the end of the one before; rank 1 answers each, by its end, too."""
+    rank = interlace.get_rank()
+    if rank == 0:
+        for number in range(count):
+            interlace.send(torch.tensor([number]), 1)
+        answers = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+        for answer in answers:
+            interlace.recv(answer, 1)
+        return [int(answer) for answer in answers]
+    found = [torch.full((1,), -1) for _ in range(count)]
+    works = []
+
+    def receive(number: int) -> None:
+        works.append(interlace.irecv(found[number], 0))
+        works[-1].get_future().then(lambda _: ended(number))
+
+    def ended(number: int) -> None:
+        works.append(interlace.isend(found[number], 0))
+        if number + 1 < count:
+            receive(number + 1)
+
+    receive(0)
+    while len(works) < 2 * count:
+        works[-1].wait()
+    for work in works:
+        work.wait()
+    return [int(each) for each in found]
+
+
+def fails_while_it_leaves(nbytes: int) -> list[str]:
+    """What is left of a large send whose receiver has left: nothing that keeps a thread or the group."""
+    rank = interlace.get_rank()
+    group = interlace.new_group()
+    if rank == 1:
+        group.close()
+        return []
+    try:
+        interlace.isend(_of(0, 0, nbytes), 1, group=group).wait()
+    except interlace.InterlaceError as error:
+        group.close()
+        engine = group.engine
+        assert isinstance(engine, HostEngine)
+        while engine.mail._thread is not None:  # else this hangs
+            time.sleep(1e-3)
+        return [f"{error}", str(len(engine.mail._futures()))]
+    return ["no error"]

@@ -1,5 +1,7 @@
 """Messages of two ranks on one host: through boxes, in pieces, kept, interrupted, and without memory."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,46 @@ def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
 
 def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
     assert run(message_ranks.bound_of_an_op, 2, 1.0, str(tmp_path / "end")) == [True, True]
+
+
+def test_messages_that_ends_of_others_begin() -> None:
+    """Ends are told when all is seen to: else a record would be read again by what they begin."""
+    assert run(message_ranks.begun_by_callbacks, 2, 30) == [list(range(30))] * 2
+
+
+def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
+    text, left = run(message_ranks.fails_while_it_leaves, 2, 50_000_000)[0]
+    assert "rank 1 has left the group" in text and left == "0"
+
+
+LAST_SEND = """
+import sys, time, torch, torch.distributed as dist, interlace
+rank = int(sys.argv[1])
+dist.init_process_group("interlace", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.barrier()
+x = torch.full((1_000_000,), float(rank + 1))
+if rank == 0:
+    kept = dist.isend(x, 1)
+    if sys.argv[3] == "destroyed":
+        dist.destroy_process_group()
+else:
+    time.sleep(0.3)
+    dist.recv(x, 0)
+    assert x.min() == x.max() == 1
+    print("received")
+"""
+
+
+@pytest.mark.parametrize("how", ["left", "destroyed"])
+def test_what_has_begun_to_leave_leaves_before_its_process_ends(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-c", LAST_SEND]
+    first, second = (
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), how],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    texts = first.communicate()[0], second.communicate()[0]
+    assert (first.returncode, second.returncode) == (0, 0), texts
+    assert texts[1].strip().endswith("received")
