@@ -402,6 +402,7 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._closed
 
     def close(self) -> None:
@@ -414,8 +415,7 @@ class Communicator:
             self._log(f"closed after {time.perf_counter() - self._since:.3f} s")
 
     def _log(self, event: str) -> None:
-        about = self.rank, list(self.ranks), self.place.name, event
-        log.info("rank %d of group %s on %s: %s", *about)
+        log.info("rank %d of group %s on %s: %s", self.rank, [*self.ranks], self.place.name, event)
 
 
 class _Accepting:

@@ -48,7 +48,6 @@ is several times as slow as writing what has meanwhile left its cache.
 import struct
 from collections.abc import Sequence
 
-from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.places.one_host.bell import ANYONE, Bell, wake
 from interlace.runtime.places.one_host.cores import CoreSpread
 from interlace.runtime.places.one_host.segment import Mapping
@@ -66,7 +65,7 @@ LARGEST_MESSAGE = 64 << 10
 SMALL_DATA = 64 << 10
 PLACES = 16
 LONGEST_REASON = 1 << 10
-BOX_BYTES = 256
+BOX_BYTES, BOXES_BYTES = 256, 16 << 10  # for one rank, for as many as there may be
 
 _LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
 _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
@@ -81,7 +80,7 @@ AREA = LARGEST_MESSAGE
 _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _DATA = (_AREAS + 2 * AREA + 4095) & ~4095
 BOXES = _DATA + PLACES * SMALL_DATA
-RECORD = BOXES + MAX_WORLD_SIZE * BOX_BYTES
+RECORD = BOXES + BOXES_BYTES
 RINGS = RECORD + REGION_BYTES + 4095 & ~4095
 RINGS_BYTES = 16 << 20
 CONTROL_BYTES = RINGS + RINGS_BYTES

@@ -109,7 +109,12 @@ class LastingWait:
             elif now > self._next:
                 self._next = now + LOOK_SECONDS
                 self._lasts(doing, now)
-        return self._found or group.interruption(doing, waited_for)
+        problem = group.interruption(doing, waited_for)
+        if problem is not None and self._number and self._found is None:
+            self._lasts(
+                doing, now
+            )  # who has found that all wait for each other may have left since
+        return self._found or problem
 
     def ended(self, error: InterlaceError) -> None:
         if error is not self._found or isinstance(error, DeadlockError):

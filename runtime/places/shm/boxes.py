@@ -28,6 +28,7 @@ from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, wake
 from interlace.runtime.places.one_host.control import (
     BOX_BYTES,
     BOXES,
+    BOXES_BYTES,
     RINGS,
     RINGS_BYTES,
     Control,
@@ -139,6 +140,7 @@ class Boxes:
 
     def __init__(self, group: HostGroup, control: Control) -> None:
         size, self._rank = group.world_size, group.rank
+        assert size * BOX_BYTES <= BOXES_BYTES
         self._group, self._control = group, control
         self._both = min(_MOST, RINGS_BYTES // size) & -PAGE
         self._bytes = self._both // 8 & -PAGE  # of the ring of records

@@ -22,9 +22,15 @@ class LateError(Exception):
 
 
 def by_python(rank: int) -> None:
-    """From now on this rank moves pieces by Python, if it is one of those that shall."""
+    """The group of this run moves pieces by Python on this rank."""
     if interlace.get_rank() == rank:
+        engine, made = groups.default_group().engine, boxes._machine_code
+        assert isinstance(engine, HostEngine)
         boxes._machine_code = lambda: None
+        try:
+            engine.mail._messages = matching.Messages(engine._group, engine.mail.refused.append)
+        finally:
+            boxes._machine_code = made
 
 
 def _of(source: int, tag: int, nbytes: int) -> torch.Tensor:
@@ -33,8 +39,8 @@ def _of(source: int, tag: int, nbytes: int) -> torch.Tensor:
 
 def ring(nbytes: int, count: int, python: int) -> bool:
     """Several messages around a ring at once, of sizes that differ."""
-    by_python(python)
     rank, world = interlace.get_rank(), interlace.get_world_size()
+    by_python(python)
     sizes = [max(0, nbytes - 7 * number) for number in range(count)]
     works = [
         interlace.isend(_of(rank, number, size), (rank + 1) % world)
@@ -52,9 +58,9 @@ def ring(nbytes: int, count: int, python: int) -> bool:
 
 def send_before_receiving(nbytes: int, python: int) -> bool:
     """Each sends to the other and waits for its end, before it receives: it is kept meanwhile."""
-    by_python(python)
     rank = interlace.get_rank()
     target = torch.zeros(nbytes, dtype=torch.uint8)
+    by_python(python)
     for number in range(3):
         interlace.send(_of(rank, number, nbytes), 1 - rank)
         interlace.recv(target, 1 - rank)
@@ -166,12 +172,12 @@ def interrupted_waits(nbytes: int) -> tuple[int, str]:
 
 def interrupted_in_the_midst() -> str:
     """An exception while Python's state of messages changes ends the group, on all ranks, at once."""
-    rank = interlace.get_rank()
+    rank, usual = interlace.get_rank(), matching.Messages._finish
+
+    def finish(*args: Any) -> None:
+        raise LateError("now")
+
     if rank == 1:
-
-        def finish(*args: Any) -> None:
-            raise LateError("now")
-
         matching.Messages._finish = finish  # type: ignore[method-assign]
     try:
         try:
@@ -184,6 +190,8 @@ def interrupted_in_the_midst() -> str:
             interlace.recv(torch.ones(4), 0)
     except interlace.InterlaceError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        matching.Messages._finish = usual  # type: ignore[method-assign]
     return "no error"
 
 

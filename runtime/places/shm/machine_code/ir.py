@@ -13,30 +13,15 @@ The second operand of a sum is the address of its function.
 
 from dataclasses import dataclass
 
-from interlace.runtime.places.one_host.bell import (
-    ANYONE,
-    BELL,
-    EVERYONE,
-    FUTEX_WAIT,
-    FUTEX_WAKE,
-    LONGEST_SLEEP,
-)
+from interlace.runtime.places.one_host.bell import ANYONE, BELL
+from interlace.runtime.places.shm.machine_code.base_ir import MONOTONIC, PROCESSORS, TICKS, base
 
-SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(
-    7
-)  # what does not change
+# What does not change:
+SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(7)
 REGISTERS = 7  # the word of register 0, which is 0 always
 FIRST = 149  # the word at which the steps begin
 STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
-MONOTONIC, TICKS = 1, 6  # clocks of Linux; to read the first, a processor waits for its loads
-
-PROCESSORS = {
-    "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()", 202),
-    "aarch64": ("call void @llvm.aarch64.hint(i32 1)", "", 98),
-}
-"""What a poll that failed does, what orders stores past the caches before a later release, and the number
-of the system call ``futex``."""
 
 
 @dataclass(frozen=True)
@@ -65,44 +50,6 @@ ELEMENTS = (
     Element("int64", 64, "i64", "i64"),
 )
 """Sums from left to right: integers wrap around, 16-bit floats are summed in fp32 and rounded once."""
-
-_LINE, _BLOCK, _PAGE, _AHEAD = 64, 256, 4096, 2 * 4096  # bytes
-
-# Shared by the modules. A word ASLEEP says for whom its owner sleeps (bell.py); its futex is BELL bytes on.
-_BASE = """
-declare ptr @memmove(ptr, ptr, i64)
-declare i32 @sched_yield()
-declare i32 @clock_gettime(i32, ptr)
-declare i64 @syscall(i64, ...)
-
-define internal void @wake(ptr %asleep) nounwind {{
-  %bell = getelementptr i8, ptr %asleep, i64 {bell}
-  atomicrmw add ptr %bell, i32 1 seq_cst
-  call i64 (i64, ...) @syscall(i64 {futex}, ptr %bell, i64 {wake}, i64 {all}, ptr null, ptr null, i64 0)
-  ret void
-}}
-
-define internal void @sleep(ptr %asleep, i32 %rung) nounwind {{
-  %time = alloca [2 x i64]
-  store [2 x i64] [i64 0, i64 {longest}], ptr %time
-  %bell = getelementptr i8, ptr %asleep, i64 {bell}
-  %value = zext i32 %rung to i64
-  call i64 (i64, ...) @syscall(i64 {futex}, ptr %bell, i64 {wait}, i64 %value, ptr %time, ptr null, i64 0)
-  ret void
-}}
-
-define internal i64 @now(i32 %clock) nounwind {{
-  %time = alloca [2 x i64]
-  call i32 @clock_gettime(i32 %clock, ptr %time)
-  %seconds = load i64, ptr %time
-  %whole = mul i64 %seconds, 1000000000
-  %at.rest = getelementptr i64, ptr %time, i64 1
-  %rest = load i64, ptr %at.rest
-  %now = add i64 %whole, %rest
-  ret i64 %now
-}}
-!0 = !{{i32 1}}
-"""
 
 _RUN = """
 declare i32 @memcmp(ptr, ptr, i64)
@@ -175,7 +122,7 @@ release:
   store atomic i64 %y, ptr %to release, align 8
   br label %advance
 stamp:
-  %stamp.now = call i64 @now(i32 {TICKS})
+  %stamp.now = call i64 @now(i32 {ticks})
   store i64 %stamp.now, ptr %to
   br label %advance
 store:
@@ -229,7 +176,7 @@ wait.pause:
   %wait.spins1 = sub i64 %wait.spins, 1
   br label %wait.poll
 wait.patience:
-  %wait.now = call i64 @now(i32 {MONOTONIC})
+  %wait.now = call i64 @now(i32 {monotonic})
   %wait.first = icmp eq i64 %wait.since, 0
   %wait.from = select i1 %wait.first, i64 %wait.now, i64 %wait.since
   %wait.long = sub i64 %wait.now, %wait.from
@@ -263,7 +210,7 @@ wait.up:
 wait.yield:
   %wait.fewer = sub i64 %wait.left, 1
   call i32 @sched_yield()
-  %wait.after = call i64 @now(i32 {MONOTONIC})
+  %wait.after = call i64 @now(i32 {monotonic})
   %wait.turn = sub i64 %wait.after, %wait.now
   %wait.whole = icmp sgt i64 %wait.turn, %turn
   br i1 %wait.whole, label %wait.crowd, label %wait.poll
@@ -288,53 +235,6 @@ compare.one:
   %compare.k1 = add i64 %compare.k, 1
   %compare.is = icmp eq i32 %compare.same, 0
   br i1 %compare.is, label %compare, label %stop
-}}
-"""
-
-# The hardware looks ahead within a page only; so where it goes on two pages further is told it here.
-_STREAM = """
-define internal void @{name}(ptr %to, ptr %from, i64 %z) nounwind {{
-entry:
-  %x = ptrtoint ptr %to to i64
-  %before = sub i64 0, %x
-  %odd = and i64 %before, {last}
-  %head = call i64 @llvm.umin.i64(i64 %z, i64 %odd)
-  call ptr @memmove(ptr %to, ptr %from, i64 %head)
-  %rest = sub i64 %z, %head
-  %whole = and i64 %rest, -{block}
-  %end = add i64 %head, %whole
-  br label %page
-page:
-  %p = phi i64 [%head, %entry], [%p1, %next]
-  %pages = icmp ult i64 %p, %end
-  br i1 %pages, label %ahead, label %tail
-ahead:
-  %further = add i64 %p, {ahead}
-  %soon = getelementptr i8, ptr %from, i64 %further
-  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
-  %there = getelementptr i8, ptr %to, i64 %further
-  call void @llvm.prefetch.p0(ptr %there, i32 0, i32 3, i32 1)
-  %full = add i64 %p, {page}
-  %p1 = call i64 @llvm.umin.i64(i64 %full, i64 %end)
-  br label %next
-next:
-  %j = phi i64 [%p, %ahead], [%j1, %move]
-  %more = icmp ult i64 %j, %p1
-  br i1 %more, label %move, label %page
-move:
-  %source = getelementptr i8, ptr %from, i64 %j
-  %target = getelementptr i8, ptr %to, i64 %j
-  %bytes = load <{words} x i64>, ptr %source, align 1
-  store <{words} x i64> %bytes, ptr %target, align {line}{hint}
-  %j1 = add i64 %j, {block}
-  br label %next
-tail:
-  %last = sub i64 %z, %end
-  %source.last = getelementptr i8, ptr %from, i64 %end
-  %target.last = getelementptr i8, ptr %to, i64 %end
-  call ptr @memmove(ptr %target.last, ptr %source.last, i64 %last)
-  {fence}
-  ret void
 }}
 """
 
@@ -410,26 +310,10 @@ _LOOP = """\
   br label %{v}"""
 
 
-def base(processor: str) -> str:
-    """What modules for one of PROCESSORS begin with: copies, the clock, and sleeping."""
-    _, fence, futex = PROCESSORS[processor]
-    streams = "".join(
-        _STREAM.format(
-            name=name, hint=hint, fence=fence, last=_LINE - 1, line=_LINE, block=_BLOCK,
-            words=_BLOCK // 8, page=_PAGE, ahead=_AHEAD,
-        )
-        for name, hint, fence in (("through", "", ""), ("past", ", !nontemporal !0", fence))
-    )  # fmt: skip
-    longest = int(LONGEST_SLEEP * 1e9)
-    return _BASE.format(
-        bell=BELL, futex=futex, wait=FUTEX_WAIT, wake=FUTEX_WAKE, all=EVERYONE, longest=longest
-    ) + streams  # fmt: skip
-
-
 def run(processor: str) -> str:
     """The module of ``run`` for one of PROCESSORS."""
     names = {name: value for name, value in globals().items() if isinstance(value, int)}
-    names |= {"bell": BELL, "anyone": ANYONE}
+    names |= {"bell": BELL, "anyone": ANYONE, "ticks": TICKS, "monotonic": MONOTONIC}
     operands = "\n".join(_operand(name, word) for name, word in (("x", 3), ("y", 5), ("z", 7)))
     return base(processor) + _RUN.format(
         **names, operands=operands, pause=PROCESSORS[processor][0]

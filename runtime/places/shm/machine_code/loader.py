@@ -1,7 +1,7 @@
 """Machine code for this processor, made of LLVM IR by llvmlite: no compiler and no assembler is needed.
 
 llvmlite is imported when code is wanted, not before: that takes as long as making the code does. There is
-none on processors of which nobody has written down what they need (``steps_ir.PROCESSORS``), without
+none on processors of which nobody has written down what they need (``base_ir.PROCESSORS``), without
 llvmlite, and where a hardened kernel refuses to execute fresh memory.
 """
 
@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from interlace.runtime.places.shm.machine_code.ir import PROCESSORS
+from interlace.runtime.places.shm.machine_code.base_ir import PROCESSORS
 
 VARIABLE = "INTERLACE_MACHINE_CODE"
 """Set to 0, no machine code is made, and Python and torch do it all."""

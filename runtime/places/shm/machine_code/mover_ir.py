@@ -11,8 +11,7 @@ Who sleeps until there is room is woken for half a ring of it: for a piece it wo
 """
 
 from interlace.runtime.places.one_host.bell import ANYONE, BELL
-from interlace.runtime.places.shm.machine_code import ir
-from interlace.runtime.places.shm.machine_code.ir import PROCESSORS
+from interlace.runtime.places.shm.machine_code.base_ir import MONOTONIC, PROCESSORS, base
 
 PIECE, SLOTS, SPINS, YIELDS, IDLE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(9)
 """Terms: bytes of a piece, pieces of a ring; polls, turns given away, ns without progress; as in ``ir.py``.
@@ -253,5 +252,5 @@ return:
 def move(processor: str) -> str:
     """The module of ``move`` for one of PROCESSORS."""
     names = {name: value for name, value in globals().items() if isinstance(value, int)}
-    more = {"bell": BELL, "anyone": ANYONE, "monotonic": ir.MONOTONIC}
-    return ir.base(processor) + _MOVE.format(**names, **more, pause=PROCESSORS[processor][0])
+    more = {"bell": BELL, "anyone": ANYONE, "monotonic": MONOTONIC}
+    return base(processor) + _MOVE.format(**names, **more, pause=PROCESSORS[processor][0])
