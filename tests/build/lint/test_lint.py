@@ -25,6 +25,7 @@ from interlace.kernels.arguments import Peers
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
 from interlace.runtime.compiler.request import Compilation, jitted_function
 from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
+from interlace.verify.suite.jobs import running_children
 from support import TRITON, mended
 from tiers import few, thorough
 
@@ -355,8 +356,7 @@ def test_a_file_is_loaded_once_and_a_crash_is_of_its_kernel_alone(tmp_path: path
 
 
 def children() -> set[str]:
-    tasks = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {pid for task in tasks for pid in task.read_text().split()}
+    return set(running_children())
 
 
 def test_no_worker_outlives_a_call_that_fails() -> None:

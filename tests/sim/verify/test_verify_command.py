@@ -142,6 +142,12 @@ def test_an_error_that_torchs_shim_would_save_says_so() -> None:
         assert text.endswith("; --shims torch stands in for it")
 
 
+def test_a_thread_that_ends_while_children_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = pathlib.Path("/proc/self/task/0/children")
+    monkeypatch.setattr(pathlib.Path, "glob", lambda *_: [gone])
+    assert suite.running_children() == []
+
+
 def test_seconds_are_processor_time_of_children_too() -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
 

@@ -271,12 +271,20 @@ def processor_seconds() -> float:
     """Processor time of this process and its children so far; of those that run only where /proc is."""
     total = time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     ticks = os.sysconf("SC_CLK_TCK")
-    for children in pathlib.Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
-            with contextlib.suppress(OSError):  # it has ended
-                figures = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                total += sum(map(int, figures[11:15])) / ticks
+    for child in running_children():
+        with contextlib.suppress(OSError):  # it has ended
+            figures = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, figures[11:15])) / ticks
     return total
+
+
+def running_children() -> list[str]:
+    """The numbers of this process's children, as far as /proc is there and their threads stay."""
+    found: list[str] = []
+    for children in pathlib.Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += children.read_text().split()
+    return found
 
 
 def run_jobs(
