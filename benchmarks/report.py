@@ -9,7 +9,7 @@ In ``README.md`` and ``docs/performance.md`` a table stands between ``<!-- table
     hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
     gpu       the records of gpu.py
     loops     loop_counts.py: what a round of some loops does, before and now
-    messages  messages: interlace, gloo, OpenMPI and copies, by op and size
+    messages  messages: interlace beside gloo and OpenMPI, by op and size
     crowds    crowds: a step beside busy loops, through gloo and through interlace
 
 ``--plots`` draws time over size for each table of the backend and of messages, and overlap for each gpu
@@ -88,28 +88,21 @@ def backend(document: Document) -> str:
 
 
 def messages(document: Document) -> str:
-    """One line per world size, op and size."""
-
-    def rows() -> Rows:
-        found = [m for m in document["measurements"] if "in flight" in m["shape"]]
-        ops = list(dict.fromkeys(m["op"] for m in found))
-        found.sort(key=lambda m: (m["world_size"], ops.index(m["op"]), m["shape"]["bytes"]))
-        for m in found:
+    """One line per world size and op, of all sizes: times as fast as gloo, time relative to OpenMPI."""
+    found: dict[tuple[int, str], dict[int, str]] = {}
+    for m in document["measurements"]:
+        if "in flight" in m["shape"]:
             times = m["microseconds"]
             ours, mpi = times["interlace"], times.get("OpenMPI")
-            yield [
-                str(m["world_size"]), m["op"], size_text(m["shape"]["bytes"]), _microseconds(ours),
-                f"{times['gloo'] / ours:.2f}",
-                "" if mpi is None else _microseconds(mpi),
-                "" if mpi is None else f"{ours / mpi:.2f}",
-                f"{ours / times['copy_']:.2f}",
-            ]  # fmt: skip
-
-    head = [
-        "ranks", "op", "bytes", "interlace, us", "times as fast as gloo", "OpenMPI, us",
-        "time relative to OpenMPI", "relative to `copy_`",
-    ]  # fmt: skip
-    return _table(head, rows())
+            beside = f"{times['gloo'] / ours:.2f}" + ("" if mpi is None else f", {ours / mpi:.2f}")
+            cells = found.setdefault((m["world_size"], m["op"]), {})
+            cells[m["shape"]["bytes"]] = f"{_microseconds(ours)} ({beside})"
+    sizes = sorted({size for cells in found.values() for size in cells})
+    rows = (
+        [str(ranks), op, *(cells.get(size, "") for size in sizes)]
+        for (ranks, op), cells in found.items()
+    )
+    return _table(["ranks", "op", *map(size_text, sizes)], rows)
 
 
 def crowds(document: Document) -> str:
