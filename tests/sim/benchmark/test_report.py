@@ -75,8 +75,8 @@ def test_messages_and_crowds_have_tables_and_messages_a_plot(
             f"<!-- table {kind} cpu.json -->\n<!-- end -->\n" for kind in ("messages", "crowds")
         )
     )
-    assert "| 4 | ring | 1 B | 150 | 2.00 |  |  | 3.00 |" in page
-    assert "| 4 | ring | 1 GiB | 150 | 2.00 | 100 | 1.50 | 3.00 |" in page
+    assert "| ranks | op | 1 B | 1 GiB |" in page
+    assert "| 4 | ring | 150 (2.00) | 150 (2.00, 1.50) |" in page
     assert "| 2 | 2 | 6 | 4 KiB | 0.1 | 0.3 | 2.00 |" in page
     pytest.importorskip("matplotlib")
     assert [path.name for path in report.plots(page)] == ["messages-cpu.png"]
