@@ -13,6 +13,7 @@ may come anywhere) ends the group: nobody could know what had been done.
 import ctypes
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -146,7 +147,10 @@ class Messages:
         finally:
             self._advancing = False
         while self._ends:
-            self._ends.popleft()()
+            tell = self._ends[0]
+            tell()  # which an exception may end: it is told again then
+            with suppress(ValueError):  # what it has called may have told others
+                self._ends.remove(tell)
 
     def _advance(
         self, sending: tuple[int, Sending] | None, receiving: Receiving | None, idle: bool

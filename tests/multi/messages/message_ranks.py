@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +265,27 @@ def fails_while_it_leaves(nbytes: int) -> list[str]:
             time.sleep(1e-3)
         return [f"{error}", str(len(engine.mail._futures()))]
     return ["no error"]
+
+
+def interrupted_while_told() -> bool:
+    """An exception comes right before the end of a receive is told: it is told by the next wait."""
+    if interlace.get_rank() == 0:
+        interlace.barrier()
+        interlace.send(torch.ones(4), 1)
+        return True
+    target, hit = torch.zeros(4), []
+    work = interlace.irecv(target, 0)
+    kind: Any = type(work._outcome)
+    told = kind.set_result
+
+    def interrupted(*args: Any) -> None:
+        kind.set_result = told
+        hit.append(args)
+        raise LateError
+
+    kind.set_result = interrupted
+    interlace.barrier()
+    with suppress(LateError):  # if it does not come in the thread
+        work.wait()
+    work.wait()
+    return torch.equal(target, torch.ones(4)) and len(hit) == 1

@@ -118,3 +118,7 @@ def test_what_has_begun_to_leave_leaves_before_its_process_ends(tmp_path: Path, 
     texts = first.communicate()[0], second.communicate()[0]
     assert (first.returncode, second.returncode) == (0, 0), texts
     assert texts[1].strip().endswith("received")
+
+
+def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
+    assert run(message_ranks.interrupted_while_told, 2) == [True, True]
