@@ -229,7 +229,9 @@ class HostSteps:
 
     def _new_writes(self) -> MessageWrites:
         """The ranks' ways of writing beside messages; once they have joined."""
-        decides = self.machine_code and self._rank == len(self.control.bases) - 1
+        # where ranks share cores the times are those of others' turns
+        timed = self.machine_code and self._group.spins
+        decides = timed and self._rank == len(self.control.bases) - 1
         self._writes = MessageWrites(self.control.writes[:MESSAGE_WAYS], decides=decides)
         return self._writes
 

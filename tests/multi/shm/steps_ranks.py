@@ -430,6 +430,7 @@ def other_caches() -> list[str]:
 def tried() -> list[str]:
     """Ops in a trial and behind it, and whether all ranks have written in both ways."""
     with engine() as e:
+        e._group.spins = True  # as if there were a core for each rank
         wrong = once(e, "all_gather", 1 << 20, 0, torch.uint8)
         kinds = {
             "all_reduce": 8,

@@ -231,12 +231,13 @@ def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
 
 
 def test_a_wait_sleeps_until_it_is_rung_for() -> None:
-    """With patience without end: only the word ends it, however late it is looked at."""
+    """Where others want the cores: a wait sleeps at once, and says for whom."""
     memory = torch.zeros(2 * BELL // 8, dtype=torch.int64)
     word, addresses = words(0)
     made = Steps()
     made.wait(addresses, 1, who=[7])
-    made.complete(spin=False, asleep=memory.data_ptr())
+    until = ctypes.c_int64(1 << 62)
+    made.complete(spin=False, crowd=(1, 1, ctypes.addressof(until)), asleep=memory.data_ptr())
     thread = threading.Thread(target=made.run, args=(0,))
     thread.start()
     while memory[0] != 7:  # it says for whom it sleeps

@@ -186,8 +186,9 @@ wait.look:
   %wait.may = icmp sgt i64 %wait.left, 0
   %wait.crowded = load i64, ptr %at.crowded
   %wait.free = icmp sgt i64 %wait.now, %wait.crowded
-  %wait.both = and i1 %wait.may, %wait.free
-  br i1 %wait.both, label %wait.yield, label %wait.sleep
+  br i1 %wait.free, label %wait.turn.left, label %wait.sleep
+wait.turn.left:
+  br i1 %wait.may, label %wait.yield, label %stop
 wait.sleep:
   %wait.bell = icmp ne ptr %own.asleep, null
   br i1 %wait.bell, label %wait.ready, label %stop
