@@ -27,10 +27,8 @@ ORDER = (True, True, True, False, False, False) * 3  # past the caches or not, i
 COUNTED = 2  # of three ops in one way the last: by then all ranks have seen the table
 CLEARLY = 0.9  # of the time past the caches: of few bytes the clock tells less
 REST = 500  # ops between two trials
-APART, EVERYONE = (
-    32,
-    64,
-)  # added to the bits of a size: each rank gets its own; all write and read as much
+# Added to the bits of a size: each rank gets its own; all write and read as much.
+APART, EVERYONE = 32, 64
 LEAST = 4 << 10  # bytes for which it can be measured in which way they are written
 
 AGAIN = 64  # ops after which the other way is tried again: ranks may have moved
