@@ -14,7 +14,7 @@ reduce_scatter      each host reduces, once for the ranks of each host; rank l h
 all_reduce          each host reduces and scatters C parts; rank l < C swaps its part with the l-th of
                     each other host, puts them together; each host gathers
 reduce              each host reduces; its first rank sends the result to root
-send, recv          ``transfers.py``
+send, recv          ``mail.py``
 ==================  ================================================================================
 
 An op has up to three speeds, by its bytes:
@@ -48,7 +48,7 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.pieces import HostsOps, OpPiece, in_pieces
-from interlace.runtime.places.hosts.transfers import HostTransfers
+from interlace.runtime.places.shm.mail import Mail
 
 SMALL_BYTES = 32 << 10  # of all ranks of a host
 MEETING_BYTES = 256 << 10  # what goes with a meeting in the host
@@ -57,9 +57,9 @@ MEETING_BYTES = 256 << 10  # what goes with a meeting in the host
 class HostsEngine(Engine):
     """One rank's engine on several hosts, one op at a time. ``place``: local engine, messages, failures."""
 
-    def __init__(self, place: Any, links: HostLinks, transfers: HostTransfers) -> None:
+    def __init__(self, place: Any, links: HostLinks, mail: Mail) -> None:
         self.rank, self.world_size = place.rank, place.world_size
-        self._place, self._hosts, self._transfers = place, place.map.hosts, transfers
+        self._place, self._hosts, self._mail = place, place.map.hosts, mail
         self._ops, self._frames = HostsOps(place, links), place.frames
         self._mine, self._index = self._frames.mine, self._frames.index
         self._others = self._frames.others
@@ -463,10 +463,10 @@ class HostsEngine(Engine):
         return OpPiece(near, sends, found, after=after)
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        return self._transfers.send(call, tensor, peer, tag)
+        return self._mail.send(call, tensor, peer, tag)
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        return self._transfers.recv(call, tensor, peer, tag)
+        return self._mail.recv(call, tensor, peer, tag)
 
 
 def _copy(output: torch.Tensor, input: torch.Tensor) -> None:

@@ -35,7 +35,6 @@ class UnconnectedError(InterlaceError):
 def connected(store: Store, rank: int, world_size: int, address: str | None, timeout: float) -> Any:
     """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
 
-    gloo connects all ranks once for each of its devices, and uses device ``tag % 2`` of two for a message.
     It waits five times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
     """
     from interlace.runtime.compat.torch_groups import c10d
@@ -49,7 +48,7 @@ def connected(store: Store, rank: int, world_size: int, address: str | None, tim
     else:
         device = gloo.create_default_device(lazy_init=False)
     options = gloo._Options()
-    options._devices = [device, device]
+    options._devices = [device]
     options._timeout = timedelta(seconds=timeout / 5)
     before = set(os.listdir("/proc/self/fd"))
     try:

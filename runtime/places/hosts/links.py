@@ -1,24 +1,17 @@
-"""Connections between ranks on several hosts: messages by gloo, and noticing that a rank is gone.
+"""Connections between ranks on several hosts: packets by gloo, and noticing that a rank is gone.
 
-One gloo group per group of ranks, all connected with all, from which only send and recv are used: any
-dtype travels as bytes. Every two ranks have two connections, and gloo takes the one or the other by whether
-a tag is even (``joining.connected``). Two kinds of messages share them, told apart by their tags; the bytes
-of collectives have connections of their own (``wires.py``).
-
-=============  ====================================================================================
-``CONTROL``    packets of a fixed size: an announced point-to-point message, its receipt, "I have
-               left", "abort, because ...", "whom do you wait for?"; alone on its connection
-``PAYLOAD``    and above: the bytes of point-to-point messages (``transfers.py``)
-=============  ====================================================================================
+One gloo group per group of ranks, all connected with all, from which only send and recv are used. It
+carries packets of a fixed size (``packets.py``): "I have left", "abort, because ...", "whom do you wait
+for?". Ranks on different hosts have connections of their own for bytes: of collectives (``wires.py``), and
+of messages between two ranks (``mail.py``).
 
 A thread per peer always listens for its packets. So whoever sends one never waits long; and when a
 process ends, the kernel closes its connections and every other rank's listener knows which rank is gone.
 
 What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
-connections for data, which wakes its own threads (no wait of gloo can be ended otherwise). That for packets
-stays until the rank leaves the group: by it those who are left agree on how to go on
-(``roll.py``). A rank whose packets end without "I have left" is gone. The group's timeout
-is watched by a thread instead of gloo for the same reason: who times out must still be able to say so.
+connections for bytes, which wakes its own threads. That for packets stays until the rank leaves the group:
+by it those who are left agree on how to go on (``roll.py``). A rank whose packets end without "I have left"
+is gone. The group's timeout is watched by a thread: who times out must still be able to say so.
 """
 
 from __future__ import annotations
@@ -51,7 +44,6 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.places.hosts.host_map import listening_address
 from interlace.runtime.places.hosts.joining import connected
 from interlace.runtime.places.hosts.packets import (
@@ -71,10 +63,7 @@ from interlace.runtime.places.one_host.worker import Helper, apart
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
-_JOINING = 1
-CONTROL = 2
-_SEVER_DATA, _SEVER_CONTROL = 3, 4
-PAYLOAD = (1 << 16) + 1
+_JOINING, CONTROL, _SEVER = 1, 2, 3  # tags
 
 _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
@@ -86,8 +75,6 @@ _ANSWER = 1.0  # seconds for a rank to say whom it waits for; a stopped process 
 LATE = 5.0
 _JUST_NOW = 1.0  # seconds
 _CARD_BYTES = 128
-_MOST_UNDER_WAY = 64  # packets to one peer
-_SLOWEST = 1 << 20  # bytes per second of a network that is not taken for a broken one
 
 _links: weakref.WeakSet[HostLinks] = weakref.WeakSet()
 
@@ -125,13 +112,13 @@ class HostLinks:
         self.waiting: tuple[float, str, int, float] | None = None
         """Until when this rank waits, in which op, for whom, and how long in all."""
         self.wires, self._until = Wires(rank, self._wait_for), 0.0
+        self.records, self.pieces = Wires(rank), Wires(rank)
+        """Of messages, for ``mail.py``, which forgets them."""
+        self._by_name = {"wires": self.wires, "records": self.records, "pieces": self.pieces}
         self.doing = ""
         """The op that this rank is in, for errors."""
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
-        self._threads = [
-            Helper(f"rank {peer}", self._listen, (peer,), lambda: self._pending())
-            for peer in self.peers
-        ]
+        self._threads = [Helper(f"rank {peer}", self._listen, (peer,)) for peer in self.peers]
         self._threads.append(Helper("timeout", self._watch))
         self._gloo: Any = None
         self._ticked, self._woke = math.inf, -math.inf
@@ -154,12 +141,15 @@ class HostLinks:
         bounds it, and may raise: gloo is then left waiting.
         """
         own = PolledStore(store, f"{group}/links", self._closed.is_set)
-        listening = self.wires.listen(listening_address(address))
+        at = listening_address(address)
+        listening = [wires.listen(at) for wires in self._by_name.values()]
 
         def connect() -> None:
             self._gloo = connected(own, self.rank, self.world_size, address, self.timeout)
             if not self._closed.is_set():
-                self._authenticate(secret, group, listening, far)
+                self._authenticate(
+                    secret, group, (listening[0][0], *[port for _, port in listening]), far
+                )
 
         self.doing = f"joining group {group!r}"
         apart("interlace connecting", connect, step)
@@ -169,31 +159,26 @@ class HostLinks:
         """Connecting has failed: let its thread end, and peers see it."""
         self._closed.set()
         if self._gloo is not None:
-            self._sever(_SEVER_DATA)
-        self.wires.sever()
+            self._sever()
+        for wires in self._by_name.values():
+            wires.sever()
 
     def start(
-        self,
-        on_packet: Callable[[int, Packet], None],
-        on_gone: Callable[[int], None],
-        on_tick: Callable[[], None],
-        pending: Callable[[], object],
+        self, on_packet: Callable[[int, Packet], None], on_gone: Callable[[int], None]
     ) -> None:
         """Begin to listen, once. ``on_packet`` is called in a peer's thread, with its rank and a packet;
-        then ``on_gone``, once it is gone; ``on_tick`` now and then, at least ten times in ``timeout``.
-        ``pending()``: whether something may follow on a packet."""
-        self._on_packet, self._on_gone, self._on_tick = on_packet, on_gone, on_tick
-        self._pending = pending
+        then ``on_gone``, once it is gone."""
+        self._on_packet, self._on_gone = on_packet, on_gone
         self._ticked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def _authenticate(
-        self, secret: bytes, group: str, listening: tuple[str, int], far: Sequence[int]
+        self, secret: bytes, group: str, listening: tuple[Any, ...], far: Sequence[int]
     ) -> None:
         """Once, before anything else: have every peer prove that it knows the job's secret.
 
-        What it listens at for bytes of collectives comes with its proof.
+        What it listens at for bytes comes with its proof.
         """
 
         def proof(sender: int, receiver: int, where: str = "gloo") -> bytes:
@@ -203,20 +188,22 @@ class HostLinks:
         own = plain.dumps(listening).ljust(_CARD_BYTES)
         cards = {peer: proof(self.rank, peer) + own for peer in self.peers}
         received = self._traded(cards, DIGEST_BYTES + _CARD_BYTES)
-        addresses: dict[int, Any] = {}
+        addresses: dict[int, tuple[str, list[int]]] = {}
         for peer, said in received.items():
             if not hmac.compare_digest(said[:DIGEST_BYTES], proof(peer, self.rank)):
-                self._sever(_SEVER_DATA)
+                self._sever()
                 raise InterlaceError(
                     f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
                 )
             if peer in far:
-                addresses[peer] = read_address(said[DIGEST_BYTES:].rstrip())
-        known = functools.partial(proof, where="wires")
+                addresses[peer] = read_address(said[DIGEST_BYTES:].rstrip(), len(self._by_name))
         try:
-            self.wires.connect(addresses, known, self.timeout, self._closed.is_set)
+            for number, (name, wires) in enumerate(self._by_name.items()):
+                known = functools.partial(proof, where=name)
+                at = {peer: (host, ports[number]) for peer, (host, ports) in addresses.items()}
+                wires.connect(at, known, self.timeout, self._closed.is_set)
         except WireError as error:
-            raise self._broken(error.peer, error, "joining") from None
+            raise self.broken(error.peer, error, "joining") from None
         self._traded(
             dict.fromkeys(self.peers, b"1"), 1
         )  # so nobody goes on while others still wait
@@ -237,7 +224,7 @@ class HostLinks:
                 peer, work = begun.pop()
                 work.wait(bound)
         except RuntimeError as error:
-            raise self._broken(peer, error, "joining") from None
+            raise self.broken(peer, error, "joining") from None
         return {peer: tensor.numpy().tobytes() for peer, tensor in received.items()}
 
     # -- bytes -----------------------------------------------------------------------------------
@@ -257,40 +244,9 @@ class HostLinks:
             yield self.wires
             self.wires.flush()
         except WireError as error:
-            raise self._broken(error.peer, error, doing) from None
+            raise self.broken(error.peer, error, doing) from None
         finally:
             self.waiting = None
-
-    def send_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> Any:
-        """Begin to send; the work is to be kept until the receiver has acknowledged."""
-        try:
-            return self._gloo.send([bytes_of(tensor)], peer, PAYLOAD + 2 * slot)
-        except RuntimeError as error:
-            raise self._broken(peer, error, "send") from None
-
-    def receive_payload(self, tensor: torch.Tensor, peer: int, slot: int) -> None:
-        """Receive what ``peer`` has begun to send, for as long as a slow network may take for the bytes."""
-        bound = timedelta(seconds=self.bound() + LATE + tensor.nbytes / _SLOWEST)
-        try:
-            self._gloo.recv([bytes_of(tensor)], peer, PAYLOAD + 2 * slot).wait(bound)
-        except RuntimeError as error:
-            raise self._broken(peer, error, "recv") from None
-
-    def send_packet(self, peer: int, packet: Packet) -> None:
-        """Send one packet. Its receiver always listens, unless its process is stopped: then at the timeout
-        the group fails."""
-        under_way, bound = self._under_way[peer], self.bound()
-        waiting = time.monotonic() + bound, "send", peer, bound
-        try:
-            under_way.append(self._gloo.send([packet.pack()], peer, CONTROL))
-            if len(under_way) > _MOST_UNDER_WAY:
-                self.waiting = self.waiting or waiting
-                under_way.popleft().wait(timedelta(seconds=bound + LATE))
-        except RuntimeError as error:
-            raise self._broken(peer, error, "send") from None
-        finally:
-            if self.waiting is waiting:
-                self.waiting = None
 
     # -- threads ---------------------------------------------------------------------------------
 
@@ -344,7 +300,6 @@ class HostLinks:
             if (now := time.monotonic()) - self._ticked > self.timeout:
                 self._woke = now
             self._ticked = math.inf  # to ask others who is late takes its time
-            self._on_tick()
             waiting = self.waiting
             if waiting is not None and now > waiting[0] and self._failure is None:
                 _, doing, peer, bound = waiting
@@ -380,6 +335,15 @@ class HostLinks:
         """The group's error; a copy, because an exception collects tracebacks."""
         return copy.copy(self._failure)
 
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._closed.is_set()
+
+    def has_left(self, peer: int) -> bool:
+        """Whether ``peer`` has said that it leaves."""
+        return peer in self._left
+
     def check(self) -> None:
         """Raise what the group has failed with, or that it is closed."""
         if (failure := self.failure) is not None:
@@ -391,8 +355,8 @@ class HostLinks:
         if self._closed.is_set():
             raise InterlaceError(f"rank {self.rank}: the group is closed")
 
-    def _broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
-        """Why gloo failed: what the listener of that peer has found out, or will in a moment."""
+    def broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
+        """Why a connection has ended: what the listener of that peer has found out, or will in a moment."""
         listener = self._listener(peer)
         if listener.ident is not None and listener is not threading.current_thread():
             until = time.monotonic() + _VERDICT  # what the peer has said before is read there first
@@ -422,8 +386,8 @@ class HostLinks:
             reason = error.args[0] if error.args else type(error).__name__
             packet = Packet(ABORT, content=str(reason).encode()[:LONGEST_REASON])
             self.send_all(packet, self.peers)
-        self.wires.sever()
-        self._sever(_SEVER_DATA)
+        for wires in self._by_name.values():
+            wires.sever()
 
     def send_all(self, packet: Packet, peers: Sequence[int]) -> None:
         """Send a packet to those of ``peers`` that have not left. Never waits."""
@@ -433,13 +397,18 @@ class HostLinks:
                 with contextlib.suppress(RuntimeError):
                     self._under_way[peer].append(self._gloo.send([message], peer, CONTROL))
 
-    def _sever(self, tag: int) -> None:
-        """Close all connections of ``tag``: gloo does when a wait times out. One to a rank that is gone
+    def forget_mail(self) -> None:
+        """Give the connections for messages back, which nobody uses any more."""
+        self.records.forget()
+        self.pieces.forget()
+
+    def _sever(self) -> None:
+        """Close all connections for packets: gloo does when a wait times out. One to a rank that is gone
         fails before it can time out, so each is tried."""
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in self.peers:
             with contextlib.suppress(RuntimeError):
-                self._gloo.recv([nothing], peer, tag).wait(_MOMENT)
+                self._gloo.recv([nothing], peer, _SEVER).wait(_MOMENT)
 
     def close(self) -> None:
         """Tell the peers that this rank has left, and close the connections. Idempotent."""
@@ -453,9 +422,9 @@ class HostLinks:
             if (under_way := self._under_way[peer]) and self._listener(peer).is_alive():
                 with contextlib.suppress(RuntimeError):
                     under_way[-1].wait(_GOODBYE)  # and with it those before
-        self.wires.sever()
-        self._sever(_SEVER_DATA)
-        self._sever(_SEVER_CONTROL)
+        for wires in self._by_name.values():
+            wires.sever()
+        self._sever()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(5.0)
@@ -465,8 +434,8 @@ class HostLinks:
             None  # with its descriptors; and nothing here holds the rest of the group any more
         )
         nothing: Any = lambda *_: None  # noqa: E731
-        self._on_failure = self._on_packet = self._on_gone = self._on_tick = nothing
-        self._awaited = self.bound = self._pending = nothing
+        self._on_failure = self._on_packet = self._on_gone = nothing
+        self._awaited = self.bound = nothing
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:
@@ -484,7 +453,8 @@ def _after_fork_in_child() -> None:
     """The connections are the parent's: a child that fails must not tell its peers."""
     for links in list(_links):
         links._failure, links.peers = InterlaceError(f"rank {links.rank}: {OF_PARENT}"), []
-        links.wires.forget()
+        for wires in links._by_name.values():
+            wires.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

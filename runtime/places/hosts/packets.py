@@ -1,4 +1,4 @@
-"""The packets that ranks of several hosts send each other, beside the bytes of messages."""
+"""The packets that ranks of several hosts send each other, beside bytes of collectives and messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from interlace.runtime.core import plain
 
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
-ANNOUNCED, RECEIVED, LEFT, ABORT, REFUSED, ASKED, AWAITS, ROW, VALUE = range(1, 10)
+LEFT, ABORT, ASKED, AWAITS, ROW, VALUE = range(1, 7)
 _CONTENTS = {
-    ANNOUNCED: (torch.dtype, int),
-    RECEIVED: type(None),
     LEFT: type(None),
     ABORT: bytes,
-    REFUSED: bytes,
     ASKED: type(None),
     AWAITS: type(None),
     ROW: (int, int, int),

@@ -33,10 +33,10 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
 from interlace.runtime.places.hosts.joining import Joining
 from interlace.runtime.places.hosts.link_store import LinkStore, Told
 from interlace.runtime.places.hosts.links import HostLinks
-from interlace.runtime.places.hosts.packets import ROW, VALUE, Packet
+from interlace.runtime.places.hosts.mail import SpanningGroup
+from interlace.runtime.places.hosts.packets import ROW, Packet
 from interlace.runtime.places.hosts.pieces import Frames
 from interlace.runtime.places.hosts.roll import HostsRoll
-from interlace.runtime.places.hosts.transfers import HostTransfers
 from interlace.runtime.places.one_host import meetings
 from interlace.runtime.places.one_host.control import check_size
 from interlace.runtime.places.one_host.group import HostGroup
@@ -44,7 +44,8 @@ from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
 from interlace.runtime.places.one_host.waiting import Interruption
 from interlace.runtime.places.one_host.worker import close_at_exit
-from interlace.runtime.places.shm.place import CpuPlace, ShmPlace
+from interlace.runtime.places.shm.mail import Mail
+from interlace.runtime.places.shm.place import PENDING_SECONDS, CpuPlace, ShmPlace
 from interlace.runtime.record import dump as record
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ class HostsPlace(CpuPlace):
             raise cause from (None if cause is error else error)
         self._joining = None
         self.joining = time.monotonic() - self.group.since
-        transfers = self._transfers
-        self._links.start(self._on_packet, self._roll.lose, transfers.expire, transfers.pending)
+        self._links.start(self._on_packet, self._roll.lose)
         self.group.beyond = self._links.culprit
         if parent is not None:
             parent._children.add(self)
@@ -133,7 +133,8 @@ class HostsPlace(CpuPlace):
             on_failure=self._on_failure,
             awaited=self._awaited,
         )
-        self._transfers = HostTransfers(self._links, self.group, self.local_engine)
+        self._spanning = SpanningGroup(self._links, self.group)
+        self._mail = Mail(self._spanning, self._spanning.new_boxes)
         self._roll = HostsRoll(self._links, prefix)
         far = [peer for peer in range(len(cards)) if peer not in self.local_ranks]
         self._links.connect(store, address, joining.step, job_secret(), prefix, far)
@@ -233,8 +234,8 @@ class HostsPlace(CpuPlace):
         """The rank that this one waits for; None if it waits for nobody."""
         if (waiting := self._links.waiting) is not None:
             return waiting[2]
-        if (peer := self._transfers.awaited) is not None:
-            return peer
+        if self._mail.awaited and len(awaited := self._spanning.awaited) == 1:
+            return awaited[0]
         local = self.group.blame.awaited(self.group.rank)
         return None if local is None else self.local_ranks[local]
 
@@ -256,7 +257,7 @@ class HostsPlace(CpuPlace):
                 return self.frames.trade(wires, own)
 
     def new_engine(self, communicator: Any) -> Engine:
-        return HostsEngine(self, self._links, self._transfers)
+        return HostsEngine(self, self._links, self._mail)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         raise self._no_user_memory()
@@ -288,25 +289,28 @@ class HostsPlace(CpuPlace):
     def _on_packet(self, source: int, packet: Packet) -> None:
         if packet.kind == ROW:
             self._roll.take(source, packet)
-        elif packet.kind == VALUE:
-            self._told.take(packet)
         else:
-            self._transfers.on_packet(source, packet)
+            self._told.take(packet)
 
     def _on_failure(self, error: InterlaceError) -> None:
         """Called once, in whichever thread found the group to have failed."""
         if self._joining is not None:
             self._joining.tell(error)
         self.group.abort(str(error))
-        self._transfers.fail(error)
         for child in list(self._children):
             child._links.fail(error, tell=False)  # the others hear of it as this rank did
         self._roll.tell()
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the group, after its ops and messages. Idempotent."""
+        if not self.worker.close(PENDING_SECONDS):
+            self._leave()  # which ends what waits there
+            self.worker.close()
+        self._mail.close(self._leave)
+
+    def _leave(self) -> None:
         self._links.close()
-        self._transfers.close()
+        self._mail.at_rest(self._links.forget_mail)
         if self._local_communicator is not None:
             self._local_communicator.close()
         self.local.close()

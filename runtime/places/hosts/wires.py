@@ -58,7 +58,7 @@ class WireError(Exception):
 class Wires:
     """One rank's connections. ``waits(peer)`` is called before a wait for that rank."""
 
-    def __init__(self, rank: int, waits: Callable[[int], object]) -> None:
+    def __init__(self, rank: int, waits: Callable[[int], object] = lambda peer: None) -> None:
         self.rank, self._waits = rank, waits
         self._sockets: dict[int, socket.socket] = {}
         self._kept: dict[int, deque[memoryview]] = {}
@@ -233,6 +233,10 @@ class Wires:
             if descriptor in sending and what & ~select.POLLIN:
                 self._push(sending[descriptor])
 
+    def wire(self, peer: int) -> socket.socket:
+        """The connection with ``peer``, for who does not use the methods above."""
+        return self._sockets[peer]
+
     # -- ending --------------------------------------------------------------------------------
 
     def sever(self) -> None:
@@ -251,13 +255,13 @@ class Wires:
         self._kept.clear()
 
 
-def read_address(data: bytes) -> tuple[str, int]:
-    """Where another rank says that it listens."""
+def read_address(data: bytes, count: int) -> tuple[str, list[int]]:
+    """Where another rank says that it listens: its host, and so many ports."""
     found = plain.loads(data)
-    if not isinstance(found, tuple) or [*map(type, found)] != [str, int]:
+    if not isinstance(found, tuple) or [*map(type, found)] != [str] + [int] * count:
         raise plain.UnreadableError(f"these bytes are no address: {found!r:.99}")
-    host, port = found
-    return host, port
+    host, *ports = found
+    return host, ports
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:

@@ -138,8 +138,9 @@ def _machine_code() -> Callable[..., int] | None:
 class Boxes:
     """All boxes of a group, as one rank sees them. Not for several threads at once, but for ``wanted``."""
 
-    def __init__(self, group: HostGroup, control: Control) -> None:
-        size, self._rank = group.world_size, group.rank
+    def __init__(self, group: HostGroup) -> None:
+        size, self._rank, control = group.world_size, group.rank, group.control
+        assert control is not None
         assert size * BOX_BYTES <= BOXES_BYTES
         self._group, self._control = group, control
         self._both = min(_MOST, RINGS_BYTES // size) & -PAGE
@@ -255,11 +256,13 @@ class Boxes:
         return found
 
     def move(
-        self, pipes: Sequence[Pipe], blocked: Sequence[int], seconds: float, *, sleep: bool
-    ) -> bool:
+        self, pipes: Sequence[Pipe], blocked: Sequence[int], seconds: float, *, sleep: bool,
+        peers: Sequence[int] = (),
+    ) -> bool:  # fmt: skip
         """Move pieces until a message has gone whole, a record came, or one for ``blocked`` has room.
 
         Or until somebody wants this (:meth:`want`): True. False if for ``seconds`` nothing has moved.
+        For whom the caller waits, ``peers``, makes no difference here.
         """
         watched, count = self._watched, 1 + len(self._at)
         for peer in blocked:

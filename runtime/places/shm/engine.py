@@ -23,6 +23,7 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.shm.boxes import Boxes
 from interlace.runtime.places.shm.direct import Direct
 from interlace.runtime.places.shm.machine_code.steps import Operand, available
 from interlace.runtime.places.shm.mail import Mail
@@ -59,7 +60,7 @@ class HostEngine(Engine):
         self._steps = HostSteps(group, group.world_size > 1 and available())
         self._rounds = Rounds(group, self._steps)
         self._direct = Direct(group, self._steps)
-        self.mail = Mail(group)
+        self.mail = Mail(group, lambda: Boxes(group))
 
     def barrier(self, call: Call) -> None:
         if self.world_size > 1:

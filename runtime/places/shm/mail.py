@@ -1,4 +1,4 @@
-"""Messages from one rank to another on one host: their ends, who waits for them, and who keeps them moving.
+"""Messages from one rank to another: their ends, who waits for them, and who keeps them moving.
 
 Nobody has to be in a call for messages to move: who waits for one moves them all (``matching.py``), and
 while messages are under way that nobody waits for, a thread does; one thread at a time. Where a wait spends
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.one_host.deadlock import Kind
-from interlace.runtime.places.one_host.group import LOOK, HostGroup
+from interlace.runtime.places.one_host.group import LOOK
 from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.one_host.worker import Helper, ends
 from interlace.runtime.places.shm.matching import Messages, Receiving, Sending
@@ -76,11 +76,11 @@ class _Moving(MessageEnd):
         self.followed = True
         super().add_done_callback(fn)
 
-    def patience(self, group: HostGroup, bounded: bool) -> Patience:
+    def patience(self, group: Any, bounded: bool) -> Patience:
         """For one wait, which its caller may have ``bounded``. Others together have the bound of the op."""
         if bounded or self._patience is None:
             kind = Kind.OF_OP if not bounded else Kind.EARLY if self.early else Kind.OF_CALLER
-            made = group.patience(kind=kind, bound=self.bound, since=self.started)
+            made: Patience = group.patience(kind=kind, bound=self.bound, since=self.started)
             if bounded:
                 return made
             self._patience = made
@@ -93,10 +93,13 @@ class _Moving(MessageEnd):
 
 
 class Mail:
-    """The messages of a group, as one rank sees them."""
+    """The messages of a group, as one rank sees them. ``boxes`` are made with the first of them.
 
-    def __init__(self, group: HostGroup) -> None:
-        self._group, self.bound = group, group.bound
+    The group is a HostGroup, or ``SpanningGroup`` of ``hosts/mail.py``.
+    """
+
+    def __init__(self, group: Any, boxes: Callable[[], Any]) -> None:
+        self._group, self._new_boxes, self.bound = group, boxes, group.bound
         self._rank = group.rank
         self._messages: Messages | None = None
         self._lock = threading.RLock()
@@ -134,14 +137,14 @@ class Mail:
         """Let a message begin. Another thread that moves messages makes way meanwhile."""
         token = object()
         try:
-            if self._mover not in (None, threading.get_ident()):
-                self._entering.add(token)
-                if self._messages is not None and self._group.control is not None:
-                    self._messages.boxes.want(1)
+            self._entering.add(token)
+            moving, messages = self._mover not in (None, threading.get_ident()), self._messages
+            if moving and messages is not None and self._group.control is not None:
+                messages.boxes.want(1)
             with self._lock:
                 self._group.check_usable()
                 if self._messages is None:
-                    self._messages = Messages(self._group, self.refused.append)
+                    self._messages = Messages(self._group, self._new_boxes(), self.refused.append)
                 if not self._group.within:  # a rank with itself stands for any rank in the record
                     other = self._rank if peer is None else peer
                     future.number = record.began(self._group, call.message, other, tag)
@@ -191,7 +194,7 @@ class Mail:
 
     def _move_for(self, future: _Moving | None, seconds: float) -> None:
         """Move messages, or let another thread do so, until something happens."""
-        if self._entering or self._mover not in (None, threading.get_ident()):
+        if self._mover not in (None, threading.get_ident()):
             if future is not None:
                 future.sleep(seconds)
             return
@@ -211,11 +214,12 @@ class Mail:
         if future is not None and future.settled:
             return
         messages.boxes.want(len(self._entering))
+        peers = () if future is None else future.peers
         if messages.unasked and seconds:
-            if messages.move(min(seconds, _SOON), sleep=False):
+            if messages.move(min(seconds, _SOON), sleep=False, peers=peers):
                 return
             messages.advance(idle=True)
-        messages.move(seconds, sleep=seconds > 0)
+        messages.move(seconds, sleep=seconds > 0, peers=peers)
         messages.advance()
 
     def _senders(self, future: _Moving) -> Sequence[int]:
@@ -231,6 +235,16 @@ class Mail:
         if self._thread is None and messages.futures():
             self._thread = Helper("interlace mail", self._run, at_work=self._at_work)
             self._thread.start()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a thread of the caller waits for a message."""
+        return bool(self._waiting)
+
+    def at_rest(self, function: Callable[[], object]) -> None:
+        """Do it while nothing is moved."""
+        with self._lock:
+            function()
 
     def close(self, then: Callable[[], object]) -> None:
         """Do ``then`` when all has ended that is under way: now, or in the thread.

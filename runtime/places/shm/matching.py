@@ -11,24 +11,27 @@ may come anywhere) ends the group: nobody could know what had been done.
 """
 
 import ctypes
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from interlace.runtime.core.call import MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
 
 _REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
-_DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
-)
-_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NUMBER = {
+    value: zlib.crc32(str(value).encode())  # the same in every version of torch
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+_DTYPES = {number: dtype for dtype, number in _NUMBER.items()}
 
 
 @dataclass(eq=False)
@@ -81,12 +84,11 @@ class _Traffic:
 
 
 class Messages:
-    """All messages of a group that this rank sends or receives."""
+    """All messages of a group that this rank sends or receives, through ``boxes``, or others like Boxes."""
 
-    def __init__(self, group: HostGroup, refused: Callable[[Exception], object]) -> None:
+    def __init__(self, group: Any, boxes: Any, refused: Callable[[Exception], object]) -> None:
         self._group, self._rank, self._refused = group, group.rank, refused
-        assert group.control is not None
-        self.boxes = Boxes(group, group.control)
+        self.boxes: Boxes = boxes
         self._traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
         self._begun: list[tuple[tuple[int, Sending] | None, Receiving | None]] = []
         self._advancing = False
@@ -113,12 +115,15 @@ class Messages:
             found += [m.wanted.future for m in traffic.incoming if m.wanted is not None]
         return [future for future in found if future is not None]
 
-    def move(self, seconds: float, *, sleep: bool) -> bool:
-        """Move pieces until there is something to see to; False if nothing moves for ``seconds``."""
+    def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
+        """Move pieces until there is something to see to; False if nothing moves for ``seconds``.
+
+        ``peers``: for whom the caller waits.
+        """
         pipes = [t.put for t in self._traffic.values() if t.put is not None and t.leaving]
         pipes += [t.take for t in self._traffic.values() if t.take is not None]
         blocked = [peer for peer, t in self._traffic.items() if t.outgoing]
-        return self.boxes.move(pipes, blocked, seconds, sleep=sleep)
+        return self.boxes.move(pipes, blocked, seconds, sleep=sleep, peers=peers)
 
     def advance(
         self,
@@ -303,7 +308,7 @@ class Messages:
 
     def _read(self, peer: int, found: Record) -> bool:
         """See to a record; False if there is no memory to keep its data."""
-        if not 0 <= found.dtype < len(_DTYPES):
+        if found.dtype not in _DTYPES:
             raise InterlaceError(f"rank {peer} has put what is no message into its box")
         if found.tag not in _REFUSALS:
             about = found.nbytes, _DTYPES[found.dtype], found.data, found.shift

@@ -366,24 +366,22 @@ def answering(group: Communicator) -> list[str]:
 
 
 def receiving_what_does_not_fit(group: Communicator) -> list[str]:
-    """Receiver and sender are told, and the next message arrives."""
+    """Receiver and sender are told, who hears of it with its next messages, and the next one arrives."""
     engine, call, last = group.engine, Call("send"), group.world_size - 1
-    texts = []
+    texts, tensor = [], torch.full((3,), -1.0)
+    source = last if group.rank == 0 else 0
     if group.rank == 0:
-        tensors = [torch.arange(4.0), torch.arange(4), torch.arange(3.0)]
-        for send in [engine.send(call, tensor, last, 0) for tensor in tensors]:
-            try:
-                send.result(300)
-            except (TypeError, ValueError) as error:
-                texts.append(f"{type(error).__name__}: {error}")
-    elif group.rank == last:
+        for each in torch.arange(4.0), torch.arange(4), torch.arange(3.0):
+            engine.send(call, each, last, 0).result(300)
+    for _ in range(3 if group.rank in (0, last) else 0):
+        try:
+            engine.recv(call, tensor, source, 0).result(300)
+        except (TypeError, ValueError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    texts.append(str(tensor.tolist()))
+    if group.rank == last:
         for _ in range(3):
-            tensor = torch.full((3,), -1.0)
-            try:
-                engine.recv(call, tensor, 0, 0).result(300)
-            except (TypeError, ValueError) as error:
-                texts.append(f"{type(error).__name__}: {error}")
-        texts.append(str(tensor.tolist()))
+            engine.send(call, tensor, 0, 0).result(300)
     return texts
 
 

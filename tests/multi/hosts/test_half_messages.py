@@ -65,7 +65,7 @@ def send_to_a_stopped_rank(rank: int, world_size: int, folder: str, said: Any) -
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         while True:
-            group.engine.send(Call("send"), torch.zeros(1), 1, 0)
+            group.engine.send(Call("send"), torch.zeros(ELEMENTS), 1, 0).result()
     except InterlaceError as error:
         said.send(f"{type(error).__name__}: {error}")
     os._exit(0)
@@ -74,7 +74,9 @@ def send_to_a_stopped_rank(rank: int, world_size: int, folder: str, said: Any) -
 @thorough
 def test_sends_to_a_stopped_rank_end_at_the_timeout(tmp_path: pathlib.Path) -> None:
     with started(send_to_a_stopped_rank, 2, tmp_path) as (_, ends):
-        expected = "CollectiveTimeoutError: rank 0: send has waited 5 s for ranks [1]"
+        expected = (
+            "CollectiveTimeoutError: rank 0: send to rank 1 (tag 0) has waited 5 s for ranks [1]"
+        )
         assert heard(ends[0]) == expected
 
 

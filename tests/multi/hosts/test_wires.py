@@ -156,11 +156,11 @@ def test_who_answers_proves_that_it_knows_the_secret() -> None:
     other.close()
 
 
-def test_an_address_is_a_host_and_a_port() -> None:
-    assert read_address(plain.dumps(("host", 1))) == ("host", 1)
-    for other in (("host", "1"), ("host",), ["host", 1], None):
+def test_an_address_is_a_host_and_ports() -> None:
+    assert read_address(plain.dumps(("host", 1, 2)), 2) == ("host", [1, 2])
+    for other in (("host", 1, "2"), ("host", 1), ["host", 1, 2], None):
         with pytest.raises(plain.UnreadableError, match="no address"):
-            read_address(plain.dumps(other))
+            read_address(plain.dumps(other), 2)
 
 
 def test_connecting_ends_when_nobody_waits_for_it() -> None:

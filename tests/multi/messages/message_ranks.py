@@ -28,7 +28,9 @@ def by_python(rank: int) -> None:
         assert isinstance(engine, HostEngine)
         boxes._machine_code = lambda: None
         try:
-            engine.mail._messages = matching.Messages(engine._group, engine.mail.refused.append)
+            engine.mail._messages = matching.Messages(
+                engine._group, engine.mail._new_boxes(), engine.mail.refused.append
+            )
         finally:
             boxes._machine_code = made
 

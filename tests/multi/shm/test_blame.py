@@ -20,7 +20,7 @@ from guard import MOST
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
-from interlace.runtime.places.hosts import links, transfers
+from interlace.runtime.places.hosts import links
 from interlace.runtime.places.one_host import blame, control, deadlock, waiting
 from interlace.runtime.places.one_host.deadlock import Kind, LastingWait
 from interlace.runtime.places.one_host.group import HostGroup
@@ -141,7 +141,7 @@ def expire(
     """Lets the clock jump past the bounds of all waits, once ``groups`` wait for ``late``."""
     ahead = [0.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + ahead[0]})
-    for module in (waiting, mail, transfers, links):
+    for module in (waiting, mail, links):
         monkeypatch.setattr(module, "time", clock)
 
     def jump(groups: Sequence[Communicator], late: int) -> None:
@@ -332,8 +332,7 @@ def test_monitored_barrier_after_a_death_says_so_at_once(
     """Rank 1 comes; all of the test's time is less than it would take otherwise."""
     groups = members("monitored", 3, LONG, **place)
     if place:
-        for tag in (links._SEVER_DATA, links._SEVER_CONTROL):
-            groups[2].place._links._sever(tag)
+        groups[2].place._links._sever()
     for group in groups[:2] if not place else ():
         group.place.group.pidfds[2] = _pidfd_of_a_process_that_has_ended()
 
@@ -378,9 +377,14 @@ def test_sender_on_another_host_hears_that_a_message_does_not_fit(
     groups = members("misfit", 2, LONG, host=on_hosts)
 
     def on_rank(rank: int) -> Any:
+        engine, call = groups[rank].engine, Call("message")
         if rank:
-            return groups[1].engine.recv(Call("recv"), received, 0, 7).result()
-        return groups[0].engine.send(Call("send"), torch.ones(4), 1, 7).result(LONG)
+            try:
+                return engine.recv(call, received, 0, 7).result()
+            finally:
+                engine.send(call, torch.ones(1), 0, 0)
+        engine.send(call, torch.ones(4), 1, 7).result()
+        return engine.recv(call, torch.ones(1), 1, 0).result()  # its next message
 
     errors = run(range(2), on_rank)
     assert [type(error) for error in errors] == [kind, kind]

@@ -1,0 +1,348 @@
+"""Messages between two ranks of a group that spans hosts: ``shm/mail.py`` over shared memory and TCP.
+
+What ``Mail`` and ``Messages`` do for ranks of one host they do here for all: :class:`SpanningBoxes` are
+boxes of shared memory for the ranks of this host, and two connections for each of the others. By one come
+records, with the data of short messages, by the other the bytes of longer ones, in the order of their
+records. So a message that nobody has asked for stays in the connection's buffers and at its sender, and
+those behind it are heard of all the same.
+
+Nobody can wait for shared memory and for connections at once. Who waits for ranks of one kind sleeps until
+one of these has something, and looks at the others now and then; who waits for both looks more often.
+
+A connection that has ended means that its rank has left, or is gone: which of them, ``links.py`` knows.
+"""
+
+import ctypes
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from interlace.runtime.core.errors import AbortedError, InterlaceError
+from interlace.runtime.places.hosts.links import HostLinks
+from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
+from interlace.runtime.places.one_host.control import Control
+from interlace.runtime.places.one_host.deadlock import Kind
+from interlace.runtime.places.one_host.group import HostGroup
+from interlace.runtime.places.one_host.waiting import Patience
+from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
+
+_RECORD = struct.Struct("<4q")  # tag, bytes of the message, its dtype, bytes that follow here
+_SHORT = 8 << 10
+_BUFFER = 64 << 10  # of records that have come
+_AT_ONCE = 1 << 20  # bytes of one message, before others have their turn
+_BOTH_SECONDS = 1e-4  # between two looks at ranks of either kind
+_SEND, _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, socket.MSG_DONTWAIT
+
+
+class SpanningGroup:
+    """The group of all ranks, as messages see it, and the judge of their waits; see HostGroup and Blame."""
+
+    within = False
+
+    def __init__(self, links: HostLinks, host: HostGroup) -> None:
+        self._links, self._host = links, host
+        self._local = {rank: index for index, rank in enumerate(host.names)}
+        self.rank = self.name = links.rank
+        self.world_size, self.bound = links.world_size, links.bound
+        self.check_usable = links.check
+        self.blame = self
+        self.boxes: SpanningBoxes | None = None
+        self.awaited: Sequence[int] = ()
+        """For whom a message was waited for when that was last looked at."""
+
+    def new_boxes(self) -> "SpanningBoxes":
+        self.boxes = SpanningBoxes(self._links, self._host, self._local)
+        return self.boxes
+
+    @property
+    def control(self) -> Control | None:
+        """That of this host's ranks; None once the group is left."""
+        return None if self._links.closed else self._host.control
+
+    def patience(self, *, kind: Kind, bound: float, since: float) -> Patience:
+        """For one wait; deadlocks are looked for within one host only."""
+        judge: Any = self
+        return Patience(self.rank, bound, self.interruption, judge=judge, since=since)
+
+    def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """Why a wait for these ranks can never end."""
+        self.awaited = waited_for
+        if (failure := self._links.failure) is not None:
+            return failure
+        for peer in waited_for:
+            if self._over(peer):
+                return self._links.broken(peer, ConnectionError("closed"), doing)
+        return None
+
+    def has_left(self, rank: int) -> bool:
+        """Whether it has, and nothing that it has sent is still to come."""
+        return self._links.has_left(rank) and self._over(rank)
+
+    def _over(self, rank: int) -> bool:
+        local = self._local.get(rank)
+        if local is not None:
+            return rank != self.rank and self._host.has_left(local)
+        return self.boxes is not None and self.boxes.far[rank].over()
+
+    def abort(self, reason: str) -> None:
+        self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
+
+    def culprits(self, waited_for: Sequence[int]) -> list[int]:
+        """Whom these ranks wait for in the end."""
+        return sorted({self._links.culprit(rank) for rank in waited_for})
+
+    def whereabouts(self, ranks: Sequence[int]) -> str:
+        """Nothing: where ranks wait instead is known of those of one host."""
+        return ""
+
+    def ended(self, error: InterlaceError) -> None:
+        """A wait has ended with ``error``: so do those of all ranks."""
+        self._links.fail(error)
+
+
+class FarPipe:
+    """One direction of the connection for pieces; see ``boxes.Pipe``."""
+
+    def __init__(self, wire: socket.socket, puts: bool) -> None:
+        self.wire, self.puts, self.ended = wire, puts, False
+        self._memory: memoryview | None = None
+        self._moved = self._total = 0
+
+    def shift(self) -> int:
+        return 0
+
+    def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
+        """A message, to or from ``address``; 0 lets its bytes go."""
+        memory = (ctypes.c_ubyte * nbytes).from_address(address) if address else None
+        self._memory = None if memory is None else memoryview(memory).cast("B")
+        self._moved, self._total = 0, nbytes
+
+    def let_go(self) -> None:
+        """The rest of the message goes nowhere."""
+        self._memory = None
+
+    @property
+    def finished(self) -> bool:
+        return self._moved == self._total
+
+    def move(self) -> bool:
+        """Move some of its bytes, if that can be done now; whether any were."""
+        until = min(self._total, self._moved + _AT_ONCE)
+        if self.finished or self.ended:
+            return False
+        memory = None if self._memory is None else self._memory[self._moved : until]
+        try:
+            if memory is None:
+                count = len(self.wire.recv(min(until - self._moved, _BUFFER), _RECEIVE))
+            else:
+                move: Any = self.wire.send if self.puts else self.wire.recv_into
+                count = move(memory, _SEND) if self.puts else move(memory, 0, _RECEIVE)
+        except BlockingIOError:
+            return False
+        except OSError:
+            count = 0
+        self.ended = not count
+        self._moved += count
+        return count > 0
+
+
+class FarBox:
+    """The connections with a rank on another host: ``records``, and ``pieces``."""
+
+    def __init__(
+        self, peer: int, records: socket.socket, pieces: socket.socket, inline: int
+    ) -> None:
+        self.peer, self.wire, self._inline = peer, records, inline
+        self.put_pipe, self.take_pipe = FarPipe(pieces, True), FarPipe(pieces, False)
+        self.readable = self.ended = False
+        self._begun: tuple[int, ...] = ()  # a record of which this has not left:
+        self._unsent = b""
+        self._buffer = bytearray(_BUFFER)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        self._first = self._last = 0  # of the bytes in it
+
+    def put(self, tag: int, nbytes: int, dtype: int, data: int) -> bool:
+        """Send a record, with data that is short; False if not all of it can leave now: do it again."""
+        about = tag, nbytes, dtype, data
+        if self._unsent:
+            if not self._push():
+                return False
+            if self._begun == about:
+                self._begun = ()
+                return True
+        follows = nbytes if nbytes <= self._inline else 0
+        self._unsent = _RECORD.pack(tag, nbytes, dtype, follows) + ctypes.string_at(data, follows)
+        whole = len(self._unsent)
+        if self._push():
+            return True
+        if len(self._unsent) == whole:
+            self._unsent = b""  # it may be withdrawn
+        else:
+            self._begun = about
+        return False
+
+    def _push(self) -> bool:
+        try:
+            count = self.wire.send(self._unsent, _SEND)
+        except OSError:  # full, or ended: then there is nothing to be read either, and that is told
+            return False
+        self._unsent = self._unsent[count:]
+        return not self._unsent
+
+    def peek(self) -> Record | None:
+        """The next record, if all of it has come."""
+        while True:
+            have = self._last - self._first
+            if have >= _RECORD.size:
+                tag, nbytes, dtype, follows = _RECORD.unpack_from(self._buffer, self._first)
+                if nbytes < 0 or follows not in {0, nbytes} or follows > _SHORT:
+                    raise InterlaceError(f"rank {self.peer} has sent what is no message")
+                if have >= (length := _RECORD.size + follows):
+                    data = self._address + self._first + _RECORD.size
+                    short = data if follows == nbytes else None
+                    return Record(tag, nbytes, dtype, 0, short, self._first + length)
+            if not self._fill():
+                return None
+
+    def take(self, record: Record) -> None:
+        self._first = record.end
+
+    def _fill(self) -> bool:
+        """Receive more records; whether there were any."""
+        if not self.readable or self.ended:
+            return False
+        have = self._last - self._first
+        if self._first:
+            self._buffer[:have] = self._buffer[self._first : self._last]
+            self._first, self._last = 0, have
+        room = memoryview(self._buffer)[have:]
+        try:
+            count = self.wire.recv_into(room, 0, _RECEIVE)
+        except BlockingIOError:
+            count = -1
+        except OSError:
+            count = 0
+        self.ended = count == 0
+        self.readable = count == len(room)
+        self._last += max(count, 0)
+        return count > 0
+
+    @property
+    def unread(self) -> bool:
+        return self.readable or self._last > self._first
+
+    def over(self) -> bool:
+        """Whether nothing can come any more."""
+        if not self.ended or self.unread:
+            return False
+        try:
+            return not self.take_pipe.wire.recv(1, _RECEIVE | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class SpanningBoxes:
+    """The boxes of a group on several hosts; see ``shm/boxes.py``. ``local`` are the ranks of this one."""
+
+    def __init__(self, links: HostLinks, host: HostGroup, local: dict[int, int]) -> None:
+        self._rank, self._local, self._names = links.rank, local, host.names
+        self._near = Boxes(host)
+        self.inline, self.outputs = min(_SHORT, self._near.inline), self._near.outputs
+        self.far = {
+            peer: FarBox(peer, links.records.wire(peer), links.pieces.wire(peer), self.inline)
+            for peer in links.peers
+            if peer not in local
+        }
+        self._wanted, self._event = 0, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._event).atexit = False
+
+    def prepare(self, peer: int, *, pieces: bool) -> None:
+        if peer in self._local:
+            self._near.prepare(self._local[peer], pieces=pieces)
+
+    def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int, shift: int) -> bool:
+        if peer in self._local:
+            return self._near.put(self._local[peer], tag, nbytes, dtype, data, shift)
+        return self.far[peer].put(tag, nbytes, dtype, data)
+
+    def arrived(self) -> list[int]:
+        near = [self._names[index] for index in self._near.arrived()]
+        return near + [peer for peer, box in self.far.items() if box.unread]
+
+    def peek(self, peer: int) -> Record | None:
+        local = self._local.get(peer)
+        return self.far[peer].peek() if local is None else self._near.peek(local)
+
+    def take(self, peer: int, record: Record) -> None:
+        if peer in self._local:
+            self._near.take(self._local[peer], record)
+        else:
+            self.far[peer].take(record)
+
+    def pipe(self, peer: int, *, puts: bool) -> Pipe | FarPipe:
+        if peer in self._local:
+            return self._near.pipe(self._local[peer], puts=puts)
+        return self.far[peer].put_pipe if puts else self.far[peer].take_pipe
+
+    def want(self, threads: int) -> None:
+        self._wanted = threads
+        self._near.want(threads)
+        if threads:
+            os.eventfd_write(self._event, 1)
+
+    def move(
+        self, pipes: Sequence[Pipe | FarPipe], blocked: Sequence[int], seconds: float, *,
+        sleep: bool, peers: Sequence[int] = (),
+    ) -> bool:  # fmt: skip
+        """``peers``: for whom the caller waits."""
+        far = [pipe for pipe in pipes if isinstance(pipe, FarPipe)]
+        near = [pipe for pipe in pipes if isinstance(pipe, Pipe)]
+        near_blocked = [self._local[peer] for peer in blocked if peer in self._local]
+        beyond = bool(far) or any(peer in self.far for peer in (*peers, *blocked))
+        here = bool(near or near_blocked) or any(peer in self._local for peer in peers)
+        turn = _BOTH_SECONDS if here and beyond else LONGEST_SLEEP if here else seconds
+        until = time.monotonic() + seconds
+        while True:
+            moved = any([pipe.move() for pipe in far])
+            if self._wanted or any(pipe.finished for pipe in far):
+                return True
+            now = time.monotonic()
+            until = now + seconds if moved else until
+            left = 0.0 if moved else min(turn, max(0.0, until - now))
+            if self._look(0.0 if here else left, far, blocked):
+                return True
+            if len(self._local) > 1:
+                left = left if here else 0.0
+                if self._near.move(near, near_blocked, left, sleep=sleep and left > 0):
+                    return True
+            if not moved and now >= until:
+                return False
+
+    def _look(self, seconds: float, pipes: Sequence[FarPipe], blocked: Sequence[int]) -> bool:
+        """Wait until a connection can be used; whether there is a record, or room for one."""
+        poll, boxes, wanted = select.poll(), dict[int, FarBox](), dict[int, int]()
+        poll.register(self._event, select.POLLIN)
+        for peer, box in self.far.items():
+            if not box.ended:
+                boxes[number := box.wire.fileno()] = box
+                poll.register(number, select.POLLIN | select.POLLOUT * (peer in blocked))
+        for pipe in pipes:
+            if not pipe.ended:
+                what = select.POLLOUT if pipe.puts else select.POLLIN
+                wanted[number] = wanted.get(number := pipe.wire.fileno(), 0) | what
+                poll.register(number, wanted[number])
+        found = False
+        for number, what in poll.poll(seconds * 1e3):
+            if number == self._event:
+                os.eventfd_read(number)
+            elif number in boxes:
+                found, box = True, boxes[number]
+                box.readable = box.readable or bool(what & ~select.POLLOUT)
+        return found
