@@ -1,0 +1,220 @@
+"""Messages between ranks on several hosts: what waits for what, records that come in parts, and ends."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from guard import MOST
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts.mail import _RECORD, FarBox
+from interlace.runtime.start.connect import connect_place
+
+LONG = 2 * MOST
+CALL = Call("message")
+HOSTS = "aab"  # by rank
+LARGE = 32 << 20  # bytes that no kernel keeps for a connection
+
+
+def together(function: Callable[[int], Any]) -> list[Any]:
+    """What ``function(rank)`` returns or raises, of ranks that are threads."""
+    found: list[Any] = [None] * len(HOSTS)
+
+    def on_rank(rank: int) -> None:
+        try:
+            found[rank] = function(rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(HOSTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator]]:
+    """Two ranks on one host and one on another."""
+    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
+    store = HashStore()
+
+    def join(rank: int) -> Communicator:
+        place = connect_place(store, rank, 3, timeout=LONG, name="far", host=HOSTS[rank])
+        return Communicator(place, range(3))
+
+    made = together(join)
+    assert all(isinstance(group, Communicator) for group in made), made
+    yield made
+    together(lambda rank: made[rank].close())
+
+
+def content(nbytes: int, seed: int = 1) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.int64).mul_(seed).to(torch.uint8)
+
+
+@pytest.mark.parametrize("peer", [1, 2])
+def test_a_message_behind_one_that_nobody_has_asked_for_is_heard(
+    groups: list[Communicator], peer: int
+) -> None:
+    """The first is larger than what is kept on its way; it is received after the second."""
+    sends = [
+        groups[peer].engine.send(CALL, content(size, size + 3), 0, tag)
+        for tag, size in enumerate((LARGE, 5, LARGE))
+    ]
+    for tag, size in (1, 5), (2, LARGE), (0, LARGE):
+        target = torch.zeros(size, dtype=torch.uint8)
+        groups[0].engine.recv(CALL, target, peer, tag).result(LONG)
+        assert torch.equal(target, content(size, size + 3))
+    for send in sends:
+        send.result(LONG)
+
+
+def test_both_directions_at_once_between_all(groups: list[Communicator]) -> None:
+    def on_rank(rank: int) -> bool:
+        engine, others = groups[rank].engine, [peer for peer in range(3) if peer != rank]
+        targets = {peer: torch.zeros(LARGE, dtype=torch.uint8) for peer in others}
+        ends = [engine.send(CALL, content(LARGE, 2 * rank + 1), peer, 0) for peer in others]
+        ends += [engine.recv(CALL, target, peer, 0) for peer, target in targets.items()]
+        for end in ends:
+            end.result(LONG)
+        return all(torch.equal(targets[peer], content(LARGE, 2 * peer + 1)) for peer in others)
+
+    assert together(on_rank) == [True] * 3
+
+
+def test_from_anybody_near_or_far(groups: list[Communicator]) -> None:
+    engine, target = groups[0].engine, torch.zeros(LARGE, dtype=torch.uint8)
+    for peer in 1, 2, 2, 1:
+        received = engine.recv(CALL, target, None, 4)
+        sent = groups[peer].engine.send(CALL, content(LARGE, peer), 0, 4)
+        outcome = received.result(LONG)
+        assert outcome.source is not None and outcome.source() == peer
+        assert torch.equal(target, content(LARGE, peer))
+        sent.result(LONG)
+
+
+def test_what_was_sent_arrives_although_its_sender_has_left(groups: list[Communicator]) -> None:
+    sent = groups[2].engine.send(CALL, content(LARGE, 3), 0, 0)
+    groups[2].close()  # which waits for the end of what it sends, in a thread
+    target = torch.zeros(LARGE, dtype=torch.uint8)
+    groups[0].engine.recv(CALL, target, 2, 0).result(LONG)
+    assert torch.equal(target, content(LARGE, 3))
+    sent.result(LONG)
+    with pytest.raises(InterlaceError, match="rank 2 has left the group"):
+        groups[0].engine.recv(CALL, target, 2, 0).result(LONG)
+
+
+def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Communicator]) -> None:
+    """Rank 0 waits for rank 2, which answers a message of another thread of rank 0 only."""
+    answer, asked = torch.zeros(1), torch.zeros(1)
+    waiting = threading.Thread(
+        target=lambda: groups[0].engine.recv(CALL, answer, 2, 1).result(LONG)
+    )
+    waiting.start()
+    while not groups[0].place._mail.awaited:
+        pass
+    groups[0].engine.send(CALL, torch.ones(1), 2, 0).result(LONG)
+    groups[2].engine.recv(CALL, asked, 0, 0).result(LONG)
+    groups[2].engine.send(CALL, torch.full((1,), 7.0), 0, 1).result(LONG)
+    waiting.join()
+    assert (asked.item(), answer.item()) == (1, 7)
+
+
+# -- one box ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def boxes() -> Iterator[tuple[FarBox, socket.socket]]:
+    """A box, and the other end of its connection for records."""
+    (own, other), (pieces, end) = socket.socketpair(), socket.socketpair()
+    yield FarBox(1, own, pieces, 4096), other
+    for each in own, other, pieces, end:
+        each.close()
+
+
+def test_records_are_read_however_they_come(boxes: tuple[FarBox, socket.socket]) -> None:
+    box, other = boxes
+    said = b"".join(
+        _RECORD.pack(tag, nbytes, 9, follows) + bytes([tag]) * follows
+        for tag, nbytes, follows in ((1, 3, 3), (2, 0, 0), (3, 1 << 40, 0), (4, 4096, 4096))
+    )
+    found = []
+    for at in range(len(said)):
+        other.send(said[at : at + 1])
+        box.readable = True
+        while (record := box.peek()) is not None:
+            found.append((record.tag, record.nbytes, record.data is None))
+            box.take(record)
+    assert found == [(1, 3, False), (2, 0, False), (3, 1 << 40, True), (4, 4096, False)]
+    assert not box.unread
+
+
+@pytest.mark.parametrize("record", [(0, -1, 9, 0), (0, 5, 9, 4), (0, 1 << 20, 9, 1 << 20)])
+def test_what_is_no_record_is_an_error(
+    boxes: tuple[FarBox, socket.socket], record: tuple[int, ...]
+) -> None:
+    box, other = boxes
+    other.send(_RECORD.pack(*record))
+    box.readable = True
+    with pytest.raises(InterlaceError, match="rank 1 has sent what is no message"):
+        box.peek()
+
+
+class Narrow:
+    """A connection that takes these numbers of bytes, one after another; for 0 it is full."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts, self.said = counts, b""
+
+    def send(self, data: bytes, flags: int) -> int:
+        count = self.counts.pop(0) if self.counts else len(data)
+        if not count:
+            raise BlockingIOError
+        self.said += data[:count]
+        return min(count, len(data))
+
+
+def test_a_record_that_is_half_gone_is_sent_once(boxes: tuple[FarBox, socket.socket]) -> None:
+    box, narrow, data = boxes[0], Narrow([0, 7, 0, 60, 200, 0]), content(200, 5)
+    box.wire = narrow  # type: ignore[assignment]
+    tries = 0
+    for tag in range(3):
+        while not box.put(tag, 200, 9, data.data_ptr()):
+            tries += 1
+    each = [_RECORD.pack(tag, 200, 9, 200) + data.numpy().tobytes() for tag in range(3)]
+    assert narrow.said == b"".join(each) and tries == 5
+
+
+def test_a_record_may_be_withdrawn_unless_it_has_begun_to_leave(
+    boxes: tuple[FarBox, socket.socket],
+) -> None:
+    box, narrow, data = boxes[0], Narrow([0, 7]), content(200, 5)
+    box.wire = narrow  # type: ignore[assignment]
+    assert not box.put(1, 200, 9, data.data_ptr())
+    assert not box.put(2, 200, 9, data.data_ptr())
+    assert box.put(3, 200, 9, data.data_ptr())
+    each = [_RECORD.pack(tag, 200, 9, 200) + data.numpy().tobytes() for tag in (2, 3)]
+    assert narrow.said == b"".join(each)
+
+
+def test_a_box_is_over_once_all_has_been_read(boxes: tuple[FarBox, socket.socket]) -> None:
+    box, other = boxes
+    other.send(_RECORD.pack(1, 0, 9, 0))
+    other.close()
+    box.readable = True
+    record = box.peek()
+    assert record is not None and not box.over()
+    box.take(record)
+    box.readable = True
+    assert box.peek() is None and box.ended
+    assert not box.over()  # bytes of messages may come
+    box.take_pipe.wire.shutdown(socket.SHUT_RDWR)
+    assert box.over()
