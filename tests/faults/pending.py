@@ -189,8 +189,8 @@ def closing(join: Any, end: Any, times: int, broken: bool) -> None:
         end.send((said, bool(out.eq(1).all())))
 
 
-def closed(plan: Plan) -> Iterator[Trial]:
-    with crew("shm", 2, closing, plan.trials, plan.broken, timeout=LONG / 4) as team:
+def closed(place: str, plan: Plan) -> Iterator[Trial]:
+    with crew(place, 2, closing, plan.trials, plan.broken, timeout=LONG / 4) as team:
         for _ in range(plan.trials):
             found = team.all_said()
             if ended(found):
@@ -288,7 +288,8 @@ def rows() -> list[Row]:
         Row("no memory: an early message", "shm", without_memory, 5, 1),
         Row("signals in a wait", "shm", partial(signalled, True), 20, 3),
         Row("signals in a wait in vain", "shm", partial(signalled, False), 3, 1),
-        Row("closed before the wait", "shm", closed, 50, 4),
+        Row("closed before the wait", "shm", partial(closed, "shm"), 50, 4),
+        Row("closed before the wait", "hosts", partial(closed, "hosts"), 50, 4),
         Row("dropped with ops pending", "shm", dropped, 20, 5),
         Row("the end with ops pending", "shm", exiting, 30, 2),
     ]

@@ -215,6 +215,7 @@ class HostsPlace(CpuPlace):
     def guarded(self, doing: str) -> Iterator[None]:
         """Around what ranks do together: who fails in it fails the group, with ranks of this group."""
         self.check()
+        self._links.check_open()
         before, self._links.doing = self._links.doing, doing
         try:
             yield
@@ -271,8 +272,9 @@ class HostsPlace(CpuPlace):
     # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what the group, or one it was split from, has failed with."""
-        self._links.check()
+        """Raise what the group, or one it was split from, has failed with; to be closed is no failure."""
+        if (failure := self._links.failure) is not None:
+            raise failure
         if self._parent is not None:
             self._parent.check()
 
