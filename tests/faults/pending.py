@@ -209,9 +209,9 @@ def dropping(join: Any, end: Any, times: int, pending: str, broken: bool) -> Non
     end.send(dropped_groups(times, pending, LONG / 20 if broken else LONG / 2))
 
 
-def dropped(plan: Plan) -> Iterator[Trial]:
+def dropped(place: str, plan: Plan) -> Iterator[Trial]:
     for pending in ("op", "message", "large message"):
-        with crew("shm", 2, dropping, plan.trials, pending, plan.broken, timeout=LONG) as team:
+        with crew(place, 2, dropping, plan.trials, pending, plan.broken, timeout=LONG) as team:
             found = team.all_said()
         yield from [Trial(found == [True, True], said=f"{pending}: {found}")] * plan.trials
 
@@ -290,6 +290,7 @@ def rows() -> list[Row]:
         Row("signals in a wait in vain", "shm", partial(signalled, False), 3, 1),
         Row("closed before the wait", "shm", partial(closed, "shm"), 50, 4),
         Row("closed before the wait", "hosts", partial(closed, "hosts"), 50, 4),
-        Row("dropped with ops pending", "shm", dropped, 20, 5),
+        Row("dropped with ops pending", "shm", partial(dropped, "shm"), 20, 5),
+        Row("dropped with ops pending", "hosts", partial(dropped, "hosts"), 20, 5),
         Row("the end with ops pending", "shm", exiting, 30, 2),
     ]

@@ -74,6 +74,8 @@ class SpanningGroup:
         self.awaited = waited_for
         if (failure := self._links.failure) is not None:
             return failure
+        if self._links.closed:
+            return InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
         for peer in waited_for:
             if self._over(peer):
                 return self._links.broken(peer, ConnectionError("closed"), doing)

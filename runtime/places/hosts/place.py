@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
 from interlace.runtime.places.one_host.waiting import Interruption
-from interlace.runtime.places.one_host.worker import close_at_exit
+from interlace.runtime.places.one_host.worker import Helper, close_at_exit
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.place import PENDING_SECONDS, CpuPlace, ShmPlace
 from interlace.runtime.record import dump as record
@@ -97,11 +97,12 @@ class HostsPlace(CpuPlace):
             raise cause from (None if cause is error else error)
         self._joining = None
         self.joining = time.monotonic() - self.group.since
-        self._links.start(self._on_packet, self._roll.lose)
+        self._links.start(_weakly(self._on_packet), self._roll.lose)
         self.group.beyond = self._links.culprit
         if parent is not None:
             parent._children.add(self)
         close_at_exit(self)
+        weakref.finalize(self, _leave_dropped, self._links, self._mail).atexit = False
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
         """Meet the ranks of this host, then those of others."""
@@ -130,8 +131,8 @@ class HostsPlace(CpuPlace):
             [card.pid for card in cards],
             timeout=timeout,
             bound=self.group.bound,
-            on_failure=self._on_failure,
-            awaited=self._awaited,
+            on_failure=_weakly(self._on_failure),
+            awaited=_weakly(self._awaited),
         )
         self._spanning = SpanningGroup(self._links, self.group)
         self._mail = Mail(self._spanning, self._spanning.new_boxes)
@@ -311,8 +312,29 @@ class HostsPlace(CpuPlace):
         self._mail.close(self._leave)
 
     def _leave(self) -> None:
-        self._links.close()
-        self._mail.at_rest(self._links.forget_mail)
+        _leave(self._links, self._mail)
         if self._local_communicator is not None:
             self._local_communicator.close()
         self.local.close()
+
+
+def _leave(links: HostLinks, mail: Mail) -> None:
+    links.close()
+    mail.at_rest(links.forget_mail)
+
+
+def _leave_dropped(links: HostLinks, mail: Mail) -> None:
+    """Of a place that nobody has any more; in a thread, for this may be called anywhere."""
+    if not links.closed:
+        Helper("interlace leaving", mail.close, (lambda: _leave(links, mail),)).start()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, which keeps nothing alive, and then does nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*arguments)
+
+    return call
