@@ -1,9 +1,12 @@
 """Calls: the facts that the ranks of a group must agree on before a collective touches a tensor."""
 
 import hashlib
+import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +19,7 @@ from interlace.runtime.core.errors import DifferentOpsError, of_another_rank
 from interlace.runtime.core.stream import Event, Outcome
 
 T = TypeVar("T")
+_log = logging.getLogger("interlace")
 
 LONGEST = 32 << 10  # bytes of a message; places take twice as much
 CALLS = plain.dumps(("", None, None))[:6]  # how the messages of calls begin
@@ -155,27 +159,76 @@ class MessageEnd(Future[Outcome]):
 
     ``refused``: what receivers could not take of this rank's earlier messages, whose own ends were told
     before that was known. The next message that is asked for its end, and has not failed, fails with it.
+
+    ``settled``: whether it is done; to look at it moves nothing. A future of Python's has a lock and a
+    condition from the beginning, which take longer to make than a short message; this one has what a thread
+    sleeps by once one does.
     """
 
     refused: deque[Exception]
-    _said: BaseException | None = None
+    settled = False
+    _outcome: Outcome
+    _error: BaseException | None = None
+    _event: threading.Event | None = None
+    _callbacks: deque[Callable[[Future[Outcome]], object]] | None = None
 
-    @property
-    def settled(self) -> bool:
-        """Whether it is done; moves nothing."""
-        return Future.done(self)
+    def __init__(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, {'done' if self.settled else 'under way'}>"
+
+    def done(self) -> bool:
+        return self.settled
 
     def result(self, timeout: float | None = None) -> Outcome:
-        if (self.refused or self._said) and (error := self.exception(timeout)):
+        if (self.refused or self._error or not self.settled) and (error := self.exception(timeout)):
             raise error
-        return super().result(timeout)
+        return self._outcome
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        own = self._said or super().exception(timeout)
-        if own is None and self.refused:
+        self.sleep(timeout)
+        if not self.settled:
+            raise FutureTimeoutError
+        if self._error is None and self.refused:
             with suppress(IndexError):  # another thread has just said it
-                own = self._said = self.refused.popleft()
-        return own
+                self._error = self.refused.popleft()
+        return self._error
+
+    def sleep(self, seconds: float | None) -> None:
+        """Until it is done, which another thread sees to, ``seconds`` at most."""
+        if not self.settled:
+            event = vars(self).setdefault("_event", threading.Event())
+            if not self.settled:  # else nobody may have seen the event
+                event.wait(seconds)
+
+    def set_result(self, result: Outcome) -> None:
+        self._outcome = result
+        self.tell()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._error = exception
+        self.tell()
+
+    def tell(self) -> None:
+        """It is done: tell who waits for it; told again, those whom an exception has kept from hearing."""
+        self.settled = True
+        if self._event is not None:
+            self._event.set()
+        while self._callbacks:
+            with suppress(IndexError):  # another thread has just called it
+                self._call(self._callbacks.popleft())
+
+    def _call(self, function: Callable[[Future[Outcome]], object]) -> None:
+        try:
+            function(self)
+        except Exception:
+            _log.exception("what was to be called at the end of a message failed")
+
+    def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
+        vars(self).setdefault("_callbacks", deque()).append(fn)
+        if self.settled:
+            self.tell()
 
 
 def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:

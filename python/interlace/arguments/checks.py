@@ -216,6 +216,8 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def integer(name: str, value: Any) -> int:
+    if type(value) is int:
+        return value
     if not isinstance(value, bool) and hasattr(value, "__index__"):
         with contextlib.suppress(TypeError):  # a tensor of several elements has one, too
             return int(operator.index(value))

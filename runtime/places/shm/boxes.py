@@ -47,8 +47,8 @@ _SHORT = 8 << 10  # what is kept until it is asked for is copied twice
 _PIECE = 64 << 10  # bytes, at most
 
 # That of ctypes gives the GIL up for every few bytes.
-_copy = ctypes.PyDLL(None).memmove
-_copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+copy = ctypes.PyDLL(None).memmove
+copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Record(NamedTuple):
@@ -204,7 +204,7 @@ class Boxes:
         first = ring + at >> 3
         _RECORD.pack_into(words.bytes, 8 * first, length, tag, nbytes, dtype, shift)
         if short and nbytes:
-            _copy(words.address + 8 * first + _RECORD.size, data, nbytes)
+            copy(words.address + 8 * first + _RECORD.size, data, nbytes)
         self._put[peer] = after
         words.release(base + _PUT, after)
         self._control.ring_for(peer)
@@ -241,10 +241,12 @@ class Boxes:
         return None
 
     def take(self, peer: int, record: Record) -> None:
-        """``record`` is needed no more."""
+        """``record`` is needed no more. Who waits for room is woken: there was little then."""
+        before, index = self._taken[peer], self.word(self._rank) + _PUT
         self._taken[peer] = self._watched[self._at[peer]] = record.end
         self._control.words[self._rank].release(self.word(peer) + _TAKEN, record.end)
-        self._control.ring_for(peer)
+        if self._control.views[peer][index] - before > self._bytes // 2:
+            self._control.ring_for(peer)
 
     # -- pieces --------------------------------------------------------------------------------
 

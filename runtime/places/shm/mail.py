@@ -38,15 +38,25 @@ _NAP, _NAPS = 1e-3, 50  # of the thread, while others move messages or there are
 
 
 class _Moving(MessageEnd):
-    """The end of one transfer. Waiting for it moves messages."""
+    """The end of one transfer, with ``peer`` or, if None, anybody. Waiting for it moves messages."""
 
-    def __init__(self, mail: "Mail", doing: str, peers: Sequence[int]) -> None:
-        super().__init__()
-        self.refused = mail.refused
-        self.mail, self.doing, self.peers, self.number = mail, doing, peers, 0
+    number = 0  # in the record
+    suspect = waited = early = followed = False
+    _patience: Patience | None = None  # of waits that the op alone bounds
+
+    def __init__(self, mail: "Mail", op: str, peer: int | None, tag: int) -> None:
+        self.mail, self.refused = mail, mail.refused
+        self.op, self.peer, self.tag = op, peer, tag
         self.started, self.bound = time.monotonic(), mail.bound()
-        self.suspect = self.waited = self.early = self.followed = False
-        self._patience: Patience | None = None  # of waits that the op alone bounds
+
+    @property
+    def doing(self) -> str:
+        peer = "any rank" if self.peer is None else f"rank {self.peer}"
+        return f"{self.op} {'to' if self.op == 'send' else 'from'} {peer} (tag {self.tag})"
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return self.mail.others if self.peer is None else [self.peer]
 
     def result(self, timeout: float | None = None) -> Outcome:
         if not self.settled:
@@ -59,18 +69,14 @@ class _Moving(MessageEnd):
         return super().exception(0)
 
     def done(self) -> bool:
-        if super().done():
-            return True
-        self.mail.move()
-        return super().done()
+        if not self.settled:
+            self.mail.move()
+        return self.settled
 
-    def set_result(self, result: Outcome) -> None:
-        record.ended(self.mail._group, self.number)
-        super().set_result(result)
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        record.ended(self.mail._group, self.number)
-        super().set_exception(exception)
+    def tell(self) -> None:
+        if not self.settled:
+            record.ended(self.mail._group, self.number)
+        super().tell()
 
     def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
         self.followed = True
@@ -86,11 +92,6 @@ class _Moving(MessageEnd):
             self._patience = made
         return self._patience
 
-    def sleep(self, seconds: float) -> None:
-        """Until it is done, which another thread sees to, ``seconds`` at most."""
-        with suppress(Exception):
-            Future.exception(self, seconds)
-
 
 class Mail:
     """The messages of a group, as one rank sees them. ``boxes`` are made with the first of them.
@@ -101,6 +102,7 @@ class Mail:
     def __init__(self, group: Any, boxes: Callable[[], Any]) -> None:
         self._group, self._new_boxes, self.bound = group, boxes, group.bound
         self._rank = group.rank
+        self.others = [peer for peer in range(group.world_size) if peer != group.rank]
         self._messages: Messages | None = None
         self._lock = threading.RLock()
         self.refused: deque[Exception] = deque()
@@ -117,42 +119,36 @@ class Mail:
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Begin to send; done when ``tensor`` may be reused."""
-        future = _Moving(self, f"{call.op} to rank {peer} (tag {tag})", [peer])
-        self._begin(call, future, peer, tag, sending=Sending(tensor, tag, future, future.doing))
+        future = _Moving(self, call.op, peer, tag)
+        self._begin(call, future, Sending(tensor, peer, tag, future))
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Begin to receive from ``peer``, or from anybody if None."""
-        source = "any rank" if peer is None else f"rank {peer}"
-        anyone = range(self._group.world_size) if peer is None else (peer,)
-        peers = [each for each in anyone if each != self._rank]
-        future = _Moving(self, f"{call.op} from {source} (tag {tag})", peers)
-        self._begin(call, future, peer, tag, receiving=Receiving(tensor, peer, tag, future))
+        future = _Moving(self, call.op, peer, tag)
+        self._begin(call, future, Receiving(tensor, peer, tag, future))
         return future
 
-    def _begin(
-        self, call: Call, future: _Moving, peer: int | None, tag: int,
-        sending: Sending | None = None, receiving: Receiving | None = None,
-    ) -> None:  # fmt: skip
+    def _begin(self, call: Call, future: _Moving, message: Sending | Receiving) -> None:
         """Let a message begin. Another thread that moves messages makes way meanwhile."""
-        token = object()
         try:
-            self._entering.add(token)
-            moving, messages = self._mover not in (None, threading.get_ident()), self._messages
-            if moving and messages is not None and self._group.control is not None:
+            self._entering.add(future)
+            mover, messages = self._mover, self._messages
+            moves = mover is not None and mover != threading.get_ident()
+            if moves and messages is not None and self._group.control is not None:
                 messages.boxes.want(1)
             with self._lock:
                 self._group.check_usable()
                 if self._messages is None:
                     self._messages = Messages(self._group, self._new_boxes(), self.refused.append)
                 if not self._group.within:  # a rank with itself stands for any rank in the record
-                    other = self._rank if peer is None else peer
-                    future.number = record.began(self._group, call.message, other, tag)
-                to = None if peer is None or sending is None else (peer, sending)
-                self._messages.advance(to, receiving)
-                self._see_to_it(self._messages)
+                    other = self._rank if message.peer is None else message.peer
+                    future.number = record.began(self._group, call.message, other, message.tag)
+                self._messages.advance(message)
+                if self._thread is None:
+                    self._see_to_it(self._messages)
         finally:
-            self._entering.discard(token)
+            self._entering.discard(future)
 
     # -- keeping messages moving ---------------------------------------------------------------
 

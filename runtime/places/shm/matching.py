@@ -11,19 +11,19 @@ may come anywhere) ends the group: nobody could know what had been done.
 """
 
 import ctypes
+import functools
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from interlace.runtime.core.call import MessageEnd, mismatch, take_first
+from interlace.runtime.core.call import MessageEnd, mismatch
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
+from interlace.runtime.core.stream import NOTHING, Outcome
+from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record, copy
 
 _REFUSALS = {-1: ValueError, -2: TypeError}  # by tag
 _NUMBER = {
@@ -34,18 +34,24 @@ _NUMBER = {
 _DTYPES = {number: dtype for dtype, number in _NUMBER.items()}
 
 
-@dataclass(eq=False)
+@functools.cache
+def _outcome(source: int) -> Outcome:
+    """Of a receive from ``source``."""
+    return Outcome(None, None, lambda: source)
+
+
+@dataclass(eq=False, slots=True)
 class Sending:
     """A message to be sent. ``future`` is None for a refusal, of which nobody awaits the end."""
 
     tensor: torch.Tensor
+    peer: int
     tag: int
     future: MessageEnd | None
-    doing: str = ""
     shift: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Receiving:
     """A message that is asked for, from ``peer`` or from anybody."""
 
@@ -54,11 +60,11 @@ class Receiving:
     tag: int
     future: MessageEnd
 
-    def fits(self, message: "_Arriving") -> bool:
-        return self.tag == message.tag and self.peer in (None, message.peer)
+    def fits(self, peer: int, tag: int) -> bool:
+        return self.tag == tag and (self.peer is None or self.peer == peer)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Arriving:
     """A message of which the record has come, and ``whole`` all of it."""
 
@@ -82,6 +88,10 @@ class _Traffic:
     put: Pipe | None = None  # of the first that leaves
     take: Pipe | None = None  # of the first that comes, once it has a place
 
+    @property
+    def over(self) -> bool:
+        return not (self.outgoing or self.leaving or self.incoming)
+
 
 class Messages:
     """All messages of a group that this rank sends or receives, through ``boxes``, or others like Boxes."""
@@ -89,10 +99,11 @@ class Messages:
     def __init__(self, group: Any, boxes: Any, refused: Callable[[Exception], object]) -> None:
         self._group, self._rank, self._refused = group, group.rank, refused
         self.boxes: Boxes = boxes
-        self._traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
-        self._begun: list[tuple[tuple[int, Sending] | None, Receiving | None]] = []
+        self._traffic: dict[int, _Traffic] = {}  # that is not over
+        self._all_traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
+        self._begun: deque[Sending | Receiving] = deque()
         self._advancing = False
-        self._ends: deque[Callable[[], None]] = deque()
+        self._ends: deque[tuple[MessageEnd, Outcome, Exception | None]] = deque()
         self._receiving: list[Receiving] = []
         self._kept: list[_Arriving] = []
 
@@ -125,71 +136,75 @@ class Messages:
         blocked = [peer for peer, t in self._traffic.items() if t.outgoing]
         return self.boxes.move(pipes, blocked, seconds, sleep=sleep, peers=peers)
 
-    def advance(
-        self,
-        sending: tuple[int, Sending] | None = None,
-        receiving: Receiving | None = None,
-        *,
-        idle: bool = False,
-    ) -> None:
+    def advance(self, begins: Sending | Receiving | None = None, *, idle: bool = False) -> None:
         """See to all that has happened, and to what begins. ``idle``: nothing has for a while.
 
         Ends are told at its end: what they call may begin messages. What a signal handler begins in the
         midst of it is seen to at its end, too.
         """
-        self._begun.append((sending, receiving))
+        if begins is not None:
+            self._begun.append(begins)
         if self._advancing:
             return
         try:
             self._advancing = True
+            self._advance(idle)
             while self._begun:
-                begins = self._begun.pop(0)
-                self._advance(*begins, idle)
+                self._advance(idle)
         except BaseException as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             self._group.abort(f"an exception while messages moved: {what}")
             raise
         finally:
             self._advancing = False
-        while self._ends:
-            tell = self._ends[0]
-            tell()  # which an exception may end: it is told again then
-            with suppress(ValueError):  # what it has called may have told others
-                self._ends.remove(tell)
+        if self._ends:
+            self._tell()
 
-    def _advance(
-        self, sending: tuple[int, Sending] | None, receiving: Receiving | None, idle: bool
-    ) -> None:
-        if sending is not None:
-            self._begin_to_send(*sending)
-        if receiving is not None:
-            self._begin_to_receive(receiving)
-        for peer, traffic in list(self._traffic.items()):
-            self._see_to_pieces(traffic)
-            self._announce(peer, traffic)
+    def _advance(self, idle: bool) -> None:
+        while self._begun:
+            begins = self._begun.popleft()
+            if isinstance(begins, Sending):
+                self._begin_to_send(begins.peer, begins)
+            else:
+                self._begin_to_receive(begins)
+        if self._traffic:
+            for peer, traffic in [*self._traffic.items()]:
+                self._see_to_pieces(traffic)
+                self._announce(peer, traffic)
         for peer in self.boxes.arrived():
             while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
                 self.boxes.take(peer, found)
-        for peer, traffic in list(self._traffic.items()):
-            if traffic.incoming and traffic.take is None:
-                self._place(peer, traffic, idle)
+        if self._traffic:
+            for peer, traffic in [*self._traffic.items()]:
+                if traffic.incoming and traffic.take is None:
+                    self._place(peer, traffic, idle)
+                elif traffic.over:
+                    del self._traffic[peer]
+
+    def _with(self, peer: int) -> _Traffic:
+        """The traffic with ``peer``, which is not over from now on."""
+        traffic = self._traffic[peer] = self._all_traffic[peer]
+        return traffic
 
     def _ended(
-        self, future: MessageEnd | None, error: Exception | None = None, source: int | None = None
+        self, future: MessageEnd | None, outcome: Outcome = NOTHING, error: Exception | None = None
     ) -> None:
-        """``future`` has its result, or ``error``, once all else has been seen to."""
-        if future is None:
-            return
+        """``future`` has its outcome, or ``error``, once all else has been seen to."""
+        if future is not None:
+            self._ends.append((future, outcome, error))
 
-        def tell() -> None:
+    def _tell(self) -> None:
+        """Tell the ends that are known. What one of them calls may tell it, and others."""
+        while self._ends:
+            end = future, outcome, error = self._ends[0]
             if future.settled:
-                return
-            if error is not None:
+                future.tell()  # an exception may have ended that before
+            elif error is not None:
                 future.set_exception(error)
             else:
-                future.set_result(Outcome(None, None, None if source is None else lambda: source))
-
-        self._ends.append(tell)
+                future.set_result(outcome)
+            if self._ends and self._ends[0] is end:
+                self._ends.popleft()
 
     def fail(self, future: MessageEnd, error: InterlaceError) -> None:
         """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
@@ -213,11 +228,15 @@ class Messages:
 
     def _begin_to_send(self, peer: int, sending: Sending) -> None:
         if peer != self._rank:
-            self._traffic[peer].outgoing.append(sending)
+            traffic = self._all_traffic[peer]
+            traffic.outgoing.append(sending)
+            self._announce(peer, traffic)
+            if not traffic.over:
+                self._traffic[peer] = traffic
             return
         tensor = sending.tensor  # to oneself: it has arrived when it is sent
         if not self._arrived(peer, sending.tag, tensor.nbytes, tensor.dtype, tensor.data_ptr()):
-            raise MemoryError(f"{sending.doing}: no memory to keep {tensor.nbytes} bytes")
+            raise MemoryError(f"send to rank {peer}: no memory to keep {tensor.nbytes} bytes")
         self._ended(sending.future)
 
     def _announce(self, peer: int, traffic: _Traffic) -> None:
@@ -225,20 +244,22 @@ class Messages:
         while traffic.outgoing:
             first = traffic.outgoing[0]
             tensor, future = first.tensor, first.future
-            short = tensor.nbytes <= self.boxes.inline
+            short = (nbytes := tensor.nbytes) <= self.boxes.inline
             try:
                 self.boxes.prepare(peer, pieces=False)
                 if not short:
                     self.boxes.prepare(peer, pieces=True)
             except (InterlaceError, OSError) as error:
                 traffic.outgoing.popleft()
-                self._ended(future, InterlaceError(f"{first.doing}: {error}"))
+                self._ended(
+                    future, error=InterlaceError(f"send to rank {peer} (tag {first.tag}): {error}")
+                )
                 continue
             if not short:
                 traffic.put = traffic.put or self.boxes.pipe(peer, puts=True)
                 queue = traffic.leaving
                 first.shift = queue[-1].shift if queue else traffic.put.shift()
-            about = tensor.nbytes, _NUMBER[tensor.dtype], tensor.data_ptr(), first.shift
+            about = nbytes, _NUMBER[tensor.dtype], tensor.data_ptr(), first.shift
             if not self.boxes.put(peer, first.tag, *about):
                 return
             traffic.outgoing.popleft()
@@ -266,24 +287,26 @@ class Messages:
             message, traffic.take = traffic.incoming.popleft(), None
             message.whole = True
             if message.wanted is not None:
-                self._finish(message, message.wanted)
+                self._finish(message.wanted, message)
 
     # -- receiving -----------------------------------------------------------------------------
 
     def _begin_to_receive(self, receiving: Receiving) -> None:
-        kept = take_first(self._kept, receiving.fits)
-        if kept is None:
-            self._receiving.append(receiving)
-        else:
-            kept.wanted = receiving
-            if kept.whole:
-                self._finish(kept, receiving)
+        for kept in self._kept:
+            if receiving.fits(kept.peer, kept.tag):
+                self._kept.remove(kept)
+                kept.wanted = receiving
+                if kept.whole:
+                    self._finish(receiving, kept)
+                return
+        self._receiving.append(receiving)
 
     def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
         """Give the message that comes next from ``peer`` a place, if it is asked for, or in the way."""
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
-            address = 0 if self._mismatch(wanted, first) else wanted.tensor.data_ptr()
+            fits = self._mismatch(wanted, first) is None
+            address = wanted.tensor.data_ptr() if fits else 0
         else:
             urgent = any(message.wanted for message in traffic.incoming)
             if not (idle or urgent):
@@ -328,46 +351,48 @@ class Messages:
     ) -> bool:
         """A message has come, its data with it or not yet; False if there is no memory to keep that."""
         message = _Arriving(peer, tag, nbytes, dtype, shift, whole=data is not None)
-        wanted = next((each for each in self._receiving if each.fits(message)), None)
-        if wanted is None:
+        for wanted in self._receiving:
+            if wanted.fits(peer, tag):
+                self._receiving.remove(wanted)
+                message.wanted = wanted
+                if data is not None:
+                    self._finish(wanted, message, data)
+                break
+        else:
             if data is not None:
                 message.buffer = self._memory(message, urgent=False)
                 if message.buffer is None:
                     return False
                 ctypes.memmove(message.buffer.data_ptr(), data, nbytes)
             self._kept.append(message)
-        else:
-            self._receiving.remove(wanted)
-            message.wanted = wanted
-            if data is not None:
-                if nbytes and not self._mismatch(wanted, message):
-                    ctypes.memmove(wanted.tensor.data_ptr(), data, nbytes)
-                self._finish(message, wanted)
         if data is None:
-            self._traffic[peer].incoming.append(message)
+            self._with(peer).incoming.append(message)
         return True
 
     def _mismatch(self, wanted: Receiving, message: _Arriving) -> Exception | None:
-        numel = message.nbytes // message.dtype.itemsize
-        about = message.tag, message.peer, message.dtype, numel
-        return mismatch(wanted.tensor, self._rank, *about)
+        tensor, dtype = wanted.tensor, message.dtype
+        if tensor.dtype == dtype and tensor.nbytes == message.nbytes:
+            return None
+        numel = message.nbytes // dtype.itemsize
+        return mismatch(tensor, self._rank, message.tag, message.peer, dtype, numel)
 
-    def _finish(self, message: _Arriving, wanted: Receiving) -> None:
-        """All of ``message`` has come."""
-        error, peer = self._mismatch(wanted, message), message.peer
+    def _finish(self, wanted: Receiving, message: _Arriving, data: int = 0) -> None:
+        """All of ``message`` has come: to where it is ``wanted``, into its buffer, or it is at ``data``."""
+        peer, error = message.peer, self._mismatch(wanted, message)
         if error is not None:
             if peer != self._rank:
                 self._refuse(peer, error)
-            self._ended(wanted.future, error)
+            self._ended(wanted.future, error=error)
             return
-        if message.buffer is not None and message.nbytes:
-            ctypes.memmove(wanted.tensor.data_ptr(), message.buffer.data_ptr(), message.nbytes)
-        self._ended(wanted.future, source=peer)
+        if message.buffer is not None:
+            data = message.buffer.data_ptr()
+        if data and message.nbytes:
+            copy(wanted.tensor.data_ptr(), data, message.nbytes)
+        self._ended(wanted.future, _outcome(peer))
 
     def _refuse(self, peer: int, error: Exception) -> None:
         """Tell the sender, who may never listen: nobody waits for this, and no thread moves it."""
         text = bytearray(str(error).encode()[: self.boxes.inline])
         tag = next(tag for tag, kind in _REFUSALS.items() if isinstance(error, kind))
-        traffic = self._traffic[peer]
-        traffic.outgoing.append(Sending(torch.frombuffer(text, dtype=torch.uint8), tag, None))
-        self._announce(peer, traffic)
+        said = torch.frombuffer(text, dtype=torch.uint8)
+        self._begin_to_send(peer, Sending(said, peer, tag, None))
