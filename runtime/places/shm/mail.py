@@ -10,8 +10,10 @@ A send ends when its bytes have left the tensor. If its receiver refuses them it
 whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what fits costs nothing for this.
 """
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -93,6 +95,9 @@ class _Moving(MessageEnd):
         return self._patience
 
 
+_mails: "weakref.WeakSet[Mail]" = weakref.WeakSet()
+
+
 class Mail:
     """The messages of a group, as one rank sees them. ``boxes`` are made with the first of them.
 
@@ -114,6 +119,7 @@ class Mail:
         self._waiting: set[object] = set()
         self._entering: set[object] = set()
         self._mover: int | None = None  # the thread that moves messages
+        _mails.add(self)
 
     # -- what the engine calls -----------------------------------------------------------------
 
@@ -319,3 +325,14 @@ class Mail:
         with self._lock:
             if not future.settled and self._messages is not None:
                 self._messages.fail(future, error)
+
+
+def _after_fork_in_child() -> None:
+    """The threads that may have been at work are the parent's, as are the groups, which say so."""
+    for mail in list(_mails):
+        mail._lock, mail._mover, mail._thread = threading.RLock(), None, None
+        mail._waiting.clear()
+        mail._entering.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

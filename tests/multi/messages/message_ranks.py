@@ -1,7 +1,11 @@
 """Ranks of test_messages.py."""
 
+import os
+import select
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +15,7 @@ import torch
 
 import interlace
 from interlace.groups import groups
+from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.shm import boxes, matching
 from interlace.runtime.places.shm.engine import HostEngine
 
@@ -289,3 +294,42 @@ def interrupted_while_told() -> bool:
         work.wait()
     work.wait()
     return torch.equal(target, torch.ones(4)) and len(hit) == 1
+
+
+def forked_while_messages_move() -> list[str]:
+    """What a child says whose parent forks it while a thread of its own moves messages."""
+    engine = groups.default_group().engine
+    assert isinstance(engine, HostEngine)
+    rank, target = interlace.get_rank(), torch.zeros(1)
+    pending = interlace.irecv(target, 1 - rank)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.mail._lock:
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+        child = os.fork()
+    if child == 0:
+        for call in (pending.wait, lambda: interlace.isend(torch.ones(1), 1 - rank)):
+            try:
+                call()
+            except InterlaceError as error:
+                os.write(write, f"{error}\n".encode())
+        os._exit(0)
+    os.close(write)
+    forked.set()
+    thread.join()
+    with open(read) as said:
+        found = said.read().splitlines() if select.select([said], [], [], BOUND / 4)[0] else []
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    interlace.isend(torch.full((1,), 5.0), 1 - rank).wait()
+    pending.wait()
+    return [*found, str(target.item())]

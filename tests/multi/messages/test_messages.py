@@ -124,3 +124,9 @@ def test_what_has_begun_to_leave_leaves_before_its_process_ends(tmp_path: Path, 
 
 def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
     assert run(message_ranks.interrupted_while_told, 2) == [True, True]
+
+
+def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
+    for *said, value in run(message_ranks.forked_while_messages_move, 2):
+        assert len(said) == 2 and all("a forked child has to make its own" in text for text in said)
+        assert value == "5.0"
