@@ -9,7 +9,9 @@ Needs neither torch nor interlace, which OpenMPI's Python may not have.
     ring        isend to the next rank, irecv from the one before; on two ranks it is an exchange
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 SIZES = (1, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
@@ -67,3 +69,21 @@ def _every(world_size: int, sizes: Sequence[int]) -> Iterator[Cell]:
             for op in ops:
                 for computing in (False, True):
                     yield Cell(op, nbytes, in_flight, computing)
+
+
+@contextlib.contextmanager
+def computing(multiply: Callable[[], object]) -> Iterator[None]:
+    """A thread that multiplies matrices meanwhile."""
+    stop = threading.Event()
+
+    def again_and_again() -> None:
+        while not stop.is_set():
+            multiply()
+
+    thread = threading.Thread(target=again_and_again)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

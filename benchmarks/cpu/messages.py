@@ -10,8 +10,7 @@ the memory that is available is left out.
 
 import contextlib
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cpu.measure import Case, Measurement, beside_gloo, measure
-from cpu.message_cells import MATRIX, SIZES, Cell, cells
+from cpu.message_cells import MATRIX, SIZES, Cell, cells, computing
 from cpu.openmpi import openmpi
 
 import interlace
@@ -72,23 +71,10 @@ def message(cell: Cell, x: torch.Tensor, received: Sequence[torch.Tensor]) -> Ca
     return {"ping-pong": ping_pong, "batch": batch}.get(cell.op, both)
 
 
-@contextlib.contextmanager
-def computing() -> Iterator[None]:
-    """A thread that multiplies matrices meanwhile."""
-    stop, matrix = threading.Event(), torch.zeros(MATRIX, MATRIX)
-    product = torch.zeros(MATRIX, MATRIX)
-
-    def multiply() -> None:
-        while not stop.is_set():
-            torch.mm(matrix, matrix, out=product)
-
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def multiply() -> Callable[[], object]:
+    """What another thread does meanwhile."""
+    matrix, product = (torch.zeros(MATRIX, MATRIX) for _ in range(2))
+    return lambda: torch.mm(matrix, matrix, out=product)
 
 
 def on_rank(path: str, repetitions: int, what: Sequence[Cell]) -> list[Measurement]:
@@ -116,7 +102,7 @@ def _measure(cell: Cell, gloo: Any, ours: Any, repetitions: int) -> Measurement:
         "interlace": partial(op, ours),
         "copy_": copies,
     }
-    with computing() if cell.computing else contextlib.nullcontext():
+    with computing(multiply()) if cell.computing else contextlib.nullcontext():
         case = Case(cell.name, shape, "gloo", candidates)
         return measure(case, cell.repetitions(repetitions), calls=None, warm_up=0)
 

@@ -9,12 +9,11 @@ import contextlib
 import json
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
-from cpu.message_cells import MATRIX, Cell
+from cpu.message_cells import MATRIX, Cell, computing
 from mpi4py import MPI
 
 BLOCK_SECONDS = 0.02
@@ -82,23 +81,10 @@ def message(cell: Cell) -> Callable[[], object]:
     return one_way if cell.op == "send" and cell.in_flight == 1 else both
 
 
-@contextlib.contextmanager
-def computing() -> Iterator[None]:
-    """A thread that multiplies matrices meanwhile."""
-    stop, matrix = threading.Event(), np.full((MATRIX, MATRIX), 0, "f4")
-    product = matrix.copy()
-
-    def multiply() -> None:
-        while not stop.is_set():
-            np.matmul(matrix, matrix, out=product)
-
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def multiply() -> Callable[[], object]:
+    """What another thread does meanwhile."""
+    matrix, product = (np.full((MATRIX, MATRIX), 0, "f4") for _ in range(2))
+    return lambda: np.matmul(matrix, matrix, out=product)
 
 
 def main() -> None:
@@ -111,7 +97,7 @@ def main() -> None:
                 found[f"{name} {size}"] = measure(function, repetitions)
     else:
         for cell in [Cell(*each) for each in what]:
-            with computing() if cell.computing else contextlib.nullcontext():
+            with computing(multiply()) if cell.computing else contextlib.nullcontext():
                 found[cell.key] = measure(message(cell), cell.repetitions(repetitions))
     if world.rank == 0:
         print(json.dumps(found))
