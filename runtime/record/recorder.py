@@ -18,11 +18,13 @@ A text is written once for as long as it is kept; a half is begun anew when the 
 of an entry are there if its generation is the log's or the one before.
 
 The call site is the innermost frame outside of interlace and torch. How deep it is depends on what the
-caller has called, so it is remembered with the op: only one frame is then looked at.
+caller has called, so it is remembered with the op: only one frame is then looked at. An op that has steps
+of its own call, as on several hosts, has several depths, all of which are remembered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import itertools
@@ -95,6 +97,7 @@ class FlightRecorder:
     def __init__(self, region: memoryview) -> None:
         self._bytes, self._words = region, region.cast("q")
         self._ops: dict[bytes | str, tuple[int, CodeType | None, int, int]] = {}
+        self._depths: dict[bytes | str, set[int]] = {}
         self._sites: dict[int, int] = {}
         self._lines: dict[tuple[int, int], tuple[CodeType, int]] = {}  # keeps what has the address
         self._placed: dict[bytes, int] = {}
@@ -147,8 +150,13 @@ class FlightRecorder:
         """Where the texts of ``op`` and of its call site are; for the callee of what it began in."""
         with self._lock:
             place = caller.get()  # in a thread where no depth leads to the caller
-            frame, depth = outside(_frame(2)) if place is None else (None, 0)
-            return self._learn(op, place, frame, depth)
+            for depth in self._depths.get(op, ()) if place is None else ():
+                with contextlib.suppress(KeyError, ValueError):  # not as deep this time
+                    frame = _frame(depth + 1)
+                    site = self._sites[id(frame.f_code) << 12 | frame.f_lasti]
+                    return self._ops[op][3] & _OP | site
+            found, depth = outside(_frame(2)) if place is None else (None, 0)
+            return self._learn(op, place, found, depth)
 
     def _learn(
         self, op: bytes | str, place: Site | None, frame: FrameType | None, depth: int
@@ -165,6 +173,7 @@ class FlightRecorder:
             return told
         code = frame.f_code
         site = self._sites[id(code) << 12 | frame.f_lasti] = self._site(code, frame.f_lineno)
+        self._depths.setdefault(op, set()).add(depth + 1)
         self._ops[op] = depth + 1, code, frame.f_lasti, told | site
         return told | site
 
@@ -190,7 +199,7 @@ class FlightRecorder:
     def _turn(self) -> None:
         """Begin the other half of the log."""
         self._generation += 1
-        for kept in (self._ops, self._sites, self._placed, self._lines):
+        for kept in (self._ops, self._depths, self._sites, self._placed, self._lines):
             kept.clear()
         self._at, self._room = HALF * (self._generation & 1), HALF
         _WORD.pack_into(self._bytes, LOG, self._generation)

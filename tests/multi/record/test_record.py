@@ -182,6 +182,24 @@ def test_an_op_that_comes_again_is_not_learned_again() -> None:
         kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
 
 
+def test_an_op_that_is_told_at_two_depths_is_learned_once_at_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an op on several hosts is: when it begins, and in its step within the host."""
+    kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
+    space: dict[str, Any] = {"__name__": "interlace.inside"}
+    source = "def told(depth, kept): return told(depth - 1, kept) if depth else kept.told('an op')"
+    exec(source, space)
+    learned = []
+    outside = recorder.outside
+    monkeypatch.setattr(
+        recorder, "outside", lambda frame: learned.append(frame) or outside(frame)
+    )
+    found = {(depth, space["told"](depth, kept)) for _ in range(10) for depth in (2, 5)}
+    assert len(learned) == 2
+    assert len(found) == 2 and len({told for _, told in found}) == 1
+
+
 # -- who reads it ----------------------------------------------------------------------------------
 
 
