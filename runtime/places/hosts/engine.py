@@ -22,9 +22,10 @@ An op has up to three speeds, by its bytes:
 small     data goes with the call: one meeting within the host, of which every rank leaves with what its
           twins need, and one frame from each twin (``pieces.py``). Bytes cross once per rank, not once per
           host, which costs less than to meet again
-middle    the step within the host comes with the call, the data of the rank with its frame; then the
-          second step within the host
-large     in pieces, once all agree; what is within the host goes on while pieces are on the wire
+middle    the step within the host comes with the call, the data of the rank with its frame, and what goes
+          directly to other ranks right behind; then the second step within the host
+large     in pieces, once all agree; what is within the host goes on while pieces are on the wire. What goes
+          directly is as in the middle
 
 "Once for the ranks of each host" is a round within the host: in round k of an all_gather rank l shares
 what it has received of host k. Where host k has more ranks than this one there are several.
@@ -47,7 +48,7 @@ from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.partials import Partial
-from interlace.runtime.places.hosts.pieces import HostsOps, OpPiece, in_pieces
+from interlace.runtime.places.hosts.pieces import ALL, HostsOps, OpPiece, in_pieces
 from interlace.runtime.places.shm.mail import Mail
 
 SMALL_BYTES = 32 << 10  # of all ranks of a host
@@ -66,7 +67,7 @@ class HostsEngine(Engine):
         self._columns = min(map(len, self._hosts))
 
     def barrier(self, call: Call) -> None:
-        self._ops.run(call, [OpPiece], 0)
+        self._ops.run(call, [OpPiece])
 
     def parts(self, call: Call) -> list[Any]:
         return call.compared(self._place.exchange(call.message, call.op))
@@ -99,7 +100,7 @@ class HostsEngine(Engine):
         longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
         even = all(output.numel() == input.numel() for output in outputs)
         if even and input.nbytes * len(mine) <= SMALL_BYTES:
-            self._ops.run(call, [lambda: self._small_gather(outputs, input)], 0)
+            self._ops.run(call, [lambda: self._small_gather(outputs, input)])
             return
 
         def piece(part: slice) -> OpPiece:
@@ -120,7 +121,7 @@ class HostsEngine(Engine):
             return OpPiece(None, sends, receives, near, functools.partial(share, self._others))
 
         outputs, input = [output.view(-1) for output in outputs], input.view(-1)
-        self._ops.run(call, in_pieces(piece, longest), longest.nbytes)
+        self._ops.run(call, in_pieces(piece, longest))
 
     def _share(
         self, op: str, parts: Tensors, sources: Sequence[int | None], input: torch.Tensor
@@ -161,13 +162,13 @@ class HostsEngine(Engine):
         """An all_to_all. ``even``: all parts of all ranks are equal in size, if their messages are."""
         count, mine = inputs[0].numel(), self._mine
 
-        def direct() -> OpPiece:
+        def direct(even: bool = False) -> OpPiece:
             def meanwhile() -> None:
-                self._ops.local.all_to_all(self._ops.within(call.op), *near)
+                self._ops.local.all_to_all(self._ops.within(call.op, even=even), *near)
 
             near = [[of[rank] for rank in mine] for of in (outputs, inputs)]
             far = self._far(inputs), self._far(outputs)
-            return OpPiece(None, *far, meanwhile, rides=False)
+            return OpPiece(None, *far, meanwhile, route=(ALL, ALL), uneven=direct)
 
         def small() -> OpPiece:
             """All ranks of the host know what all have for others, so each has all that its twin gets."""
@@ -189,9 +190,8 @@ class HostsEngine(Engine):
             from_twins = dict(zip(self._frames.twins, found, strict=True))
             return OpPiece(near, packed, from_twins, after=after, uneven=direct)
 
-        nbytes = sum(part.nbytes for part in inputs) if even else 0
-        is_small = even and nbytes <= MEETING_BYTES
-        self._ops.run(call, [small if is_small else direct], nbytes)
+        is_small = even and sum(part.nbytes for part in inputs) <= MEETING_BYTES
+        self._ops.run(call, [small if is_small else lambda: direct(even)])
 
     def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
         """The outputs for ``ranks`` = ``parts``."""
@@ -238,23 +238,24 @@ class HostsEngine(Engine):
             )
 
         if flat.nbytes * len(home) <= SMALL_BYTES:
-            self._ops.run(call, [lambda: small(True)], 0)
+            self._ops.run(call, [lambda: small(True)])
         elif flat.nbytes <= MEETING_BYTES and len(set(map(len, self._hosts))) == 1:
-            self._ops.run(call, [lambda: small(False)], 0)
+            self._ops.run(call, [lambda: small(False)])
         else:
-            self._ops.run(call, in_pieces(piece, flat), flat.nbytes)
+            self._ops.run(call, in_pieces(piece, flat))
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         near = None if outputs is None else [outputs[rank] for rank in self._mine]
 
-        def direct() -> OpPiece:
+        def direct(even: bool = False) -> OpPiece:
             if root not in self._mine:
-                return OpPiece(sends={root: input})
+                return OpPiece(sends={root: input}, route=(ALL, root), uneven=direct)
             return OpPiece(
                 receives={} if outputs is None else self._far(outputs),
                 meanwhile=lambda: self._ops.local.gather(
-                    self._ops.within(call.op), near, input, self._mine.index(root)
+                    self._ops.within(call.op, even=even), near, input, self._mine.index(root)
                 ),
+                uneven=direct,
             )
 
         def small() -> OpPiece:
@@ -284,14 +285,16 @@ class HostsEngine(Engine):
         near = None if inputs is None else [inputs[rank] for rank in self._mine]
         here, count = root in self._mine, output.numel()
 
-        def direct() -> OpPiece:
+        def direct(even: bool = False) -> OpPiece:
             if not here:
-                return OpPiece(receives={root: output})
+                return OpPiece(receives={root: output}, uneven=direct)
             return OpPiece(
                 sends={} if inputs is None else self._far(inputs),
                 meanwhile=lambda: self._ops.local.scatter(
-                    self._ops.within(call.op), output, near, self._mine.index(root)
+                    self._ops.within(call.op, even=even), output, near, self._mine.index(root)
                 ),
+                route=(root, ALL),
+                uneven=direct,
             )
 
         def small() -> OpPiece:
@@ -316,22 +319,26 @@ class HostsEngine(Engine):
         self._run_rooted(call, direct, small, output.nbytes)
 
     def _run_rooted(
-        self, call: Call, direct: Callable[[], OpPiece], small: Callable[[], OpPiece], nbytes: int
+        self,
+        call: Call,
+        direct: Callable[[bool], OpPiece],
+        small: Callable[[], OpPiece],
+        nbytes: int,
     ) -> None:
         """A gather or scatter; ``nbytes`` is that of this rank's part, and of all if messages are equal."""
         known = call.match is not None
         is_small = known and nbytes * self.world_size <= MEETING_BYTES
-        self._ops.run(call, [small if is_small else direct], nbytes * self.world_size * known)
+        self._ops.run(call, [small if is_small else lambda: direct(known)])
 
     # -- reducing ------------------------------------------------------------------------------
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
         if flat.nbytes * len(self._mine) <= SMALL_BYTES or flat.numel() < self._columns:
-            self._ops.run(call, [lambda: self._small_reduce(flat, 1, flat, partial)], 0)
+            self._ops.run(call, [lambda: self._small_reduce(flat, 1, flat, partial)])
         else:
             pieces = in_pieces(lambda part: self._columns_of(call.op, flat[part], partial), flat)
-            self._ops.run(call, pieces, flat.nbytes)
+            self._ops.run(call, pieces)
 
     def _small_reduce(
         self, whole: torch.Tensor, count: int, output: torch.Tensor, partial: Partial
@@ -408,7 +415,7 @@ class HostsEngine(Engine):
                 after=after,
             )
 
-        self._ops.run(call, in_pieces(piece, flat), flat.nbytes)
+        self._ops.run(call, in_pieces(piece, flat))
 
     def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
         partial, longest = Partial.of(op, output.dtype), max(inputs, key=torch.Tensor.numel)
@@ -419,7 +426,7 @@ class HostsEngine(Engine):
                 whole = torch.cat([part.view(-1) for part in inputs])
                 return self._small_reduce(whole, self.world_size, output.view(-1), partial)
 
-            self._ops.run(call, [small], 0)
+            self._ops.run(call, [small])
             return
 
         def piece(part: slice) -> OpPiece:
@@ -427,7 +434,7 @@ class HostsEngine(Engine):
                 call.op, output.view(-1)[part], [each.view(-1)[part] for each in inputs], partial
             )
 
-        self._ops.run(call, in_pieces(piece, longest), longest.nbytes * self.world_size)
+        self._ops.run(call, in_pieces(piece, longest))
 
     def _parts_of(
         self, op: str, output: torch.Tensor, inputs: Tensors, partial: Partial

@@ -5,19 +5,23 @@ Legend: rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k
 so sends its own to those whose twin it is. All ranks of a host know the host's messages before: so each
 rank knows those of all ranks after one frame from each host, and nobody has to hand on anything.
 
-A frame is two lengths, the messages of a host (one for all, where they are equal), and data::
+A frame is a head of numbers, the messages of a host (one for all, where they are equal), and data::
 
-    int64: bytes of messages, negative if one stands for all    int64: bytes of data    messages    data
+    int64: bytes of messages, negative if one stands for all    int64: bytes of data
+    int64: who sends besides, int64: to whom                    messages    data
 
 Data is for a receiver of which the sender knows nothing but that its host has called *something*. The
 receiver puts it where it belongs once the messages of all hosts are equal to its own, and drops it else.
+So it is with data for ranks that get no frame of the sender: its length goes before it, and the frames say
+which ranks of the host send such data to which ranks of the other. Ops whose messages fitted together the
+last time without being equal send nothing before they know.
 
-A :class:`OpPiece` is what an op does in the host, between hosts, and in the host again. An op of at most
-MIDDLE_BYTES is one: its first step in the host has the caller's call, which is compared there, and its data
-goes with the frames. So nothing is waited for twice. It writes into memory of the engine only: a mismatch
-is an error before a byte of the caller's changes. A larger op is agreed on first; while its pieces are on
-the wire, the next are made and the last are shared in the host. Steps that do not come with the caller's
-call have calls of the engine's own, which agree by construction.
+A :class:`OpPiece` is what an op does in the host, between hosts, and in the host again. An op of one piece
+begins with its first step in the host, which has the caller's call, which is compared there, and sends its
+data with the frames. So nothing is waited for twice. Before all agree it writes into memory of the engine
+only: a mismatch is an error before a byte of the caller's changes. A larger op is agreed on first; while
+its pieces are on the wire, the next are made and the last are shared in the host. Steps that do not come
+with the caller's call have calls of the engine's own, which agree by construction.
 """
 
 from __future__ import annotations
@@ -25,8 +29,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +48,18 @@ from interlace.runtime.record import dump as record
 
 MIDDLE_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20
+ALL, NOBODY = -1, -2  # ranks
+Route = tuple[int, int]
+"""Who sends to whom, before all agree, what goes with no frame."""
+NO_ROUTE = NOBODY, NOBODY
 LAG = 1  # pieces on the wire while the next is made
 KEPT_FROM = 128 << 10  # bytes from which malloc asks the kernel
 _MOST_CALLS = 256
-_LENGTHS = struct.Struct("<qq")
+_HEAD, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
 _AROUND = 64  # bytes around each message, at most
+
+
+_NOTHING: Mapping[int, Buffer] = {}
 
 
 class Frames:
@@ -70,7 +80,7 @@ class Frames:
 
     def trade(self, wires: Wires, own: Sequence[bytes]) -> list[bytes]:
         """The messages of all ranks, by rank. ``own`` are those of this host."""
-        found = self.swap(wires, own, {}, {})
+        found = self.swap(wires, own)
         wires.flush()
         return [own[0]] * self._world_size if found is None else found
 
@@ -78,47 +88,76 @@ class Frames:
         self,
         wires: Wires,
         own: Sequence[bytes],
-        sends: Mapping[int, Buffer],
-        receives: Mapping[int, Buffer],
+        sends: Mapping[int, Buffer] = _NOTHING,
+        receives: Mapping[int, Buffer] = _NOTHING,
+        route: Route = NO_ROUTE,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> list[bytes] | None:
-        """Tell the messages of this host, with data for receivers of frames; take those of the others.
+        """Tell the messages of this host, and send this data; take those of the others.
 
-        None if all messages are equal: then data was received, too. Else all messages, by rank.
+        None if all messages are equal: then what is to be done ``meanwhile`` was done, and data was
+        received. Else all messages, by rank. Without a ``route`` data for ranks to whom no frames go leaves
+        once all messages are known to be equal.
         """
         alike = own.count(own[0]) == len(own)
         text = own[0] if alike else plain.dumps(list(own))
-        length = -len(text) if alike else len(text)
+        length, posted = -len(text) if alike else len(text), dict[int, int]()
         for peer in self.receivers:
             data = sends.get(peer, b"")
-            wires.post(peer, _LENGTHS.pack(length, len(data)) + text, data)
-        lengths, texts = [], []
+            head = _HEAD.pack(length, len(data), *route) + text
+            posted[peer] = wires.posted[peer] + len(head)
+            wires.post(peer, head, data)
+        besides = {peer: data for peer, data in sends.items() if peer not in posted}
+        if route != NO_ROUTE:
+            self._post(wires, besides)
+        heads: list[tuple[Any, ...]] = []
+        same = alike
         for twin in self.twins:
-            header = bytearray(_LENGTHS.size)
-            wires.take(twin, header)
-            theirs, nbytes = _LENGTHS.unpack(header)
+            theirs, nbytes, *who = self._taken(wires, twin, _HEAD)
             most = self._world_size * (LARGEST_MESSAGE + _AROUND)
             if not (-most <= theirs <= most and nbytes >= 0):
                 raise plain.UnreadableError(f"rank {twin} announces {theirs} and {nbytes} bytes")
             said = bytearray(abs(theirs))
             wires.take(twin, said)
-            lengths.append((theirs, nbytes))
-            texts.append(said)
-        same = alike and all(said == text for said in texts)
-        same = same and all(theirs == length for theirs, _ in lengths)
-        for twin, (_, nbytes) in zip(self.twins, lengths, strict=True):
-            into = receives.get(twin, b"") if same else bytearray(nbytes)
+            same = same and theirs == length and said == text
+            heads.append((theirs, nbytes, *who, said))
+        wires.flush(posted)  # so that others come to what they do meanwhile
+        if not same:
+            for twin, ranks, (_, nbytes, sender, receiver, _) in zip(
+                self.twins, self.others, heads, strict=True
+            ):
+                wires.drop(twin, nbytes)
+                if receiver in (ALL, self._rank):
+                    for peer in ranks:
+                        if sender in (ALL, peer) and peer != twin:
+                            wires.drop(peer, self._taken(wires, peer, _LENGTH)[0])
+            return self._by_rank(own, heads)
+        if route == NO_ROUTE:
+            self._post(wires, besides)
+        meanwhile()
+        lengths = {twin: head[1] for twin, head in zip(self.twins, heads, strict=True)}
+        for peer in {**lengths, **receives}:
+            into = receives.get(peer, b"")
+            nbytes = lengths[peer] if peer in lengths else self._taken(wires, peer, _LENGTH)[0]
             if len(into) != nbytes:
-                raise plain.UnreadableError(f"rank {twin} sends {nbytes} bytes, not {len(into)}")
-            wires.take(twin, into)
-        return None if same else self._by_rank(own, lengths, texts)
+                raise plain.UnreadableError(f"rank {peer} sends {nbytes} bytes, not {len(into)}")
+            wires.take(peer, into)
+        return None
 
-    def _by_rank(
-        self, own: Sequence[bytes], lengths: Sequence[tuple[int, int]], texts: Sequence[bytearray]
-    ) -> list[bytes]:
+    def _post(self, wires: Wires, besides: Mapping[int, Buffer]) -> None:
+        for peer, data in besides.items():
+            wires.post(peer, _LENGTH.pack(len(data)), data)
+
+    def _taken(self, wires: Wires, peer: int, what: struct.Struct) -> tuple[int, ...]:
+        found = bytearray(what.size)
+        wires.take(peer, found)
+        return what.unpack(found)
+
+    def _by_rank(self, own: Sequence[bytes], heads: Sequence[Sequence[Any]]) -> list[bytes]:
         messages = [b""] * self._world_size
         for rank, message in zip(self.mine, own, strict=True):
             messages[rank] = message
-        for ranks, (length, _), text in zip(self.others, lengths, texts, strict=True):
+        for ranks, (length, *_, text) in zip(self.others, heads, strict=True):
             one = bytes(text)
             said = [one] * len(ranks) if length <= 0 else _messages(one, len(ranks))
             for rank, message in zip(ranks, said, strict=True):
@@ -143,8 +182,8 @@ class OpPiece:
     receives: Mapping[int, torch.Tensor] = field(default_factory=dict)
     meanwhile: Callable[[], object] = lambda: None
     after: Callable[[], object] = lambda: None
-    rides: bool = True
-    """Whether data goes with frames, as far as these go where it does; the rest waits for them."""
+    route: Route = NO_ROUTE
+    """From whom to whom data goes without a frame before all agree, alike on all ranks of a host."""
     uneven: Callable[[], OpPiece] | None = None
     """In place of this one, where messages fit together but are not equal; alike on all ranks."""
 
@@ -180,6 +219,7 @@ class HostsOps:
         self._place, self._links, self._wires = place, links, links.wires
         self.frames: Frames = place.frames
         self._calls: dict[Any, Call] = {}
+        self._unlike: set[str] = set()  # ops whose messages were not equal the last time
         self._pools: list[list[torch.Tensor]] = [[] for _ in range(LAG + 1)]
         self._pool, self._used = self._pools[0], 0
 
@@ -188,19 +228,32 @@ class HostsOps:
         engine: Engine = self._place.local_engine()
         return engine
 
-    def run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]], nbytes: int) -> None:
-        """An op of ``nbytes``, in these pieces. Each is made when it begins; one if it is not large."""
-        with self._op(call):
-            if nbytes > MIDDLE_BYTES:
-                self._agree(call, OpPiece())
-                self._pipelined(call, pieces)
-                return
-            (make,) = pieces
-            piece = self._begin(0, make)
-            if self._agree(call, piece):
-                piece.after()
-            else:
-                self._pipelined(call, [piece.uneven or make])
+    def run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+        """An op in these pieces. Each is made when it begins."""
+        place, refused = self._place, None
+        with place.lock:
+            number = record.began(place.group, call.message)
+            if op_ranges := profiled_op.get():
+                op_ranges.begin("hosts")
+            with place.guarded(call.op), self._links.moving(call.op):
+                try:
+                    self._run(call, pieces)
+                except DisagreementError as found:  # which is no failure of the group
+                    refused = found.error
+            if refused is not None:
+                raise refused from None
+            record.ended(place.group, number)
+
+    def _run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+        if len(pieces) > 1:
+            self._agree(call, OpPiece())
+            self._pipelined(call, pieces)
+            return
+        piece = self._begin(0, pieces[0])
+        if self._agree(call, piece):
+            piece.after()
+        else:
+            self._pipelined(call, [piece.uneven or pieces[0]])
 
     def _pipelined(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
         under_way: deque[tuple[OpPiece, Mapping[int, int]]] = deque()
@@ -247,51 +300,36 @@ class HostsOps:
 
     # -- agreeing ------------------------------------------------------------------------------
 
-    @contextmanager
-    def _op(self, call: Call) -> Iterator[None]:
-        """Around an op."""
-        place = self._place
-        with place.lock, record.recorded(place.group, call.message):
-            if op_ranges := profiled_op.get():
-                op_ranges.begin("hosts")
-            refused: Exception | None = None
-            with place.guarded(call.op), self._links.moving(call.op):
-                try:
-                    yield
-                except DisagreementError as found:  # which is no failure of the group
-                    refused = found.error
-            if refused is not None:
-                raise refused from None
-
     def _agree(self, call: Call, piece: OpPiece) -> bool:
         """Compare the calls of all ranks. If all are equal, ``piece`` is done but for its end.
 
         False if they fit together all the same; then nothing is done.
         """
-        frames, wires, own = self.frames, self._wires, [call.message]
+        frames, wires, own = self.frames, self._wires, [call.message] * len(self.frames.mine)
+        early = call.equal_fits and call.op not in self._unlike
         try:
             (piece.near or self.local.barrier)(self._callers(call))
         except UnlikeError as unlike:
-            own = list(unlike.messages)
-        later = dict(piece.sends), dict(piece.receives)
-        riding: Any = ({}, {})
-        if len(own) == 1 and call.equal_fits and piece.rides:
-            for data, peers, found in zip(
-                later, (frames.receivers, frames.twins), riding, strict=True
-            ):
-                found.update({peer: _view(data.pop(peer)) for peer in peers if peer in data})
-        messages = frames.swap(wires, own * len(frames.mine) if len(own) == 1 else own, *riding)
+            own, early = list(unlike.messages), False
+        if early:
+            sends, receives = _views(piece.sends), _views(piece.receives)
+            messages = frames.swap(wires, own, sends, receives, piece.route, piece.meanwhile)
+        else:
+            messages = frames.swap(wires, own)
         wires.flush()
-        if messages is not None or not call.equal_fits:
-            try:
-                call.verify(messages or own * self._place.world_size)
-            except Exception as error:
-                raise DisagreementError(error) from None
+        if messages is None and early:
+            return True
+        try:
+            call.verify(messages or own[:1] * self._place.world_size)
+        except Exception as error:
+            raise DisagreementError(error) from None
         if messages is not None:
+            self._unlike.add(call.op)
             return False
-        self._post(later[0])
+        self._unlike.discard(call.op)
+        self._post(piece.sends)
         piece.meanwhile()
-        self._take(later[1])
+        self._take(piece.receives)
         wires.flush()
         return True
 
@@ -299,9 +337,10 @@ class HostsOps:
         """``call`` for a step within the host."""
         return self._kept(call.message, lambda: _callers_call(call))
 
-    def within(self, op: str, *key: Any) -> Call:
-        """The call for a later step within the host; ``key`` is all that it depends on."""
-        return self._kept((op, key), lambda: Call(self._doing(op), (("its share", repr(key)),)))
+    def within(self, op: str, *, even: bool = False) -> Call:
+        """The call for a later step within the host. ``even``: all ranks have parts of one size."""
+        match = _equal_parts if even else None
+        return self._kept((op, even), lambda: Call(self._doing(op), match=match, equal_fits=True))
 
     def _doing(self, step: str) -> str:
         return f"{self._links.doing} within the host ({step})"
@@ -324,7 +363,7 @@ def _messages(blob: bytes, count: int) -> list[bytes]:
 
 
 def _callers_call(call: Call) -> Call:
-    made = _CallersCall(call.op)
+    made = _CallersCall(call.op, match=call.match, equal_fits=True)
     made.message = call.message
     return made
 
@@ -340,6 +379,14 @@ def in_pieces(
         functools.partial(make, slice(first, first + per))
         for first in range(0, max(1, longest.numel()), per)
     ]
+
+
+def _equal_parts(parts: Sequence[Any]) -> None:
+    """Of calls that are equal: so are the sizes of parts."""
+
+
+def _views(tensors: Mapping[int, torch.Tensor]) -> dict[int, memoryview]:
+    return {peer: _view(tensor) for peer, tensor in tensors.items()}
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

@@ -6,7 +6,9 @@ rank runs the same ops in the same order, so the order of bytes says what they a
 
 ========  ==========================================================================================
 post      hands bytes to the kernel as far as it takes them now; the rest is kept
-take      returns when the asked bytes have come; meanwhile it hands on what is kept
+take      returns when the asked bytes have come; meanwhile it hands on what is kept. Few bytes are received
+          with what has come behind them, which is there then when it is asked for
+drop      takes bytes that nobody wants
 flush     returns when nothing is kept, or no more of what was posted up to some point
 ========  ==========================================================================================
 
@@ -45,6 +47,8 @@ _RANK = struct.Struct("<i")
 _HELLO = _RANK.size + DIGEST_BYTES
 _PIECES = 16  # of memory in one call of the kernel
 _POLL_SECONDS = 0.1
+_AHEAD = 16 << 10  # bytes; fewer are not received alone
+_DROPPED = 1 << 20  # bytes at once
 
 
 class WireError(Exception):
@@ -62,6 +66,10 @@ class Wires:
         self.rank, self._waits = rank, waits
         self._sockets: dict[int, socket.socket] = {}
         self._kept: dict[int, deque[memoryview]] = {}
+        self._space: dict[int, memoryview] = {}
+        self._ahead: dict[
+            int, memoryview
+        ] = {}  # of the space, what has come before it was asked for
         self._sent: dict[int, int] = {}
         self.posted: dict[int, int] = {}
         """Bytes in all, by rank."""
@@ -112,6 +120,8 @@ class Wires:
             wire.settimeout(None)
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._kept[peer] = deque()
+            self._space[peer] = memoryview(bytearray(_AHEAD))
+            self._ahead[peer] = self._space[peer][:0]
             self._sent[peer] = self.posted[peer] = 0
 
     def _accept(
@@ -188,23 +198,42 @@ class Wires:
 
     def take(self, peer: int, into: Buffer) -> None:
         """Receive as many bytes as ``into`` has, which can be written to."""
-        view = memoryview(into)
-        while len(view):
-            count = self._received(peer, view, socket.MSG_DONTWAIT)
-            if count < 0:
-                self._waits(peer)
-                if any(self._kept.values()):
-                    self._turn(peer)
-                    continue
-                count = self._received(peer, view, socket.MSG_WAITALL)
-            view = view[count:]
+        view, ahead = memoryview(into), self._ahead[peer]
+        while (missing := len(view)) > len(ahead):
+            if ahead:
+                view[: len(ahead)] = ahead
+                view, ahead = view[len(ahead) :], ahead[:0]
+                self._ahead[peer] = ahead
+            elif missing < _AHEAD:
+                space = self._space[peer]
+                ahead = space[: self._received(peer, space, 0)]
+            else:
+                view = view[self._received(peer, view, socket.MSG_WAITALL) :]
+        if missing:
+            view[:] = ahead[:missing]
+            self._ahead[peer] = ahead[missing:]
+
+    def drop(self, peer: int, count: int) -> None:
+        """Receive so many bytes, to no purpose."""
+        nowhere = bytearray(min(count, _DROPPED))
+        while count > 0:
+            self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
+            count -= _DROPPED
 
     def _received(self, peer: int, view: memoryview, how: int) -> int:
-        """How many bytes have been put into ``view``; -1 if it would have to wait for some."""
+        """How many bytes have been put into ``view``, at least one; waits for that."""
+        wire = self._sockets[peer]
         try:
-            count = self._sockets[peer].recv_into(view, 0, how)
-        except BlockingIOError:
-            return -1
+            while any(self._kept.values()):
+                try:
+                    count = wire.recv_into(view, 0, socket.MSG_DONTWAIT)
+                    break
+                except BlockingIOError:
+                    self._waits(peer)
+                    self._turn(peer)
+            else:
+                self._waits(peer)
+                count = wire.recv_into(view, 0, how)
         except OSError as error:
             raise WireError(peer, error) from error
         if count == 0:
@@ -251,8 +280,8 @@ class Wires:
             self._listener.close()
         for wire in self._sockets.values():
             wire.close()
-        self._sockets.clear()
-        self._kept.clear()
+        for each in (self._sockets, self._kept, self._space, self._ahead):
+            each.clear()
 
 
 def read_address(data: bytes, count: int) -> tuple[str, list[int]]:

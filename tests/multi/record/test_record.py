@@ -192,9 +192,7 @@ def test_an_op_that_is_told_at_two_depths_is_learned_once_at_each(
     exec(source, space)
     learned = []
     outside = recorder.outside
-    monkeypatch.setattr(
-        recorder, "outside", lambda frame: learned.append(frame) or outside(frame)
-    )
+    monkeypatch.setattr(recorder, "outside", lambda frame: learned.append(frame) or outside(frame))
     found = {(depth, space["told"](depth, kept)) for _ in range(10) for depth in (2, 5)}
     assert len(learned) == 2
     assert len(found) == 2 and len({told for _, told in found}) == 1
