@@ -162,13 +162,13 @@ class HostsEngine(Engine):
         """An all_to_all. ``even``: all parts of all ranks are equal in size, if their messages are."""
         count, mine = inputs[0].numel(), self._mine
 
-        def direct(even: bool = False) -> OpPiece:
+        def direct() -> OpPiece:
             def meanwhile() -> None:
                 self._ops.local.all_to_all(self._ops.within(call.op, even=even), *near)
 
             near = [[of[rank] for rank in mine] for of in (outputs, inputs)]
             far = self._far(inputs), self._far(outputs)
-            return OpPiece(None, *far, meanwhile, route=(ALL, ALL), uneven=direct)
+            return OpPiece(None, *far, meanwhile, route=(ALL, ALL))
 
         def small() -> OpPiece:
             """All ranks of the host know what all have for others, so each has all that its twin gets."""
@@ -191,7 +191,7 @@ class HostsEngine(Engine):
             return OpPiece(near, packed, from_twins, after=after, uneven=direct)
 
         is_small = even and sum(part.nbytes for part in inputs) <= MEETING_BYTES
-        self._ops.run(call, [small if is_small else lambda: direct(even)])
+        self._ops.run(call, [small if is_small else direct])
 
     def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
         """The outputs for ``ranks`` = ``parts``."""
@@ -246,16 +246,16 @@ class HostsEngine(Engine):
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         near = None if outputs is None else [outputs[rank] for rank in self._mine]
+        even = call.match is not None  # if messages are equal
 
-        def direct(even: bool = False) -> OpPiece:
+        def direct() -> OpPiece:
             if root not in self._mine:
-                return OpPiece(sends={root: input}, route=(ALL, root), uneven=direct)
+                return OpPiece(sends={root: input}, route=(ALL, root))
             return OpPiece(
                 receives={} if outputs is None else self._far(outputs),
                 meanwhile=lambda: self._ops.local.gather(
                     self._ops.within(call.op, even=even), near, input, self._mine.index(root)
                 ),
-                uneven=direct,
             )
 
         def small() -> OpPiece:
@@ -284,17 +284,17 @@ class HostsEngine(Engine):
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         near = None if inputs is None else [inputs[rank] for rank in self._mine]
         here, count = root in self._mine, output.numel()
+        even = call.match is not None  # if messages are equal
 
-        def direct(even: bool = False) -> OpPiece:
+        def direct() -> OpPiece:
             if not here:
-                return OpPiece(receives={root: output}, uneven=direct)
+                return OpPiece(receives={root: output})
             return OpPiece(
                 sends={} if inputs is None else self._far(inputs),
                 meanwhile=lambda: self._ops.local.scatter(
                     self._ops.within(call.op, even=even), output, near, self._mine.index(root)
                 ),
                 route=(root, ALL),
-                uneven=direct,
             )
 
         def small() -> OpPiece:
@@ -321,14 +321,13 @@ class HostsEngine(Engine):
     def _run_rooted(
         self,
         call: Call,
-        direct: Callable[[bool], OpPiece],
+        direct: Callable[[], OpPiece],
         small: Callable[[], OpPiece],
         nbytes: int,
     ) -> None:
         """A gather or scatter; ``nbytes`` is that of this rank's part, and of all if messages are equal."""
-        known = call.match is not None
-        is_small = known and nbytes * self.world_size <= MEETING_BYTES
-        self._ops.run(call, [small if is_small else lambda: direct(known)])
+        is_small = call.match is not None and nbytes * self.world_size <= MEETING_BYTES
+        self._ops.run(call, [small if is_small else direct])
 
     # -- reducing ------------------------------------------------------------------------------
 

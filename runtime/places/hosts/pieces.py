@@ -219,6 +219,7 @@ class HostsOps:
         self._place, self._links, self._wires = place, links, links.wires
         self.frames: Frames = place.frames
         self._calls: dict[Any, Call] = {}
+        self._equal = True  # the messages of this op
         self._unlike: set[str] = set()  # ops whose messages were not equal the last time
         self._pools: list[list[torch.Tensor]] = [[] for _ in range(LAG + 1)]
         self._pool, self._used = self._pools[0], 0
@@ -245,6 +246,7 @@ class HostsOps:
             record.ended(place.group, number)
 
     def _run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+        self._equal = True
         if len(pieces) > 1:
             self._agree(call, OpPiece())
             self._pipelined(call, pieces)
@@ -324,6 +326,7 @@ class HostsOps:
         except Exception as error:
             raise DisagreementError(error) from None
         if messages is not None:
+            self._equal = False
             self._unlike.add(call.op)
             return False
         self._unlike.discard(call.op)
@@ -338,9 +341,10 @@ class HostsOps:
         return self._kept(call.message, lambda: _callers_call(call))
 
     def within(self, op: str, *, even: bool = False) -> Call:
-        """The call for a later step within the host. ``even``: all ranks have parts of one size."""
-        match = _equal_parts if even else None
-        return self._kept((op, even), lambda: Call(self._doing(op), match=match, equal_fits=True))
+        """The call for a later step within the host. ``even``: if the op's messages are equal, all ranks
+        have parts of one size."""
+        match = _equal_parts if even and self._equal else None
+        return self._kept((op, match), lambda: Call(self._doing(op), match=match, equal_fits=True))
 
     def _doing(self, step: str) -> str:
         return f"{self._links.doing} within the host ({step})"
