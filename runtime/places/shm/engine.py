@@ -38,15 +38,13 @@ from interlace.runtime.places.shm.message_steps import (
     HostSteps,
     Key,
     at,
+    beside,
     sums,
 )
-from interlace.runtime.places.shm.ring_writes import APART, EVERYONE
 from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
 
 PartsAndTargets = tuple[Sequence[RingPart], Sequence[RingTarget]]
 LaidOut = Callable[..., PartsAndTargets]
-
-BY_ALL = APART + EVERYONE
 
 _memmove = ctypes.memmove
 
@@ -107,14 +105,14 @@ class HostEngine(Engine):
     # -- moving --------------------------------------------------------------------------------
 
     def _move(
-        self, call: Call, key: Key | None, addresses: Addresses, extent: int, most: int, kind: int,
+        self, call: Call, key: Key | None, addresses: Addresses, extent: int, most: int,
         whole: torch.Tensor | None, laid_out: LaidOut, *given: Any,
     ) -> None:  # fmt: skip
         """Rank r's part for this rank to its target, where there are both.
 
         ``laid_out(*given)`` returns own parts, of at most ``extent`` bytes, and targets. There is a part
         for each rank; or one for all, ``whole``. The length of a part on any rank is at ``most`` that, if
-        there is a key. ``kind``: APART, if there is one for each, and EVERYONE, if all parts are as long.
+        there is a key.
         """
         if self.world_size == 1:  # nobody to meet
             if len(addresses) > 1:
@@ -127,8 +125,7 @@ class HostEngine(Engine):
                     where = self._direct.find(whole)
                 else:
                     where = self._where(*laid_out(*given), addresses)
-            kind, kept = kind + most.bit_length(), None if where[0] else key
-            alike = self._steps.begin(call, extent, where, kept, addresses, kind)
+            alike = self._steps.begin(call, extent, where, None if where[0] else key, addresses)
             if not alike:
                 parts, direct, apart = laid_out(*given), where[0], whole is None
                 self._move_anew(alike, key, addresses, extent, parts, direct, most, apart)
@@ -154,7 +151,7 @@ class HostEngine(Engine):
             for number, (address, nbytes) in enumerate(parts):
                 to = beside_message(rank, number, extent)
                 if to is not None and not (apart and number == rank):
-                    steps.beside(doing, to, address, nbytes)
+                    beside(doing, to, address, nbytes)
 
         def collect(doing: Doing, extents: Sequence[int]) -> list[int]:
             """The extents of what needs a ring; 0 for what was beside its message."""
@@ -205,7 +202,7 @@ class HostEngine(Engine):
         in_place = source == target + self.rank * nbytes
         key, addresses = ("all_gather", nbytes, in_place), (source, target)
         given = self._even, nbytes, nbytes, in_place
-        self._move(call, key, addresses, nbytes, nbytes, EVERYONE, input, self._gathered, *given)
+        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
 
     def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
         self.all_gather(call, outputs or (), input)
@@ -217,7 +214,7 @@ class HostEngine(Engine):
         known, sizes = len(outputs) > 0 or call.match is not None, _sizes(outputs)
         key = self._key(sizes, known, "gather", len(outputs), in_place, nbytes)
         given = _listed, outputs, nbytes, in_place
-        self._move(call, key, addresses, nbytes, nbytes, 0, input, self._gathered, *given)
+        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
 
     def _broadcast(self, nbytes: int, root: int) -> PartsAndTargets:
         targets: list[RingTarget] = [None] * self.world_size
@@ -229,7 +226,7 @@ class HostEngine(Engine):
         nbytes = tensor.nbytes
         own = nbytes * (root == self.rank)
         key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(),)
-        self._move(call, key, addresses, own, nbytes, 0, tensor, self._broadcast, nbytes, root)
+        self._move(call, key, addresses, own, nbytes, tensor, self._broadcast, nbytes, root)
 
     def _where(
         self,
@@ -251,7 +248,7 @@ class HostEngine(Engine):
             return _listed(INPUT, inputs), _listed(INPUT + self.world_size, outputs)
 
         key = self._key(sizes + _sizes(outputs), call.match is not None, "all_to_all lists", extent)
-        self._move(call, key, addresses, extent, extent, BY_ALL, None, laid_out)
+        self._move(call, key, addresses, extent, extent, None, laid_out)
 
     def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
         nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
@@ -259,7 +256,7 @@ class HostEngine(Engine):
         def laid_out() -> PartsAndTargets:
             return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
 
-        self._move(call, ("all_to_all", nbytes), addresses, nbytes, nbytes, BY_ALL, None, laid_out)
+        self._move(call, ("all_to_all", nbytes), addresses, nbytes, nbytes, None, laid_out)
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
         parts, most = inputs or (), output.nbytes
@@ -272,7 +269,7 @@ class HostEngine(Engine):
             return _listed(INPUT, parts), targets
 
         key = self._key(sizes, len(parts) > 0 or call.match is not None, "scatter", root, most)
-        self._move(call, key, addresses, max(sizes, default=0), most, APART, None, laid_out)
+        self._move(call, key, addresses, max(sizes, default=0), most, None, laid_out)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -288,7 +285,7 @@ class HostEngine(Engine):
             return
         nbytes, dtype, steps = tensor.nbytes, tensor.dtype, self._steps
         with self._group.collective_lock:
-            if nbytes > max(SMALL_DATA, self._reduced_everywhere()):
+            if nbytes > SMALL_DATA and nbytes > self._reduced_everywhere():
                 self._reduce_large(call, tensor, op, root)
                 steps.end()
                 return
@@ -296,8 +293,7 @@ class HostEngine(Engine):
             by_sum = sums(op, dtype) and (root is not None or steps.all_alike or steps.alike())
             if by_sum:
                 key = "reduce", nbytes, dtype, here
-            kind = nbytes.bit_length() + (EVERYONE if root is None else 0)
-            alike = steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),), kind)
+            alike = steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),))
             if not alike:
                 self._reduce_anew(alike, key, tensor, op, here)
                 steps.end()
@@ -316,7 +312,7 @@ class HostEngine(Engine):
         nbytes, what = tensor.nbytes, op if key is None else "sum"
 
         def stage(doing: Doing) -> None:
-            self._steps.beside(doing, self._data(self.rank, nbytes), (0, INPUT), nbytes)
+            beside(doing, self._data(self.rank, nbytes), (0, INPUT), nbytes)
 
         def reduce(doing: Doing) -> None:
             if here:
@@ -387,12 +383,11 @@ class HostEngine(Engine):
                     rounds.reduce_scatter(key, addresses, parts(), to, dtype, op)
                 steps.end()
                 return
-            kind = extent.bit_length() + BY_ALL
-            alike = steps.begin(call, extent, (0, 0), key, addresses, kind)
+            alike = steps.begin(call, extent, (0, 0), key, addresses)
 
             def stage(doing: Doing) -> None:
                 for owner, (address, nbytes) in enumerate(parts()):
-                    steps.beside(doing, self._part(rank, owner, stride), address, nbytes)
+                    beside(doing, self._part(rank, owner, stride), address, nbytes)
 
             def reduce(doing: Doing) -> None:
                 sources = [self._part(peer, rank, stride) for peer in range(world_size)]

@@ -14,7 +14,6 @@ register to add to it.
 import ctypes
 import functools
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +36,6 @@ from interlace.runtime.places.one_host.waiting import CROWD
 from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
 from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, WAIT
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
-from interlace.runtime.places.shm.ring_writes import EVERYONE, LEAST, MessageWrites
-from interlace.runtime.places.shm.ring_writes import MESSAGES as MESSAGE_WAYS
 from interlace.runtime.record.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
 
 NUMBER, LENGTH = 1, 2
@@ -49,6 +46,7 @@ where the entry is, its area, places of data; then all addresses."""
 MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
 
 MEDIUM_PLACES = 8
+PAST_FROM = 4 << 10
 
 KEPT = 256  # lists of steps; each is made in some 50 us
 KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
@@ -168,10 +166,7 @@ Write = Callable[[Doing], object]
 
 
 class HostSteps:
-    """A rank's steps of one op at a time, under the group's lock; ``rounds`` counts all ops' so far.
-
-    ``past``: whether the data of this op that goes beside its message is written past the caches.
-    """
+    """A rank's steps of one op at a time, under the group's lock; ``rounds`` counts all ops' so far."""
 
     call: Call
     control: Control
@@ -182,17 +177,14 @@ class HostSteps:
         self._group, self._rank = group, group.rank
         self.machine_code = machine_code
         self.rounds = 0
-        self.past = True
         self.sizes = Thresholds.of(own_caches(), group.world_size)
         self._turns = _turns(self.sizes.medium)
-        self._writes: MessageWrites | None = None
-        self._tried: int | None = None  # the kind of this op, if it is timed
         self.all_alike: bool | None = None  # see :meth:`alike`
         if group.control is not None:
             group.control.own_view[HOW] = 2 * (1 + group.sequence) + machine_code
         copies = (Copier(past=False), Copier(past=True)) if machine_code else (_memmove, _memmove)
         self._at_once = AtOnce(group, copies)
-        self._kept: tuple[dict[Key, Steps], dict[Key, Steps]] = {}, {}  # by whether ``past``
+        self._kept: dict[Key, Steps] = {}
         self._kept_bytes = 0
 
     def begin(
@@ -202,12 +194,10 @@ class HostSteps:
         where: tuple[int, int] = (0, 0),
         key: Key | None = None,
         addresses: Addresses = (),
-        kind: int = 0,
     ) -> bool | None:
         """An op begins: write its message, and do the steps kept for ``key``, if any, as :meth:`meet`.
 
-        None if there are none; then the message is unsent. ``kind``: of the data beside the message, see
-        ``ring_writes.py``, and EVERYONE if this op may be timed.
+        None if there are none; then the message is unsent.
         """
         self.call = call
         if op_ranges := profiled_op.get():
@@ -216,36 +206,16 @@ class HostSteps:
         self.control, self.sequence = control, sequence = self._group.begin(message)
         told = control.recorder.told(message)
         self._entry = sequence, len(message), extent, *where, 0, 0, told
-        writes, way = self._writes or self._new_writes(), kind % EVERYONE
-        self.past = past = not writes.table[way]
-        self._tried = None
-        steps = self._kept[past].get(key)  # type: ignore[arg-type]  # there is none of None
-        if way < kind and writes.decides and key is not None and writes.tries(way):
-            self._tried, steps = way, None
+        steps = self._kept.get(key)  # type: ignore[arg-type]  # there is none of None
         if steps is not None and call.equal_fits:
             return self._run(steps, addresses)
         control.recorder.begins(MESSAGES, sequence, len(message), extent, *where, told)
         return None
 
-    def _new_writes(self) -> MessageWrites:
-        """The ranks' ways of writing beside messages; once they have joined."""
-        # where ranks share cores the times are those of others' turns
-        timed = self.machine_code and self._group.spins
-        decides = timed and self._rank == len(self.control.bases) - 1
-        self._writes = MessageWrites(self.control.writes[:MESSAGE_WAYS], decides=decides)
-        return self._writes
-
     def take_sizes(self, caches: Caches) -> None:
         """Those that follow from ``caches``, on all ranks the same."""
         self.sizes = Thresholds.of(caches, len(self.control.bases))
         self._turns = _turns(self.sizes.medium)
-
-    def beside(self, doing: "Doing", target: Operand, source: Operand, nbytes: int) -> None:
-        """Put data beside the message of this op."""
-        if nbytes >= LEAST:
-            doing.stream(target, source, nbytes, past=self.past)
-        else:
-            doing.copy(target, source, nbytes)
 
     def end(self) -> None:
         """The op has ended, unless the steps that were kept have said so."""
@@ -279,10 +249,7 @@ class HostSteps:
             if alike and after is not None:
                 after(steps)
             return alike
-        if self._tried is not None and before is not None and after is not None:
-            return self._timed(self._tried, key, addresses, before, after)
-        kept = self._kept[self.past]
-        if key not in kept:
+        if key not in self._kept:
             listed = Listed(self.control, self._rank)
             if before is not None:
                 before(listed)
@@ -292,30 +259,14 @@ class HostSteps:
             if key:
                 listed.end()
             self._keep(key, listed)
-        return self._run(kept[key], addresses)
-
-    def _timed(
-        self, kind: int, key: Key, addresses: Addresses, before: Write, after: Write
-    ) -> bool:
-        """:meth:`meet` by three lists, of which those around the meeting are timed."""
-        self._tried = None
-        started = time.perf_counter()
-        self.do(("before", key), addresses, before)
-        waited = time.perf_counter()
-        alike = self._met()
-        met = time.perf_counter()
-        if alike:
-            self.do(("after", key), addresses, after)
-        if self._writes is not None:
-            self._writes.took(kind, waited - started + time.perf_counter() - met)
-        return alike
+        return self._run(self._kept[key], addresses)
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
         """Do what ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
             return
-        steps = self._kept[self.past].get(key)
+        steps = self._kept.get(key)
         if steps is None:
             steps = Listed(self.control, self._rank)
             write(steps)
@@ -377,12 +328,10 @@ class HostSteps:
 
     def _keep(self, key: Key, steps: Steps) -> None:
         steps.complete(spin=self._group.spins, crowd=CROWD, asleep=self.control.own_asleep)
-        full = sum(map(len, self._kept)) >= KEPT
-        if full or self._kept_bytes + steps.nbytes > KEPT_BYTES:
-            for kept in self._kept:
-                kept.clear()
+        if len(self._kept) >= KEPT or self._kept_bytes + steps.nbytes > KEPT_BYTES:
+            self._kept.clear()
             self._kept_bytes = 0
-        self._kept[self.past][key] = steps
+        self._kept[key] = steps
         self._kept_bytes += steps.nbytes
 
 
@@ -390,6 +339,20 @@ def at(operand: Operand, further: int) -> Operand:
     if isinstance(operand, int):
         return operand + further
     return operand[0] + further, operand[1]
+
+
+def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
+    """Put data beside a message.
+
+    Past the caches from PAST_FROM bytes on. 2 ranks, through them relative to past them: 4 and 8 KiB take
+    1.0 to 1.1 times as long, 64 KiB 1.5 to 2.5 times where cores share no cache, and as long where they
+    share one; but on a Xeon 0.94 times (4 KiB) and 0.6 times (64 KiB). Rejected: to time both ways op
+    by op: that cost small ops more than it won, and found the better way no more often (November 2026).
+    """
+    if nbytes >= PAST_FROM:
+        doing.stream(target, source, nbytes, past=True)
+    else:
+        doing.copy(target, source, nbytes)
 
 
 @functools.cache

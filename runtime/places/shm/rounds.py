@@ -34,7 +34,7 @@ from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.caches import Caches, own_caches
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
 from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
-from interlace.runtime.places.shm.ring_writes import MESSAGES, RingWrites
+from interlace.runtime.places.shm.ring_writes import RingWrites
 
 SLOTS = 4
 MOST = 4096  # rounds of a list, times ranks: each has 200 to 500 bytes
@@ -80,9 +80,7 @@ class Rounds:
     def ring_writes(self) -> RingWrites:
         """The ways in which the ranks write into their rings; once they have joined."""
         assert self._group.control is not None
-        return RingWrites(
-            self._group.control.writes[MESSAGES:], decides=self._rank == self._world_size - 1
-        )
+        return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 
     def data(self, peer: int) -> int:
         """The address of the first place for data of middle size of ``peer``."""

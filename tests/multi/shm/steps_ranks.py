@@ -25,7 +25,6 @@ from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm import rounds as host_rounds
 from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.places.shm.ring_writes import ORDER
 from interlace.runtime.places.shm.rounds import cuts
 
 MOVED_PARTS = ("all_to_all", "scatter")
@@ -399,7 +398,7 @@ def many_sizes() -> list[str]:
                 for key in range(60):
                     nbytes = 8 * key + (key % 4 == 0) * SLOT_BYTES
                     wrong += once(e, ("all_reduce", "broadcast")[key % 2], nbytes, key, torch.int64)
-                    kept = [steps.nbytes for way in e._steps._kept for steps in way.values()]
+                    kept = [steps.nbytes for steps in e._steps._kept.values()]
                     if len(kept) > message_steps.KEPT or sum(kept) > message_steps.KEPT_BYTES:
                         wrong.append(f"{len(kept)} lists of {sum(kept)} bytes are kept")
     finally:
@@ -424,28 +423,6 @@ def other_caches() -> list[str]:
                 wrong += once(e, op, edge + 8, 0, torch.uint8)
     finally:
         host_rounds.own_caches = own  # these processes are used again
-    return wrong
-
-
-def tried() -> list[str]:
-    """Ops in a trial and behind it, and whether all ranks have written in both ways."""
-    with engine() as e:
-        e._group.spins = True  # as if there were a core for each rank
-        wrong = once(e, "all_gather", 1 << 20, 0, torch.uint8)
-        kinds = {
-            "all_reduce": 8,
-            "reduce_scatter": 8,
-            "all_gather": 16,
-            "all_to_all": 16,
-            "broadcast": 32,
-        }
-        for op, size in kinds.items():
-            ways = set()
-            for key in range(0, 2 * len(ORDER), 2):
-                wrong += once(e, op, size << 10, key, torch.float32)
-                ways.add(e._steps.past)
-            if op != "broadcast" and e.rank == e.world_size - 1 and ways != {False, True}:
-                wrong.append(f"{op} was written in {ways}")
     return wrong
 
 

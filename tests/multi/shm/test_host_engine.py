@@ -12,18 +12,7 @@ import torch
 
 import interlace
 from interlace.runtime.places.shm.caches import UNKNOWN, Caches, Thresholds, caches
-from interlace.runtime.places.shm.ring_writes import (
-    AGAIN,
-    APART,
-    FIRST,
-    MESSAGES,
-    ORDER,
-    REST,
-    SOON,
-    MessageWrites,
-    RingWrites,
-    WriteChoice,
-)
+from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, RingWrites, WriteChoice
 from multi.shm import engine_ranks, steps_ranks
 from tiers import few
 
@@ -260,43 +249,3 @@ def test_sizes_follow_from_the_caches() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_see_other_caches_take_the_last_ones_sizes(world_size: int) -> None:
     assert interlace.run(steps_ranks.other_caches, world_size, place="shm") == [[]] * world_size
-
-
-def timed(writes: MessageWrites, kind: int, ops: int, past: float, through: float) -> list[bool]:
-    """Whether each op was written past the caches, where the ways take so long; a first op is disturbed."""
-    ways = []
-    for n in range(ops):
-        ways.append(not writes.table[kind])
-        if writes.tries(kind):
-            first = n % 3 == 0
-            writes.took(kind, 0.0 if first else past if ways[-1] else through)
-    return ways
-
-
-@pytest.mark.parametrize("best", [False, True])
-def test_the_faster_way_beside_a_message_is_chosen_and_tried_again(best: bool) -> None:
-    writes, kind = MessageWrites(bytearray(MESSAGES), decides=True), (64 << 10).bit_length() + APART
-    times = (1.0, 2.0) if best else (2.0, 1.0)
-    ways = timed(writes, kind, len(ORDER) + REST, *times)
-    assert ways[: len(ORDER)] == list(ORDER) and set(ways[len(ORDER) :]) == {best}
-    changed = timed(writes, kind, len(ORDER) + REST, *times[::-1])  # the ranks have moved
-    assert set(changed[: len(ORDER)]) == {False, True} and set(changed[len(ORDER) :]) == {not best}
-    assert not any(writes.table[each] for each in range(MESSAGES) if each != kind)
-
-
-def test_a_difference_that_the_clock_may_have_made_changes_nothing() -> None:
-    writes, kind = MessageWrites(bytearray(MESSAGES), decides=True), (4 << 10).bit_length()
-    assert set(timed(writes, kind, 2 * (len(ORDER) + REST), 1.0, 0.95)[len(ORDER) : REST]) == {True}
-
-
-def test_what_is_too_small_to_be_timed_is_not_tried() -> None:
-    writes = MessageWrites(bytearray(MESSAGES), decides=True)
-    small, timed_from = (0, 1, 4095), 4096
-    for nbytes, apart in itertools.product(small, (0, APART)):
-        assert not writes.tries(nbytes.bit_length() + apart)
-    assert writes.tries(timed_from.bit_length()) and writes.tries(timed_from.bit_length() + APART)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ops_are_right_while_ways_are_tried_and_both_are(world_size: int) -> None:
-    assert interlace.run(steps_ranks.tried, world_size, place="shm") == [[]] * world_size
