@@ -36,7 +36,8 @@ from interlace.runtime.record import dump as record
 _CHECK_SECONDS = 0.02
 _STEP = 5e-3  # between two looks whether a wait can end
 _SOON = 2e-4  # nothing has moved for so long: what nobody has asked for may be in the way
-_NAP, _NAPS = 1e-3, 50  # of the thread, while others move messages or there are none; then it ends
+_NAP, _LONG_NAP = 1e-3, 8e-3  # of the thread, each twice the one before while it is of no use
+_LINGER = 0.05  # so long after the last message the thread ends
 
 
 class _Moving(MessageEnd):
@@ -113,7 +114,7 @@ class Mail:
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
         self._then: Callable[[], object] | None = None  # what closes the group
-        self._waits = 0  # so far
+        self._begun = self._waits = 0  # so far, messages and waits for them
         # An exception of a signal handler leaves nothing behind in these: a wait or a beginning is in
         # them only while it is within its ``try``.
         self._waiting: set[object] = set()
@@ -137,6 +138,7 @@ class Mail:
 
     def _begin(self, call: Call, future: _Moving, message: Sending | Receiving) -> None:
         """Let a message begin. Another thread that moves messages makes way meanwhile."""
+        self._begun += 1
         try:
             self._entering.add(future)
             mover, messages = self._mover, self._messages
@@ -283,21 +285,26 @@ class Mail:
 
     def _keep_moving(self) -> None:
         """What the thread does. It naps first, for who begins something mostly waits for it soon."""
-        last_check, naps = time.monotonic(), 0
+        last_check = last_use = time.monotonic()
+        nap = _NAP
         while True:
-            time.sleep(_NAP)
+            time.sleep(nap)
+            nap = min(2 * nap, _LONG_NAP)
             if self._waiting or self._entering:
                 continue
+            begun = self._begun
             self._move_for(None, _STEP)
+            now = time.monotonic()
             with self._lock:
                 futures = self._futures()
-                naps = 0 if futures else naps + 1
+                if futures:
+                    last_use = now
+                    nap = _NAP if begun == self._begun else nap  # else others are at it
                 messages = self._messages
                 closed = self._then is not None and not (messages and self._has_to_end(messages))
-                if naps > _NAPS or closed:
+                if now - last_use > _LINGER or closed:
                     self._thread = None  # under the lock: the next message starts another
                     break
-            now = time.monotonic()
             if now - last_check > _CHECK_SECONDS:
                 last_check = now
                 for future in futures:
