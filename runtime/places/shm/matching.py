@@ -169,16 +169,19 @@ class Messages:
                 self._begin_to_receive(begins)
         if self._traffic:
             for peer, traffic in [*self._traffic.items()]:
-                self._see_to_pieces(traffic)
                 self._announce(peer, traffic)
+                self._see_to_pieces(traffic)
         for peer in self.boxes.arrived():
             while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
                 self.boxes.take(peer, found)
         if self._traffic:
             for peer, traffic in [*self._traffic.items()]:
-                if traffic.incoming and traffic.take is None:
+                while traffic.incoming and traffic.take is None:
                     self._place(peer, traffic, idle)
-                elif traffic.over:
+                    if traffic.take is None:
+                        break
+                    self._see_to_pieces(traffic)
+                if traffic.over:
                     del self._traffic[peer]
 
     def _with(self, peer: int) -> _Traffic:
@@ -231,6 +234,7 @@ class Messages:
             traffic = self._all_traffic[peer]
             traffic.outgoing.append(sending)
             self._announce(peer, traffic)
+            self._see_to_pieces(traffic)
             if not traffic.over:
                 self._traffic[peer] = traffic
             return
@@ -271,10 +275,11 @@ class Messages:
                 self._ended(future)
 
     def _leave(self, traffic: _Traffic) -> None:
-        """The first message begins to leave in pieces."""
+        """The first message begins to leave in pieces; as many leave at once as there is room for."""
         assert traffic.put is not None
         first = traffic.leaving[0]
         traffic.put.begin(first.tensor.data_ptr(), first.tensor.nbytes, first.shift, past=False)
+        self.boxes.move([traffic.put], (), 0.0, sleep=False)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
         """Messages of which the last piece has been moved."""
@@ -302,7 +307,10 @@ class Messages:
         self._receiving.append(receiving)
 
     def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
-        """Give the message that comes next from ``peer`` a place, if it is asked for, or in the way."""
+        """Give the message that comes next from ``peer`` a place, if it is asked for, or in the way.
+
+        What has come of it goes there at once.
+        """
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
             fits = self._mismatch(wanted, first) is None
@@ -318,6 +326,7 @@ class Messages:
         pipe = self.boxes.pipe(peer, puts=False)
         pipe.begin(address, first.nbytes, first.shift, past=first.nbytes >= self.boxes.outputs)
         traffic.take = pipe
+        self.boxes.move([pipe], (), 0.0, sleep=False)
 
     def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:
         """Memory to keep a message; None if there is none, unless it is ``urgent``."""
