@@ -289,13 +289,23 @@ class HostsEngine(Engine):
         def direct() -> OpPiece:
             if not here:
                 return OpPiece(receives={root: output})
+            sends = {} if inputs is None else self._far(inputs)
+            if even and output.nbytes <= MEETING_BYTES:
+                part = self._ops.buffer(output)
+                return OpPiece(
+                    lambda call: share(call, part),
+                    sends,
+                    after=lambda: _copy(output, part),
+                    route=(root, ALL),
+                )
             return OpPiece(
-                sends={} if inputs is None else self._far(inputs),
-                meanwhile=lambda: self._ops.local.scatter(
-                    self._ops.within(call.op, even=even), output, near, self._mine.index(root)
-                ),
+                sends=sends,
+                meanwhile=lambda: share(self._ops.within(call.op, even=even), output),
                 route=(root, ALL),
             )
+
+        def share(call: Call, output: torch.Tensor) -> None:
+            self._ops.local.scatter(call, output, near, self._mine.index(root))
 
         def small() -> OpPiece:
             """All ranks of the root's host know all parts, and send their twins'."""

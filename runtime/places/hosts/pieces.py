@@ -135,18 +135,24 @@ class Frames:
         if route == NO_ROUTE:
             self._post(wires, besides)
         meanwhile()
-        lengths = {twin: head[1] for twin, head in zip(self.twins, heads, strict=True)}
-        for peer in {**lengths, **receives}:
-            into = receives.get(peer, b"")
-            nbytes = lengths[peer] if peer in lengths else self._taken(wires, peer, _LENGTH)[0]
-            if len(into) != nbytes:
-                raise plain.UnreadableError(f"rank {peer} sends {nbytes} bytes, not {len(into)}")
-            wires.take(peer, into)
+        for twin, (_, nbytes, *_) in zip(self.twins, heads, strict=True):
+            into = receives.get(twin, b"")
+            self._check(twin, nbytes, into)
+            wires.take(twin, into)
+        for peer, into in receives.items():
+            if peer not in self.twins:
+                before = bytearray(_LENGTH.size)
+                wires.take(peer, before, into)
+                self._check(peer, _LENGTH.unpack(before)[0], into)
         return None
 
     def _post(self, wires: Wires, besides: Mapping[int, Buffer]) -> None:
         for peer, data in besides.items():
             wires.post(peer, _LENGTH.pack(len(data)), data)
+
+    def _check(self, peer: int, nbytes: int, into: Buffer) -> None:
+        if len(into) != nbytes:
+            raise plain.UnreadableError(f"rank {peer} sends {nbytes} bytes, not {len(into)}")
 
     def _taken(self, wires: Wires, peer: int, what: struct.Struct) -> tuple[int, ...]:
         found = bytearray(what.size)

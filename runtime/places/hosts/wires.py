@@ -45,6 +45,8 @@ Proof = Callable[[int, int], bytes]
 
 _RANK = struct.Struct("<i")
 _HELLO = _RANK.size + DIGEST_BYTES
+_NOW, _ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PIECES = 16  # of memory in one call of the kernel
 _POLL_SECONDS = 0.1
 _AHEAD = 16 << 10  # bytes; fewer are not received alone
@@ -183,7 +185,7 @@ class Wires:
         try:
             while kept:
                 some = kept if len(kept) <= _PIECES else [kept[n] for n in range(_PIECES)]
-                sent = wire.sendmsg(some, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = wire.sendmsg(some, (), _SEND)
                 self._sent[peer] += sent
                 while sent:
                     first = kept.popleft()
@@ -196,22 +198,22 @@ class Wires:
         except OSError as error:
             raise WireError(peer, error) from error
 
-    def take(self, peer: int, into: Buffer) -> None:
-        """Receive as many bytes as ``into`` has, which can be written to."""
-        view, ahead = memoryview(into), self._ahead[peer]
-        while (missing := len(view)) > len(ahead):
-            if ahead:
-                view[: len(ahead)] = ahead
-                view, ahead = view[len(ahead) :], ahead[:0]
-                self._ahead[peer] = ahead
-            elif missing < _AHEAD:
-                space = self._space[peer]
-                ahead = space[: self._received(peer, space, 0)]
+    def take(self, peer: int, *into: Buffer) -> None:
+        """Receive as many bytes as these have, one after the other, which can be written to."""
+        wanted, ahead = [memoryview(part) for part in into if len(part)], self._ahead[peer]
+        while wanted:
+            if count := min(len(ahead), len(wanted[0])):
+                wanted[0][:count] = ahead[:count]
+                ahead = self._ahead[peer] = ahead[count:]
+            elif sum(map(len, wanted)) < _AHEAD:
+                ahead = self._space[peer][: self._received(peer, [self._space[peer]], 0)]
             else:
-                view = view[self._received(peer, view, socket.MSG_WAITALL) :]
-        if missing:
-            view[:] = ahead[:missing]
-            self._ahead[peer] = ahead[missing:]
+                count = self._received(peer, wanted, _ALL)
+            while count:
+                first = wanted.pop(0)
+                if count < len(first):
+                    wanted.insert(0, first[count:])
+                count -= min(count, len(first))
 
     def drop(self, peer: int, count: int) -> None:
         """Receive so many bytes, to no purpose."""
@@ -220,20 +222,20 @@ class Wires:
             self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
             count -= _DROPPED
 
-    def _received(self, peer: int, view: memoryview, how: int) -> int:
-        """How many bytes have been put into ``view``, at least one; waits for that."""
+    def _received(self, peer: int, views: list[memoryview], how: int) -> int:
+        """How many bytes have been put into ``views``, at least one; waits for that."""
         wire = self._sockets[peer]
         try:
             while any(self._kept.values()):
                 try:
-                    count = wire.recv_into(view, 0, socket.MSG_DONTWAIT)
+                    count = wire.recvmsg_into(views, 0, _NOW)[0]
                     break
                 except BlockingIOError:
                     self._waits(peer)
                     self._turn(peer)
             else:
                 self._waits(peer)
-                count = wire.recv_into(view, 0, how)
+                count = wire.recvmsg_into(views, 0, how)[0]
         except OSError as error:
             raise WireError(peer, error) from error
         if count == 0:
