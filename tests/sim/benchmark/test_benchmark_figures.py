@@ -313,6 +313,12 @@ def test_candidates_alternate_block_by_block(virtual: bool) -> None:
         assert "".join(calls) == "aabb" * 4 and len(ticks) == 6
 
 
+def test_a_slow_first_call_does_not_shorten_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([1.0, 2e-4, 1e-4, 3e-4])
+    monkeypatch.setattr(protocol, "block", lambda *_, **__: next(taken))
+    assert protocol.calls_per_block(lambda: None) == protocol.BLOCK_SECONDS / 1e-4
+
+
 def _block(order: list[str]) -> None:
     protocol.block(lambda: order.append("launch"), 1, virtual=True)
 

@@ -74,8 +74,11 @@ def block(function: Callable[[], object], calls: int, *, virtual: bool = False) 
 
 
 def calls_per_block(function: Callable[[], object], *, virtual: bool = False) -> int:
-    """The number of calls that fill a block; the same on every rank. Collective."""
-    once = block(function, 1, virtual=virtual)
+    """The number of calls that fill a block; the same on every rank. Collective.
+
+    The first call does not count: it may allocate, compile and start threads.
+    """
+    once = min(block(function, 1, virtual=virtual) for _ in range(2))
     if once < BLOCK_SECONDS:
         once = min(block(function, 3, virtual=virtual) for _ in range(2))
     return max(1, min(MOST_CALLS, int(BLOCK_SECONDS / max(once, 1e-9))))
