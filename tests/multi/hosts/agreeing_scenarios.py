@@ -4,6 +4,7 @@ Each at every speed: with its call, with its frames, and in pieces (``runtime/pl
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,30 +100,62 @@ def fitting(group: Communicator) -> list[str]:
     return wrong
 
 
+def leaving_nothing(group: Communicator) -> list[str]:
+    """No op is left to the garbage collector, which would find it, and the caller's tensors, much later."""
+    gc.collect()
+    gc.disable()
+    try:
+        wrong = fitting(group)
+        left = [each for each in gc.get_objects() if type(each) is pieces.OpPiece]
+    finally:
+        gc.enable()
+    return [*wrong, f"{len(left)} pieces are left"] if left else wrong
+
+
 def refused(group: Communicator) -> list[str]:
-    """One rank calls with another size, so at another speed: all hear it, no tensor changes, all go on."""
+    """One rank calls with another size, so at another speed: all hear it, no tensor changes, all go on.
+
+    Before that all call alike, so that data leaves before it is known that nobody wants it.
+    """
     wrong: list[str] = []
     rank, world_size = group.rank, group.world_size
     sizes = (3, 30_001, 60_001)  # with the call, with frames, in pieces
+
+    def called(op: str, count: int) -> tuple[torch.Tensor, ...]:
+        """Call ``op`` with tensors that depend on ``count``; those that it would write."""
+        tensor, parts = _full(count * world_size, rank), ()
+        if op in ("gather", "scatter") and rank == 0:
+            parts = tuple(_full(count * world_size, rank) for _ in range(world_size))
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (tensor, "sum"),
+            "broadcast": (tensor, 0),
+            "all_to_all_single": (tensor, tensor.clone()),
+            "gather": (parts or None, tensor, 0),
+            "scatter": (tensor, parts or None, 0),
+        }
+        call = Call(op, (("size", count),), match=lambda parts: None, equal_fits=True)
+        try:
+            _run(group, call, *arguments[op])
+        except ValueError as error:
+            texts.append(str(error))
+        return tensor, *parts
+
     for odd in (0, world_size - 1):
         for of_odd in sizes:
             for of_others in sizes:
                 if of_odd == of_others:
                     continue
-                count = of_odd if rank == odd else of_others
                 case = f"rank {odd} with {of_odd}, others with {of_others}"
-                for op in ("all_reduce", "broadcast", "all_to_all_single"):
-                    tensor = _full(count * world_size, rank)
-                    before = tensor.clone()
-                    more = {"all_reduce": "sum", "broadcast": 0}.get(op, before)
+                for op in ("all_reduce", "broadcast", "all_to_all_single", "gather", "scatter"):
+                    texts: list[str] = []
                     with small_pieces(200_000 * world_size):
-                        try:
-                            _run(group, Call(op, (("size", count),)), tensor, more)
-                            wrong.append(f"{op}, {case}: nothing is raised")
-                        except ValueError as error:
-                            if f"{op}: size differs between ranks" not in str(error):
-                                wrong.append(f"{op}, {case}: {error}")
-                    if not torch.equal(tensor, before):
+                        called(op, of_others)
+                        wrong += [f"{op}, {case}: {text} before" for text in texts]
+                        texts.clear()
+                        tensors = called(op, of_odd if rank == odd else of_others)
+                    if [f"{op}: size differs between ranks" in text for text in texts] != [True]:
+                        wrong.append(f"{op}, {case}: {texts}")
+                    if any((tensor != rank).any() for tensor in tensors):
                         wrong.append(f"{op}, {case}: rank {rank}'s tensor has changed")
                 ranks = torch.tensor([float(rank)])
                 _run(group, Call("all_reduce"), ranks, "sum")

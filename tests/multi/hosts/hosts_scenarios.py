@@ -19,7 +19,7 @@ from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
-from multi.hosts.agreeing_scenarios import fitting, refused
+from multi.hosts.agreeing_scenarios import fitting, leaving_nothing, refused
 from multi.hosts.unfused_scenarios import attending, norming, routing, scaling
 
 # ranks of the default group, of which 0, 1, 2 are on one host and 3, 4 on another
@@ -415,6 +415,7 @@ ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
     mismatching,
     asynchronous,
     fitting,
+    leaving_nothing,
     refused,
     sending,
     receiving_from_anybody,

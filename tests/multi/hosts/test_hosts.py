@@ -99,6 +99,7 @@ def test_groups(reports: Any, name: str, scenario: str) -> None:
         "agreeing",
         "asynchronous",
         "fitting",
+        "leaving_nothing",
         "refused",
         "sending",
         "receiving_from_anybody",

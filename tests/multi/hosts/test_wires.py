@@ -1,5 +1,6 @@
 """Connections between hosts for bytes of collectives: order, what is kept, strangers, ends."""
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ import pytest
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts.host_map import HostMap
+from interlace.runtime.places.hosts.pieces import ALL, Frames
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
 from interlace.runtime.places.one_host.signed_store import digest
 
@@ -65,6 +68,47 @@ def test_bytes_come_in_the_order_in_which_they_were_posted(pair: list[Wires]) ->
     said = bytearray(sum(map(len, parts)))
     pair[1].take(0, said)
     assert said == b"".join(parts)
+
+
+@pytest.mark.parametrize("count", [1, 100, 20_000, 3_000_000])
+def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], count: int) -> None:
+    """Few are received with what follows them, many without; some in several calls, some in one."""
+    sent = bytes(range(256)) * (6 * count // 256 + 1)
+    pair[0].post(1, sent[: 6 * count])
+    said = [bytearray(count) for _ in range(5)]
+    with ThreadPoolExecutor(1) as threads:
+        flushed = threads.submit(pair[0].flush)
+        pair[1].take(0, said[0])
+        pair[1].take(0, said[1], said[2])
+        pair[1].drop(0, count)
+        pair[1].take(0, memoryview(said[3])[: count // 2])
+        pair[1].take(0, memoryview(said[3])[count // 2 :], b"", said[4])
+        flushed.result()
+    starts = [0, count, 2 * count, 4 * count, 5 * count]
+    assert said == [sent[start : start + count] for start in starts]
+
+
+def test_data_follows_a_frame_before_anybody_answers() -> None:
+    """Also to a rank that gets no frame. Who does not want it drops it, and what follows is in order."""
+    hosts = HostMap(((0, 1), (2, 3)))
+    wires = connected(4)
+    frames = [Frames(hosts, rank) for rank in range(4)]
+    data = {peer: bytes([peer]) * 1000 for peer in (2, 3)}
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(frames[0].swap, wires[0], [b"yes"] * 2, data, {}, (0, ALL))
+        with select.epoll() as arrived:  # at the rank to which no frame of the sender goes
+            arrived.register(wires[3]._sockets[0], select.EPOLLIN)
+            assert arrived.poll() and not first.done()
+        others = [
+            threads.submit(frames[1].swap, wires[1], [b"yes"] * 2, {}, {}, (0, ALL)),
+            *(threads.submit(frames[rank].swap, wires[rank], [b"no"] * 2) for rank in (2, 3)),
+        ]
+        answers = [each.result() for each in (first, *others)]
+        assert answers == [[b"yes", b"yes", b"no", b"no"]] * 4
+        ends = [threads.submit(frames[rank].trade, wires[rank], [b"on"] * 2) for rank in range(4)]
+        assert [end.result() for end in ends] == [[b"on"] * 4] * 4
+    for each in wires:
+        each.forget()
 
 
 def test_both_send_more_than_the_kernel_keeps(pair: list[Wires]) -> None:
