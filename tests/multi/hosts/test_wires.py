@@ -107,6 +107,11 @@ def test_data_follows_a_frame_before_anybody_answers() -> None:
         assert answers == [[b"yes", b"yes", b"no", b"no"]] * 4
         ends = [threads.submit(frames[rank].trade, wires[rank], [b"on"] * 2) for rank in range(4)]
         assert [end.result() for end in ends] == [[b"on"] * 4] * 4
+    for sender, receiver in ((0, 2), (0, 3), (1, 3)):
+        wires[sender].post(receiver, b"next")
+        said = bytearray(4)
+        wires[receiver].take(sender, said)
+        assert said == b"next"
     for each in wires:
         each.forget()
 
