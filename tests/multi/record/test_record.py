@@ -23,19 +23,17 @@ from guard import MOST as LONG
 from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core import plain
-from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.record import dump, reader, recorder
-from interlace.runtime.record.reader import PastOp, RankRecord, read_file, read_rank
-from interlace.runtime.record.recorder import ENTRIES, REGION_BYTES, FlightRecorder
+from interlace.runtime.record import dump, reader
+from interlace.runtime.record.reader import PastOp, RankRecord, read_file
+from interlace.runtime.record.recorder import ENTRIES
 from interlace.runtime.start.connect import connect_place
 from interlace.runtime.start.pool import default_pool
 from multi.record import record_ranks as ranks
 
 LINES = Path(ranks.__file__).read_text().splitlines()
 SITES = [number for number, line in enumerate(LINES, 1) if line.strip() == ranks.LINE]
-WHO = "a group", 0, (0, 1), (11, 12), ()
 
 T = TypeVar("T")
 
@@ -120,82 +118,6 @@ def test_messages_between_two_ranks_are_kept() -> None:
     assert waiting.peer == received.peer == 0 and waiting.tag == 7
     assert not waiting.ended and received.ended >= received.began
     assert waiting.site[0] == "to_one_another"
-
-
-def test_a_log_that_is_full_begins_anew() -> None:
-    region = memoryview(bytearray(REGION_BYTES))
-    kept = FlightRecorder(region)
-    kept.about(WHO)
-    for number in range(1, 2000):
-        op = Call("op", (("number", number), ("text", "x" * 300))).message
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
-        if number % 97 == 0:
-            ops = read_rank(bytes(region), None, 0.0, "").collectives
-            told = [op for op in ops if op.op != "?"]
-            assert [dict(op.terms)["number"] for op in told] == [op.number for op in told]
-            assert ops[-1].number == number and len(told) >= min(number, 40)
-    long = Call("op", (("text", "x" * 5000),)).message
-    kept.begins(recorder.MESSAGES, 2000, 0, 0, 0, 0, kept.told(long))
-    last = read_rank(bytes(region), None, 0.0, "").collectives[-1]
-    assert (last.op, last.terms) == ("op", None), "a text that is too long is left out"
-
-
-def through(depth: int, kept: FlightRecorder, number: int) -> None:
-    """As interlace's own functions are, of which there are several between a call and the recorder."""
-    if depth:
-        through(depth - 1, kept, number)
-    else:
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told("an op"))
-
-
-def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    region = memoryview(bytearray(REGION_BYTES))
-    kept = FlightRecorder(region)
-    kept.about(WHO)
-    space: dict[str, Any] = {"__name__": "interlace.inside"}
-    source = "def through(depth, kept, n):\n    if depth: through(depth - 1, kept, n)\n"
-    entry = f"{recorder.MESSAGES}, n, 0, 0, 0, 0, kept.told('an op')"
-    exec(f"{source}    else: kept.begins({entry})", space)
-    monkeypatch.setitem(globals(), "through", space["through"])
-    expected = {}
-    for number, depth in enumerate([1, 1, 5, 1, 3, 3, 5], 1):
-        if number % 2:
-            line = sys._getframe().f_lineno + 1
-            through(depth, kept, number)
-        else:
-            line = sys._getframe().f_lineno + 1
-            through(depth, kept, number)
-        expected[number] = line
-    ops = read_rank(bytes(region), None, 0.0, "").collectives
-    assert {op.number: op.site[2] for op in ops} == expected
-
-
-def test_an_op_that_comes_again_is_not_learned_again() -> None:
-    """That takes 10 us, the short way 0.2: see benchmarks/record_cost.py."""
-    kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
-    op = Call("op").message
-    kept.begins(recorder.MESSAGES, 1, 0, 0, 0, 0, kept.told(op))
-    kept.begins(recorder.MESSAGES, 2, 0, 0, 0, 0, kept.told(op))
-    for number in range(3, 100):
-        if number == 4:
-            kept._put = None  # type: ignore[method-assign,assignment]  # what learning ends with
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
-
-
-def test_an_op_that_is_told_at_two_depths_is_learned_once_at_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As an op on several hosts is: when it begins, and in its step within the host."""
-    kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
-    space: dict[str, Any] = {"__name__": "interlace.inside"}
-    source = "def told(depth, kept): return told(depth - 1, kept) if depth else kept.told('an op')"
-    exec(source, space)
-    learned = []
-    outside = recorder.outside
-    monkeypatch.setattr(recorder, "outside", lambda frame: learned.append(frame) or outside(frame))
-    found = {(depth, space["told"](depth, kept)) for _ in range(10) for depth in (2, 5)}
-    assert len(learned) == 2
-    assert len(found) == 2 and len({told for _, told in found}) == 1
 
 
 # -- who reads it ----------------------------------------------------------------------------------
