@@ -226,9 +226,12 @@ class MessageEnd(Future[Outcome]):
             _log.exception("what was to be called at the end of a message failed")
 
     def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
-        vars(self).setdefault("_callbacks", deque()).append(fn)
+        callbacks = vars(self).setdefault("_callbacks", deque())
+        callbacks.append(fn)
         if self.settled:
-            self.tell()
+            with suppress(ValueError):  # who tells has called it
+                callbacks.remove(fn)
+                self._call(fn)
 
 
 def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:

@@ -183,7 +183,8 @@ class Mail:
                     if patience is not None and patience.due(now):
                         patience.check(future.doing, self._senders(future), now)
                     self._move_for(future, seconds)
-                    patience = patience or future.patience(self._group, bounded)
+                    if patience is None and not future.settled:
+                        patience = future.patience(self._group, bounded)
                 except InterlaceError as error:
                     self._fail(future, error)
         finally:
@@ -286,7 +287,7 @@ class Mail:
     def _keep_moving(self) -> None:
         """What the thread does. It naps first, for who begins something mostly waits for it soon."""
         last_check = last_use = time.monotonic()
-        nap = _NAP
+        nap, known = _NAP, self._begun
         while True:
             time.sleep(nap)
             nap = min(2 * nap, _LONG_NAP)
@@ -297,9 +298,10 @@ class Mail:
             now = time.monotonic()
             with self._lock:
                 futures = self._futures()
-                if futures:
-                    last_use = now
-                    nap = _NAP if begun == self._begun else nap  # else others are at it
+                if futures or known != self._begun:
+                    last_use, known = now, self._begun
+                if futures and begun == self._begun:
+                    nap = _NAP  # else others are at it
                 messages = self._messages
                 closed = self._then is not None and not (messages and self._has_to_end(messages))
                 if now - last_use > _LINGER or closed:

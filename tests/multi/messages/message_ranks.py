@@ -1,5 +1,6 @@
 """Ranks of test_messages.py."""
 
+import ctypes
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import torch
 import interlace
 from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.one_host.bell import ANYONE, BELL
 from interlace.runtime.places.shm import boxes, matching
 from interlace.runtime.places.shm.engine import HostEngine
 
@@ -333,3 +335,32 @@ def forked_while_messages_move() -> list[str]:
     interlace.isend(torch.full((1,), 5.0), 1 - rank).wait()
     pending.wait()
     return [*found, str(target.item())]
+
+
+def wakes_of_a_sleeper(count: int) -> list[int]:
+    """How often ``count`` messages ring for rank 1, which sleeps; whether taking them rings for rank 0."""
+    group = groups.default_group()
+    engine = group.engine
+    assert isinstance(engine, HostEngine)
+    control = engine._group.control
+    assert control is not None
+    word = control.mail_asleep(1)
+    asleep, rung = ctypes.c_int64.from_address(word), ctypes.c_uint32.from_address(word + BELL)
+    found = []
+    if interlace.get_rank() == 0:
+        asleep.value, before = ANYONE, rung.value
+        for number in range(count):
+            interlace.send(torch.tensor([number]), 1)
+        found.append(rung.value - before)
+        asleep.value = 0
+    interlace.barrier()
+    if interlace.get_rank() == 1:
+        asleep = ctypes.c_int64.from_address(control.mail_asleep(0))
+        asleep.value = ANYONE
+        for number in range(count):
+            target = torch.zeros(1, dtype=torch.int64)
+            interlace.recv(target, 0)
+            assert int(target) == number
+        found.append(int(asleep.value == 0))  # for room, of which there was enough
+    interlace.barrier()
+    return found

@@ -130,3 +130,8 @@ def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
     for *said, value in run(message_ranks.forked_while_messages_move, 2):
         assert len(said) == 2 and all("a forked child has to make its own" in text for text in said)
         assert value == "5.0"
+
+
+def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
+    """Each ring is a call of the operating system, and may cost the one who rings its core."""
+    assert run(message_ranks.wakes_of_a_sleeper, 2, 20) == [[1], [0]]

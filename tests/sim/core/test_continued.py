@@ -1,5 +1,6 @@
 """A transfer that something is done after: who asks for its end asks the transfer's own."""
 
+import threading
 from collections import deque
 from concurrent.futures import Future
 
@@ -27,3 +28,36 @@ def test_what_is_done_after_may_fail() -> None:
     whole = Continued(message, lambda outcome: Outcome(1 // outcome.result, None))
     message.set_result(Outcome(0, None))
     assert whole.done() and isinstance(whole.exception(0), ZeroDivisionError)
+
+
+def test_an_end_calls_each_function_once_though_an_exception_comes_meanwhile() -> None:
+    """As of a signal's handler: what it has kept from being called is called when the end is told again."""
+    message, called = MessageEnd(), []
+    message.refused = deque()
+
+    def interrupted(_: object) -> None:
+        called.append("first")
+        raise KeyboardInterrupt
+
+    message.add_done_callback(interrupted)
+    message.add_done_callback(lambda _: called.append("second"))
+    with pytest.raises(KeyboardInterrupt):
+        message.set_result(Outcome(None, None))
+    assert message.settled and called == ["first"]
+    message.tell()
+    message.add_done_callback(lambda _: called.append("third"))
+    assert called == ["first", "second", "third"]
+
+
+def test_an_end_wakes_threads_that_wait_for_it() -> None:
+    message, found = MessageEnd(), []
+    message.refused = deque()
+    with pytest.raises(TimeoutError):
+        message.result(0)
+    threads = [threading.Thread(target=lambda: found.append(message.result())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    message.set_result(Outcome(7, None))
+    for thread in threads:
+        thread.join()
+    assert [outcome.result for outcome in found] == [7, 7, 7]

@@ -8,6 +8,7 @@ moves pieces through all pipes until one has moved its last (the result is its n
 more than the value behind its address (``count`` and its number), or nothing has moved for as long as the
 terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say.
 Who sleeps until there is room is woken for half a ring of it: for a piece it would be asleep again at once.
+Who wakes another says so in that one's word, for others not to do so again until it has got a core.
 """
 
 from interlace.runtime.places.one_host.bell import ANYONE, BELL
@@ -145,6 +146,7 @@ tell:
   %is.asleep = icmp ne i64 %their, 0
   br i1 %is.asleep, label %wakes, label %next
 wakes:
+  store atomic i64 0, ptr %their.asleep monotonic, align 8
   call void @wake(ptr %their.asleep)
   br label %next
 next:
