@@ -25,7 +25,7 @@ from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.boxes import Boxes
 from interlace.runtime.places.shm.direct import Direct
-from interlace.runtime.places.shm.machine_code.steps import Operand, available
+from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand, available
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.message_steps import (
     INPUT,
@@ -327,6 +327,9 @@ class HostEngine(Engine):
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         steps, rounds = self._steps, self._rounds
+        # of two, each rank reads as much as if each summed a half, and nobody waits for the other's half
+        whole = self.world_size == 2 and root is None and op == "sum" and tensor.dtype in SUMS
+        whole = whole and steps.alike()  # as of before this op, or ranks may not agree
         where = self._direct.find(tensor) if root is None else (0, 0)
         steps.begin(call, tensor.nbytes, where)
         meets = rounds.opened and not where[0]
@@ -336,7 +339,10 @@ class HostEngine(Engine):
                 self._direct.reduce(op, tensor)
                 return
             rounds.open()
-        rounds.reduce(tensor, op, root, meets=meets)
+        if whole and tensor.nbytes < steps.sizes.in_place:  # larger halves go past the caches
+            rounds.sum_everywhere(tensor, meets=meets)
+        else:
+            rounds.reduce(tensor, op, root, meets=meets)
 
     def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
         sizes, addresses = _sizes(inputs), [each.data_ptr() for each in (*inputs, output)]

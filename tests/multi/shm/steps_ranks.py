@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import interlace
@@ -19,12 +21,13 @@ from interlace.groups import groups
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host.control import SMALL_DATA
+from interlace.runtime.places.one_host.control import REDUCED, SMALL_DATA
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm import rounds as host_rounds
 from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
+from interlace.runtime.places.shm.ring_writes import RingWrites
 from interlace.runtime.places.shm.rounds import cuts
 
 MOVED_PARTS = ("all_to_all", "scatter")
@@ -272,6 +275,38 @@ def uneven_elsewhere(rows: int, most: int) -> list[str]:
             if not torch.equal(output, wanted):
                 wrong.append(f"turn {turn}")
     return wrong
+
+
+def awaited() -> list[str]:
+    """In a sum of two slots ranks that have called it wait for others' sums only, two for nothing."""
+    with engine() as e:
+        wrong = once(e, "all_gather", SLOT_BYTES, 0, torch.uint8)
+        e._steps._kept.clear()
+        wrong += once(e, "all_reduce", SLOT_BYTES * 3 // 2, 1, torch.float32)
+        lists = {key[0]: steps for key, steps in e._steps._kept.items() if key}
+        words = {index for peers, index, *_ in lists["rounds"].notes.values() if peers}
+        if words != ({REDUCED} if e.world_size > 2 else set()):
+            wrong.append(f"the words {words} were waited for")
+    return wrong
+
+
+def counted() -> list[float]:
+    """The seconds by which ways of writing are chosen, where lists take one each and meetings a hundred."""
+    found: list[float] = []
+    with engine() as e, pytest.MonkeyPatch.context() as patch:
+        wrong = once(e, "all_gather", SLOT_BYTES, 0, torch.uint8)
+        clock, steps, taken = [0.0], e._steps, [1.0, 100.0]
+        for function, seconds in zip((steps.do, steps.meet), taken, strict=True):
+
+            def counting(*args: Any, run: Any = function, seconds: float = seconds) -> Any:
+                clock[0] += seconds
+                return run(*args)
+
+            patch.setattr(steps, function.__name__, counting)
+        patch.setattr(host_rounds, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        patch.setattr(RingWrites, "took", lambda *args: found.append(args[-1]))
+        wrong += once(e, "all_reduce", SLOT_BYTES * 3 // 2, 1, torch.float32)
+    return found if not wrong else [-1.0]
 
 
 def inference_tensors() -> list[str]:

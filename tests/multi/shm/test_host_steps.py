@@ -94,6 +94,34 @@ def test_ranks_have_the_same_bits_of_nan_with_machine_code_and_without(
     assert torch.equal(tensors[0].view(integers), tensors[1].view(integers))
 
 
+def test_ranks_have_the_same_bits_of_nan_in_a_large_sum(
+    one_with_machine_code: list[Engine],
+) -> None:
+    nbytes = 2 * steps_ranks.SLOT_BYTES
+    for _ in range(2):  # the first makes the rings
+        tensors = [
+            torch.tensor([0x7FC00001 + n, 0x7FC00002 - n], dtype=torch.int32) for n in (0, 1)
+        ]
+        large = [each.repeat(nbytes // each.nbytes).view(torch.float32) for each in tensors]
+
+        def on_rank(rank: int, large: list[torch.Tensor] = large) -> None:
+            one_with_machine_code[rank].all_reduce(Call("all_reduce"), large[rank], "sum")
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(on_rank, range(2)))
+        assert torch.equal(large[0].view(torch.int32), large[1].view(torch.int32))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_who_calls_a_sum_last_waits_for_nobody(world_size: int) -> None:
+    assert run(steps_ranks.awaited, world_size) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ways_of_writing_are_chosen_by_writing_and_reading_not_by_waiting(world_size: int) -> None:
+    assert run(steps_ranks.counted, world_size) == [[2.0]] * world_size
+
+
 @thorough
 def test_as_many_rounds_as_steps_take_and_more() -> None:
     assert run(steps_ranks.many_rounds, 2) == [[]] * 2
