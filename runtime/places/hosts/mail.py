@@ -299,6 +299,12 @@ class SpanningBoxes:
         if threads:
             os.eventfd_write(self._event, 1)
 
+    def start(self, pipe: Pipe | FarPipe) -> None:
+        if isinstance(pipe, Pipe):
+            self._near.start(pipe)
+        else:
+            pipe.move()
+
     def move(
         self, pipes: Sequence[Pipe | FarPipe], blocked: Sequence[int], seconds: float, *,
         sleep: bool, peers: Sequence[int] = (),

@@ -257,6 +257,13 @@ class Boxes:
             found = self._pipes[peer, puts] = Pipe(self._control, self, self._rank, peer, puts)
         return found
 
+    def start(self, pipe: Pipe) -> None:
+        """Move what can be moved now, once around the ring at most: the caller may have other things to do."""
+        words, total = pipe.words, pipe.words[mover_ir.TOTAL]
+        words[mover_ir.TOTAL] = min(total, self.slots * self.piece)
+        self.move([pipe], (), 0.0, sleep=False)
+        words[mover_ir.TOTAL] = total
+
     def move(
         self, pipes: Sequence[Pipe], blocked: Sequence[int], seconds: float, *, sleep: bool,
         peers: Sequence[int] = (),

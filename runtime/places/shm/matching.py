@@ -279,7 +279,7 @@ class Messages:
         assert traffic.put is not None
         first = traffic.leaving[0]
         traffic.put.begin(first.tensor.data_ptr(), first.tensor.nbytes, first.shift, past=False)
-        self.boxes.move([traffic.put], (), 0.0, sleep=False)
+        self.boxes.start(traffic.put)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
         """Messages of which the last piece has been moved."""
@@ -326,7 +326,7 @@ class Messages:
         pipe = self.boxes.pipe(peer, puts=False)
         pipe.begin(address, first.nbytes, first.shift, past=first.nbytes >= self.boxes.outputs)
         traffic.take = pipe
-        self.boxes.move([pipe], (), 0.0, sleep=False)
+        self.boxes.start(pipe)
 
     def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:
         """Memory to keep a message; None if there is none, unless it is ``urgent``."""
