@@ -258,7 +258,7 @@ class Boxes:
         return found
 
     def start(self, pipe: Pipe) -> None:
-        """Move what can be moved now, once around the ring at most: the caller may have other things to do."""
+        """Move what can be moved now, once around the ring at most: its caller may have more to do."""
         words, total = pipe.words, pipe.words[mover_ir.TOTAL]
         words[mover_ir.TOTAL] = min(total, self.slots * self.piece)
         self.move([pipe], (), 0.0, sleep=False)
