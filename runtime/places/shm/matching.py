@@ -110,20 +110,20 @@ class Messages:
     @property
     def unasked(self) -> bool:
         """Whether a message waits for somebody to ask for it, and those behind it with it."""
-        return any(t.incoming and t.take is None for t in self._traffic.values())
+        return any(t.incoming and t.take is None for t in [*self._traffic.values()])
 
     @property
     def leaving(self) -> bool:
         """Whether something is to leave for which somebody waits, or may."""
-        sends = [s for t in self._traffic.values() for s in (*t.outgoing, *t.leaving)]
+        sends = [s for t in [*self._traffic.values()] for s in (*t.outgoing, *t.leaving)]
         return any(sending.future is not None for sending in sends)
 
     def futures(self) -> list[MessageEnd]:
         """The ends that somebody may await."""
         found: list[MessageEnd | None] = [receiving.future for receiving in self._receiving]
-        for traffic in self._traffic.values():
+        for traffic in [*self._traffic.values()]:
             found += [sending.future for sending in (*traffic.outgoing, *traffic.leaving)]
-            found += [m.wanted.future for m in traffic.incoming if m.wanted is not None]
+            found += [m.wanted.future for m in [*traffic.incoming] if m.wanted is not None]
         return [future for future in found if future is not None]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
@@ -131,9 +131,12 @@ class Messages:
 
         ``peers``: for whom the caller waits.
         """
-        pipes = [t.put for t in self._traffic.values() if t.put is not None and t.leaving]
-        pipes += [t.take for t in self._traffic.values() if t.take is not None]
-        blocked = [peer for peer, t in self._traffic.items() if t.outgoing]
+        under_way = [
+            *self._traffic.items()
+        ]  # what a signal handler begins comes with the next move
+        pipes = [t.put for _, t in under_way if t.put is not None and t.leaving]
+        pipes += [t.take for _, t in under_way if t.take is not None]
+        blocked = [peer for peer, t in under_way if t.outgoing]
         return self.boxes.move(pipes, blocked, seconds, sleep=sleep, peers=peers)
 
     def advance(self, begins: Sending | Receiving | None = None, *, idle: bool = False) -> None:

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import interlace
+from interlace.runtime.places.shm import matching
 from multi.messages import message_ranks
 from tiers import few
 
@@ -135,3 +137,20 @@ def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
 def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
     """Each ring is a call of the operating system, and may cost the one who rings its core."""
     assert run(message_ranks.wakes_of_a_sleeper, 2, 20) == [[1], [0]]
+
+
+def test_a_message_may_begin_while_others_are_looked_through() -> None:
+    """As a signal handler's may, between any two steps of Python."""
+    boxes = SimpleNamespace(move=lambda *_, **__: False)
+    messages = matching.Messages(SimpleNamespace(rank=0), boxes, print)
+    traffic = messages._traffic
+
+    class Interrupted(matching._Traffic):
+        def __getattribute__(self, name: str) -> Any:
+            traffic[len(traffic)] = matching._Traffic()
+            return super().__getattribute__(name)
+
+    traffic[0] = Interrupted()
+    assert not messages.unasked and not messages.leaving
+    assert not messages.futures() and not messages.move(0.0, sleep=False)
+    assert len(traffic) > 4
