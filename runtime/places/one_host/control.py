@@ -167,9 +167,7 @@ class Control:
     def ring_for(self, peer: int) -> None:
         """Wake ``peer`` if it sleeps until a message moves; once, however long it takes to get a core."""
         if self.views[peer][_MAIL // 8]:
-            self.views[peer][_MAIL // 8] = (
-                0  # before the bell: who sleeps again by now is woken, too
-            )
+            self.views[peer][_MAIL // 8] = 0  # then the bell, for who sleeps again by now
             wake(self.mail_asleep(peer))
 
     def mail_asleep(self, rank: int) -> int:

@@ -338,7 +338,7 @@ def forked_while_messages_move() -> list[str]:
 
 
 def wakes_of_a_sleeper(count: int) -> list[int]:
-    """How often ``count`` messages ring for rank 1, which sleeps; whether taking them rings for rank 0."""
+    """How often ``count`` messages ring for rank 1, which sleeps; whether to take them rings for rank 0."""
     group = groups.default_group()
     engine = group.engine
     assert isinstance(engine, HostEngine)
