@@ -215,13 +215,13 @@ class Messages:
     def fail(self, future: MessageEnd, error: InterlaceError) -> None:
         """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
         self._receiving = [r for r in self._receiving if r.future is not future]
-        for traffic in self._traffic.values():
-            for sending in [s for s in traffic.outgoing if s.future is future]:
+        for traffic in [*self._traffic.values()]:
+            for sending in [s for s in [*traffic.outgoing] if s.future is future]:
                 traffic.outgoing.remove(sending)
-            for sending in traffic.leaving:
+            for sending in [*traffic.leaving]:
                 if sending.future is future:
                     sending.future = None
-            for number, message in enumerate(traffic.incoming):
+            for number, message in enumerate([*traffic.incoming]):
                 if message.wanted is not None and message.wanted.future is future:
                     message.wanted = None
                     if number == 0 and traffic.take is not None:
