@@ -241,6 +241,7 @@ class HostLinks:
         self.check()
         self._until = 0.0
         try:
+            self.wires.check()
             yield self.wires
             self.wires.flush()
         except WireError as error:
@@ -333,7 +334,7 @@ class HostLinks:
     @property
     def failure(self) -> InterlaceError | None:
         """The group's error; a copy, because an exception collects tracebacks."""
-        return copy.copy(self._failure)
+        return self._failure and copy.copy(self._failure)
 
     @property
     def closed(self) -> bool:

@@ -67,6 +67,7 @@ class Wires:
     def __init__(self, rank: int, waits: Callable[[int], object] = lambda peer: None) -> None:
         self.rank, self._waits = rank, waits
         self._sockets: dict[int, socket.socket] = {}
+        self._ends = select.poll()
         self._kept: dict[int, deque[memoryview]] = {}
         self._space: dict[int, memoryview] = {}
         self._ahead: dict[
@@ -125,6 +126,7 @@ class Wires:
             self._space[peer] = memoryview(bytearray(_AHEAD))
             self._ahead[peer] = self._space[peer][:0]
             self._sent[peer] = self.posted[peer] = 0
+            self._ends.register(wire, select.POLLRDHUP)
 
     def _accept(
         self, missing: set[int], proof: Proof, until: float, over: Callable[[], bool]
@@ -263,6 +265,16 @@ class Wires:
         for descriptor, what in poll.poll():
             if descriptor in sending and what & ~select.POLLIN:
                 self._push(sending[descriptor])
+
+    def check(self) -> None:
+        """Raise WireError if another rank has closed its end, even if there is something left to read.
+
+        It has given up, or left, before this rank begins the next op: that cannot be one of all ranks.
+        """
+        for descriptor, _ in self._ends.poll(0):
+            for peer, wire in self._sockets.items():
+                if wire.fileno() == descriptor:
+                    raise WireError(peer, "closed")
 
     def wire(self, peer: int) -> socket.socket:
         """The connection with ``peer``, for who does not use the methods above."""
