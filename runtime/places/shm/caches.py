@@ -6,14 +6,15 @@ anybody wants it need not pass through them. So with a second-level cache of 1 M
 
     medium   256 KiB  a quarter of the second level: data beside messages, of which its places are in turn
     reduced    1 MiB  the second level: what one rank reads to reduce everything itself
-    slot     512 KiB  half of it: a slot is read while the next is written
+    slot       1 MiB  the same: a slot is read from there, and few ops need several
     outputs    2 MiB  a quarter of a rank's share of the last level: outputs from here on are written past
                       the caches. Inputs, rings and outputs of all ranks want the rest
     in_place   4 MiB  half of that share: the same for tensors that are input and output
 
-With slots of 1 MiB, 4 ranks took 1.1 to 1.4 times as long (all_reduce, reduce_scatter of 4 to 16 MiB), and
-with outputs of 4 MiB through the caches an all_gather 1.7 times (EPYC of 2 cores with these caches,
-torch 2.13, November 2026).
+With slots of half as much, in which ops of 1 MiB have two rounds, these took 1.1 to 2.1 times as long on 2
+ranks (fastest tenth of blocks; but broadcast 0.8 times), and ops of 4 MiB 0.8 to 1.3 times on 4 ranks. With
+outputs of 4 MiB through the caches an all_gather of 4 ranks took 1.7 times as long (EPYC of 2 cores with
+these caches, torch 2.13, November 2026).
 
 Of slots and data beside messages all ranks must think alike: they take the last rank's sizes.
 """
@@ -58,9 +59,7 @@ class Thresholds(NamedTuple):
     @classmethod
     def of(cls, caches: Caches, world_size: int) -> "Thresholds":
         second, share = caches.second & -PAGE, caches.last // world_size
-        return cls(
-            second // 4, second, second // 2, max(second, share // 4), max(second, share // 2)
-        )
+        return cls(second // 4, second, second, max(second, share // 4), max(second, share // 2))
 
 
 @functools.cache

@@ -236,12 +236,12 @@ def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
 
 def test_sizes_follow_from_the_caches() -> None:
     small, large = (Thresholds.of(Caches(1 << 20, 32 << 20), ranks) for ranks in (4, 2))
-    assert small == (256 << 10, 1 << 20, 512 << 10, 2 << 20, 4 << 20)
-    assert large == (256 << 10, 1 << 20, 512 << 10, 4 << 20, 8 << 20)
+    assert small == (256 << 10, 1 << 20, 1 << 20, 2 << 20, 4 << 20)
+    assert large == (256 << 10, 1 << 20, 1 << 20, 4 << 20, 8 << 20)
     assert Thresholds.of(Caches(2 << 20, 32 << 20), 64)[:4] == (
         512 << 10,
         2 << 20,
-        1 << 20,
+        2 << 20,
         2 << 20,
     )
 
