@@ -12,7 +12,8 @@ anybody wants it need not pass through them. So with a second-level cache of 1 M
     in_place   4 MiB  half of that share: the same for tensors that are input and output
 
 With slots of half as much, in which ops of 1 MiB have two rounds, these took 1.1 to 2.1 times as long on 2
-ranks (fastest tenth of blocks; but broadcast 0.8 times), and ops of 4 MiB 0.8 to 1.3 times on 4 ranks. With
+ranks (fastest tenth of blocks, on a busy machine; medians 1.0 to 1.1; but broadcast 0.8 and 0.6 times), and
+ops of 4 MiB 0.8 to 1.3 times on 4 ranks. With
 outputs of 4 MiB through the caches an all_gather of 4 ranks took 1.7 times as long (EPYC of 2 cores with
 these caches, torch 2.13, November 2026).
 

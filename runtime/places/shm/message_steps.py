@@ -344,10 +344,10 @@ def at(operand: Operand, further: int) -> Operand:
 def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
     """Put data beside a message.
 
-    Past the caches from PAST_FROM bytes on. 2 ranks, through them relative to past them: 4 and 8 KiB take
-    1.0 to 1.1 times as long, 64 KiB 1.5 to 2.5 times where cores share no cache, and as long where they
-    share one; but on a Xeon 0.94 times (4 KiB) and 0.6 times (64 KiB). Rejected: to time both ways op
-    by op: that cost small ops more than it won, and found the better way no more often (November 2026).
+    Past the caches from PAST_FROM bytes on. 2 ranks, all_reduce, through them relative to past them: of
+    4 to 16 KiB 0.9 to 1.1 times as long, of 64 KiB 0.9 to 1.9 times, in runs on a busy machine; but on
+    a Xeon 0.94 times (4 KiB) and 0.6 times (64 KiB). Rejected: to time both ways op by op, for which
+    small ops paid 4 to 9 percent (November 2026).
     """
     if nbytes >= PAST_FROM:
         doing.stream(target, source, nbytes, past=True)
