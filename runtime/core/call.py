@@ -170,7 +170,7 @@ class MessageEnd(Future[Outcome]):
     _outcome: Outcome
     _error: BaseException | None = None
     _event: threading.Event | None = None
-    _callbacks: deque[Callable[[Future[Outcome]], object]] | None = None
+    _callbacks: "list[_Callback] | None" = None
 
     def __init__(self) -> None:
         pass
@@ -215,23 +215,34 @@ class MessageEnd(Future[Outcome]):
         self.settled = True
         if self._event is not None:
             self._event.set()
-        while self._callbacks:
-            with suppress(IndexError):  # another thread has just called it
-                self._call(self._callbacks.popleft())
-
-    def _call(self, function: Callable[[Future[Outcome]], object]) -> None:
-        try:
-            function(self)
-        except Exception:
-            _log.exception("what was to be called at the end of a message failed")
+        for callback in [*(self._callbacks or ())]:
+            callback.call(self)
 
     def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
-        callbacks = vars(self).setdefault("_callbacks", deque())
-        callbacks.append(fn)
+        callback = _Callback(fn)
+        vars(self).setdefault("_callbacks", []).append(callback)
         if self.settled:
-            with suppress(ValueError):  # who tells has called it
-                callbacks.remove(fn)
-                self._call(fn)
+            callback.call(self)
+
+
+class _Callback:
+    """What is called once at the end of a message, though several threads, or one again, may tell that."""
+
+    def __init__(self, function: Callable[[Future[Outcome]], object]) -> None:
+        self.function = function
+
+    def call(self, end: MessageEnd) -> None:
+        token = object()
+        try:
+            if vars(self).setdefault("caller", token) is token:
+                self.function(end)
+        except Exception:
+            _log.exception("what was to be called at the end of a message failed")
+        except BaseException as error:
+            begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if not begun and vars(self).get("caller") is token:
+                del vars(self)["caller"]
+            raise
 
 
 def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:

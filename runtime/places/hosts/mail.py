@@ -113,7 +113,10 @@ class FarPipe:
     def __init__(self, wire: socket.socket, puts: bool) -> None:
         self.wire, self.puts, self.ended = wire, puts, False
         self._memory: memoryview | None = None
-        self._moved = self._total = 0
+        self._total, self._busy = 0, False
+        # Bytes that have moved, and those by calls since: an exception of a signal handler may come after
+        # any step of Python, but not between such a call and its count.
+        self._moved: tuple[int, list[int]] = 0, []
 
     def shift(self) -> int:
         return 0
@@ -122,7 +125,7 @@ class FarPipe:
         """A message, to or from ``address``; 0 lets its bytes go."""
         memory = (ctypes.c_ubyte * nbytes).from_address(address) if address else None
         self._memory = None if memory is None else memoryview(memory).cast("B")
-        self._moved, self._total = 0, nbytes
+        self._moved, self._total = (0, []), nbytes
 
     def let_go(self) -> None:
         """The rest of the message goes nowhere."""
@@ -130,27 +133,37 @@ class FarPipe:
 
     @property
     def finished(self) -> bool:
-        return self._moved == self._total
+        return self._count() == self._total
+
+    def _count(self) -> int:
+        before, counts = self._moved
+        self._moved = moved, _ = before + sum(counts), list[int]()
+        return moved
 
     def move(self) -> bool:
         """Move some of its bytes, if that can be done now; whether any were."""
-        until = min(self._total, self._moved + _AT_ONCE)
-        if self.finished or self.ended:
+        moved, wire = self._count(), self.wire
+        size = min(self._total - moved, _AT_ONCE)
+        if not size or self.ended or self._busy:
             return False
-        memory = None if self._memory is None else self._memory[self._moved : until]
+        if self._memory is None:  # of what is let go
+            some = memoryview(bytearray(min(size, _BUFFER)))
+        else:
+            some = self._memory[moved : moved + size]
+        call: Any = wire.send if self.puts else wire.recv_into
+        how = _SEND if self.puts else _RECEIVE
+        step = map(call, *((some,), (how,)) if self.puts else ((some,), (0,), (how,)))
         try:
-            if memory is None:
-                count = len(self.wire.recv(min(until - self._moved, _BUFFER), _RECEIVE))
-            else:
-                move: Any = self.wire.send if self.puts else self.wire.recv_into
-                count = move(memory, _SEND) if self.puts else move(memory, 0, _RECEIVE)
+            self._busy = True  # what a signal handler begins moves nothing here
+            self._moved[1].extend(step)
         except BlockingIOError:
             return False
         except OSError:
-            count = 0
-        self.ended = not count
-        self._moved += count
-        return count > 0
+            self.ended = True
+        finally:
+            self._busy = False
+        self.ended = self.ended or self._count() == moved
+        return not self.ended
 
 
 class FarBox:
@@ -162,30 +175,26 @@ class FarBox:
         self.peer, self.wire, self._inline = peer, records, inline
         self.put_pipe, self.take_pipe = FarPipe(pieces, True), FarPipe(pieces, False)
         self.readable = self.ended = False
-        self._begun: tuple[int, ...] = ()  # a record of which this has not left:
-        self._unsent = b""
+        self.begun = False
+        self._unsent = b""  # of the record that leaves
         self._buffer = bytearray(_BUFFER)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._first = self._last = 0  # of the bytes in it
 
     def put(self, tag: int, nbytes: int, dtype: int, data: int) -> bool:
-        """Send a record, with data that is short; False if not all of it can leave now: do it again."""
-        about = tag, nbytes, dtype, data
-        if self._unsent:
-            if not self._push():
-                return False
-            if self._begun == about:
-                self._begun = ()
-                return True
+        """Send a record, with data that is short; False if not all of it can leave now: do it again.
+
+        If a part of it has left, ``begun``, it must be the next again.
+        """
+        if self.begun:
+            self.begun = not self._push()
+            return not self.begun
         follows = nbytes if nbytes <= self._inline else 0
         self._unsent = _RECORD.pack(tag, nbytes, dtype, follows) + ctypes.string_at(data, follows)
         whole = len(self._unsent)
         if self._push():
             return True
-        if len(self._unsent) == whole:
-            self._unsent = b""  # it may be withdrawn
-        else:
-            self._begun = about
+        self.begun = len(self._unsent) < whole
         return False
 
     def _push(self) -> bool:
@@ -273,6 +282,9 @@ class SpanningBoxes:
         if peer in self._local:
             return self._near.put(self._local[peer], tag, nbytes, dtype, data, shift)
         return self.far[peer].put(tag, nbytes, dtype, data)
+
+    def begun(self, peer: int) -> bool:
+        return peer in self.far and self.far[peer].begun
 
     def arrived(self) -> list[int]:
         near = [self._names[index] for index in self._near.arrived()]

@@ -101,7 +101,7 @@ class HostsPlace(CpuPlace):
         self.group.beyond = self._links.culprit
         if parent is not None:
             parent._children.add(self)
-        close_at_exit(self)
+        close_at_exit(self, instead_of=self.local)  # which is closed after the messages
         weakref.finalize(self, _leave_dropped, self._links, self._mail).atexit = False
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:

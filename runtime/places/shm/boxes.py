@@ -210,6 +210,10 @@ class Boxes:
         self._control.ring_for(peer)
         return True
 
+    def begun(self, peer: int) -> bool:
+        """Whether a part of the record that is put next has left: here records leave whole."""
+        return False
+
     def _room(self, peer: int) -> int:
         """Bytes of the own records that ``peer`` has taken."""
         return self._control.words[peer].acquired(self.word(self._rank) + _TAKEN)

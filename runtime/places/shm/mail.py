@@ -308,32 +308,37 @@ class Mail:
                     self._thread = None  # under the lock: the next message starts another
                     break
             if now - last_check > _CHECK_SECONDS:
-                last_check = now
+                last_check, late = now, dict[int | None, tuple[int, ...]]()
                 for future in futures:
-                    self._check(future)
+                    self._check(future, late)
         if self._then is not None:
             self._then()
 
-    def _check(self, future: _Moving) -> None:
-        """Fail ``future`` if it can never end. A reason counts when it is found twice."""
-        group = self._group
+    def _check(self, future: _Moving, late: dict[int | None, tuple[int, ...]]) -> None:
+        """Fail ``future`` if it can never end. A reason counts when it is found twice.
+
+        ``late``: for whom ranks wait in the end, as far as that was asked, which may take a second each.
+        """
+        group, peer = self._group, future.peer
         error = group.interruption(future.doing, self._senders(future))
-        if error is None and time.monotonic() - future.started > future.bound:
-            late = group.blame.culprits(future.peers)
-            error = CollectiveTimeoutError(
-                f"rank {group.name}: {future.doing} has waited {future.bound:g} s for ranks {late}",
-                tuple(late),
-            )
+        if error is None and time.monotonic() - future.started > future.bound and future.suspect:
+            if peer not in late:
+                late[peer] = tuple(group.blame.culprits(future.peers))
+            text = f"{future.doing} has waited {future.bound:g} s for ranks {[*late[peer]]}"
+            error = CollectiveTimeoutError(f"rank {group.name}: {text}", late[peer])
         if error is not None and future.suspect:
             if future.waited or not isinstance(error, CollectiveTimeoutError):
                 group.blame.ended(error)  # what nobody waits for any more ends alone
             self._fail(future, error)
-        future.suspect = error is not None
+        future.suspect = error is not None or time.monotonic() - future.started > future.bound
 
     def _fail(self, future: _Moving, error: InterlaceError) -> None:
+        """``future`` ends with ``error``, unless it has ended meanwhile, and nobody has seen that yet."""
         with self._lock:
-            if not future.settled and self._messages is not None:
-                self._messages.fail(future, error)
+            if self._messages is not None:
+                self._step(0.0)
+                if not future.settled:
+                    self._messages.fail(future, error)
 
 
 def _after_fork_in_child() -> None:

@@ -104,6 +104,7 @@ class Messages:
         self._begun: deque[Sending | Receiving] = deque()
         self._advancing = False
         self._ends: deque[tuple[MessageEnd, Outcome, Exception | None]] = deque()
+        self._awaited = set[MessageEnd]()  # all that have not been told
         self._receiving: list[Receiving] = []
         self._kept: list[_Arriving] = []
 
@@ -120,11 +121,7 @@ class Messages:
 
     def futures(self) -> list[MessageEnd]:
         """The ends that somebody may await."""
-        found: list[MessageEnd | None] = [receiving.future for receiving in self._receiving]
-        for traffic in [*self._traffic.values()]:
-            found += [sending.future for sending in (*traffic.outgoing, *traffic.leaving)]
-            found += [m.wanted.future for m in [*traffic.incoming] if m.wanted is not None]
-        return [future for future in found if future is not None]
+        return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
         """Move pieces until there is something to see to; False if nothing moves for ``seconds``.
@@ -147,6 +144,8 @@ class Messages:
         """
         if begins is not None:
             self._begun.append(begins)
+            if begins.future is not None:
+                self._awaited.add(begins.future)
         if self._advancing:
             return
         try:
@@ -209,16 +208,21 @@ class Messages:
                 future.set_exception(error)
             else:
                 future.set_result(outcome)
+            self._awaited.discard(future)
             if self._ends and self._ends[0] is end:
                 self._ends.popleft()
 
     def fail(self, future: MessageEnd, error: InterlaceError) -> None:
         """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
         self._receiving = [r for r in self._receiving if r.future is not future]
-        for traffic in [*self._traffic.values()]:
-            for sending in [s for s in [*traffic.outgoing] if s.future is future]:
-                traffic.outgoing.remove(sending)
-            for sending in [*traffic.leaving]:
+        for peer, traffic in [*self._traffic.items()]:
+            going = [*traffic.leaving]
+            for number, sending in enumerate([*traffic.outgoing]):
+                if number == 0 and self.boxes.begun(peer):
+                    going.append(sending)
+                elif sending.future is future:
+                    traffic.outgoing.remove(sending)
+            for sending in going:
                 if sending.future is future:
                     sending.future = None
             for number, message in enumerate([*traffic.incoming]):
@@ -229,6 +233,7 @@ class Messages:
                     else:
                         self._kept.insert(0, message)
         future.set_exception(error)
+        self._awaited.discard(future)
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -1,8 +1,13 @@
 """Messages between ranks on several hosts: what waits for what, records that come in parts, and ends."""
 
+import linecache
+import select
 import socket
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +15,11 @@ import torch
 from torch.distributed import HashStore
 
 from guard import MOST
-from interlace.runtime.core.call import Call
+from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts.mail import _RECORD, FarBox
+from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
+from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
 from interlace.runtime.start.connect import connect_place
 
 LONG = 2 * MOST
@@ -193,16 +199,72 @@ def test_a_record_that_is_half_gone_is_sent_once(boxes: tuple[FarBox, socket.soc
     assert narrow.said == b"".join(each) and tries == 5
 
 
-def test_a_record_may_be_withdrawn_unless_it_has_begun_to_leave(
+def test_a_record_that_has_begun_to_leave_is_not_withdrawn(
     boxes: tuple[FarBox, socket.socket],
 ) -> None:
-    box, narrow, data = boxes[0], Narrow([0, 7]), content(200, 5)
+    """Who sends it again from the same memory, with other contents, sends another one."""
+    box, narrow, first, second = boxes[0], Narrow([0, 0, 7, 0]), content(200, 5), content(200, 3)
     box.wire = narrow  # type: ignore[assignment]
-    assert not box.put(1, 200, 9, data.data_ptr())
-    assert not box.put(2, 200, 9, data.data_ptr())
-    assert box.put(3, 200, 9, data.data_ptr())
-    each = [_RECORD.pack(tag, 200, 9, 200) + data.numpy().tobytes() for tag in (2, 3)]
-    assert narrow.said == b"".join(each)
+    carrier = SimpleNamespace(
+        inline=4096, prepare=lambda *_, **__: None, arrived=lambda: (), begun=lambda peer: box.begun,
+        put=lambda peer, tag, nbytes, dtype, data, shift: box.put(tag, nbytes, dtype, data),
+    )  # fmt: skip
+    messages, memory, ends = Messages(SimpleNamespace(rank=0), carrier, print), first.clone(), []
+    for tag in range(3):
+        ends.append(MessageEnd())
+        ends[-1].refused = deque()
+        messages.advance(Sending(memory, 1, 0, ends[-1]))
+        if tag < 2:  # nothing of the first has left, a part of the second has
+            messages.fail(ends[-1], InterlaceError("late"))
+            memory.copy_(second)
+    ends[2].result(0)
+    each = [_RECORD.pack(0, 200, number, 200) for number in [_NUMBER[torch.uint8]] * 2]
+    content_of = [second.numpy().tobytes()] * 2
+    assert narrow.said == each[0] + content_of[0] + each[1] + content_of[1]
+
+
+class Handler(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("puts", [True, False])
+def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
+    """An exception after every line that the pipe executes, one after the other."""
+    own, other = socket.socketpair()
+    data, target = content(100_000, 7), torch.zeros(100_000, dtype=torch.uint8)
+    pipe, line = FarPipe(own, puts), 0
+    pipe.begin((data if puts else target).data_ptr(), 100_000, 0, past=False)
+    said, left = b"", memoryview(data.numpy().tobytes())
+    code, until = FarPipe.move.__code__, 0
+
+    def traced(frame: Any, event: str, _: Any) -> Any:
+        nonlocal line
+        here = linecache.getline(code.co_filename, frame.f_lineno)
+        if event == "line" and frame.f_code is code and "_busy = False" not in here:
+            line += 1  # of that one Python makes sure
+            if line == until:
+                raise Handler
+        return traced
+
+    while not pipe.finished:
+        if not puts and left:
+            left = left[other.send(left[:997]) :]
+        line, until = 0, until + 1
+        sys.settrace(traced)
+        try:
+            pipe.move()
+        except Handler:
+            pass
+        finally:
+            sys.settrace(None)
+        until %= 20
+        while puts and select.select([other], [], [], 0)[0]:
+            said += other.recv(997)
+    while puts and len(said) < 100_000:
+        said += other.recv(100_000)
+    assert said == data.numpy().tobytes() if puts else torch.equal(target, data)
+    own.close()
+    other.close()
 
 
 def test_a_box_is_over_once_all_has_been_read(boxes: tuple[FarBox, socket.socket]) -> None:
