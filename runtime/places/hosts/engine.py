@@ -51,7 +51,7 @@ from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.pieces import ALL, HostsOps, OpPiece, in_pieces
 from interlace.runtime.places.shm.mail import Mail
 
-SMALL_BYTES = 32 << 10  # of all ranks of a host
+SMALL_BYTES = 32 << 10  # of all ranks of the largest host
 MEETING_BYTES = 256 << 10  # what goes with a meeting in the host
 
 
@@ -64,7 +64,7 @@ class HostsEngine(Engine):
         self._ops, self._frames = HostsOps(place, links), place.frames
         self._mine, self._index = self._frames.mine, self._frames.index
         self._others = self._frames.others
-        self._columns = min(map(len, self._hosts))
+        self._columns, self._most = min(map(len, self._hosts)), max(map(len, self._hosts))
 
     def barrier(self, call: Call) -> None:
         self._ops.run(call, [OpPiece])
@@ -99,7 +99,7 @@ class HostsEngine(Engine):
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
         longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
         even = all(output.numel() == input.numel() for output in outputs)
-        if even and input.nbytes * len(mine) <= SMALL_BYTES:
+        if even and input.nbytes * self._most <= SMALL_BYTES:
             self._ops.run(call, [lambda: self._small_gather(outputs, input)])
             return
 
@@ -343,7 +343,7 @@ class HostsEngine(Engine):
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
-        if flat.nbytes * len(self._mine) <= SMALL_BYTES or flat.numel() < self._columns:
+        if flat.nbytes * self._most <= SMALL_BYTES or flat.numel() < self._columns:
             self._ops.run(call, [lambda: self._small_reduce(flat, 1, flat, partial)])
         else:
             pieces = in_pieces(lambda part: self._columns_of(call.op, flat[part], partial), flat)

@@ -32,8 +32,12 @@ class UnconnectedError(InterlaceError):
     """A connection could not be made; the rank at its other end is not known."""
 
 
-def connected(store: Store, rank: int, world_size: int, address: str | None, timeout: float) -> Any:
+def connected(
+    store: Store, rank: int, world_size: int, address: str | None, timeout: float
+) -> tuple[Any, dict[int, int]]:
     """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
+
+    With its descriptors, and their inodes.
 
     It waits five times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
     """
@@ -50,18 +54,38 @@ def connected(store: Store, rank: int, world_size: int, address: str | None, tim
     options = gloo._Options()
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout / 5)
-    before = set(os.listdir("/proc/self/fd"))
+    before = set(_descriptors())
     try:
         made = gloo(store, rank, world_size, options)
-        for number in set(os.listdir("/proc/self/fd")) - before:
+        own = {number: inode for number, inode in _descriptors().items() if number not in before}
+        for number in own:
             with contextlib.suppress(OSError):
-                os.set_inheritable(int(number), False)  # or another program would keep them open
-        return made
+                os.set_inheritable(number, False)  # or another program would keep them open
+        return made, own
     except RuntimeError as error:
         where = interface or address or "the address of its host name"
         raise UnconnectedError(
             f"rank {rank} cannot connect to the ranks on other hosts from {where}: {error}"
         ) from error
+
+
+def _descriptors() -> dict[int, int]:
+    """Those of this process that are open, and their inodes."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one by which they were listed
+            found[int(number)] = os.fstat(int(number)).st_ino
+    return found
+
+
+def let_go(descriptors: dict[int, int]) -> None:
+    """In a forked child: keep no connection of the parent's open. Its library still has the numbers."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number, inode in descriptors.items():
+        with contextlib.suppress(OSError):
+            if os.fstat(number).st_ino == inode:
+                os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 class Joining:

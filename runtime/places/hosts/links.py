@@ -45,7 +45,7 @@ from interlace.runtime.core.errors import (
     of_another_rank,
 )
 from interlace.runtime.places.hosts.host_map import listening_address
-from interlace.runtime.places.hosts.joining import connected
+from interlace.runtime.places.hosts.joining import connected, let_go
 from interlace.runtime.places.hosts.packets import (
     ABORT,
     ASKED,
@@ -121,6 +121,7 @@ class HostLinks:
         self._threads = [Helper(f"rank {peer}", self._listen, (peer,)) for peer in self.peers]
         self._threads.append(Helper("timeout", self._watch))
         self._gloo: Any = None
+        self._descriptors: dict[int, int] = {}  # gloo's
         self._ticked, self._woke = math.inf, -math.inf
         self._under_way: dict[int, deque[Any]] = {peer: deque() for peer in self.peers}
         """Packets that may be on their way. gloo would close all connections if a wait for one ended."""
@@ -145,7 +146,8 @@ class HostLinks:
         listening = [wires.listen(at) for wires in self._by_name.values()]
 
         def connect() -> None:
-            self._gloo = connected(own, self.rank, self.world_size, address, self.timeout)
+            size, timeout = self.world_size, self.timeout
+            self._gloo, self._descriptors = connected(own, self.rank, size, address, timeout)
             if not self._closed.is_set():
                 self._authenticate(
                     secret, group, (listening[0][0], *[port for _, port in listening]), far
@@ -454,6 +456,7 @@ def _after_fork_in_child() -> None:
     """The connections are the parent's: a child that fails must not tell its peers."""
     for links in list(_links):
         links._failure, links.peers = InterlaceError(f"rank {links.rank}: {OF_PARENT}"), []
+        let_go(links._descriptors)
         for wires in links._by_name.values():
             wires.forget()
 

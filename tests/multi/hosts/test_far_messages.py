@@ -1,26 +1,36 @@
 """Messages between ranks on several hosts: what waits for what, records that come in parts, and ends."""
 
+import atexit
 import linecache
+import os
+import pathlib
 import select
+import signal
 import socket
 import sys
 import threading
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing import util
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 
+import interlace
 from guard import MOST
 from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
 from interlace.runtime.start.connect import connect_place
+from processes import heard, started
 
 LONG = 2 * MOST
 CALL = Call("message")
@@ -132,6 +142,80 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
     groups[2].engine.send(CALL, torch.full((1,), 7.0), 0, 1).result(LONG)
     waiting.join()
     assert (asked.item(), answer.item()) == (1, 7)
+
+
+@pytest.mark.parametrize("numel", [4000, 5000, 9000])
+def test_hosts_with_unequal_numbers_of_ranks_choose_alike(
+    groups: list[Communicator], numel: int
+) -> None:
+    """Around the sizes from which on one host alone would go another way than the other."""
+
+    def on_rank(rank: int) -> list[float]:
+        tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
+        interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
+        interlace.all_reduce(tensor, group=groups[rank])
+        return [*tensor.unique().tolist(), *outputs.mean(1).tolist()]
+
+    assert together(on_rank) == [[6.0, 1.0, 2.0, 3.0]] * 3
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def joined(rank: int, folder: str) -> Communicator:
+    os.environ["INTERLACE_TRUST_NETWORK"] = "1"
+    store = FileStore(f"{folder}/store", 2)
+    place = connect_place(store, rank, 2, timeout=LONG, name="ends", host=f"host {rank}")
+    return Communicator(place, range(2))
+
+
+def send_and_end(rank: int, world_size: int, folder: str, said: Any) -> None:
+    """Rank 0 begins to send, and its process ends; rank 1 receives once it is about to."""
+    engine = joined(rank, folder).engine
+    if rank == 0:
+        engine.send(CALL, content(LARGE, 5), 1, 0)
+        atexit.register(pathlib.Path(folder, "ends").touch)
+        util._exit_function()  # of multiprocessing, which skips what Python does at the end
+        atexit._run_exitfuncs()
+        os._exit(0)
+    while not pathlib.Path(folder, "ends").exists():
+        time.sleep(1e-3)
+    target = torch.zeros(LARGE, dtype=torch.uint8)
+    engine.recv(CALL, target, 0, 0).result()
+    said.send(torch.equal(target, content(LARGE, 5)))
+
+
+def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
+    with started(send_and_end, 2, tmp_path) as (_, ends):
+        assert heard(ends[1])
+
+
+def killed_beside_its_child(rank: int, world_size: int, folder: str, said: Any) -> None:
+    """Rank 1 has forked a child, which lives on; what rank 0 is told when rank 1 is killed."""
+    links._VERDICT = LONG  # so long nobody would wait who sees that the connection has ended
+    group = joined(rank, folder)
+    group.barrier()
+    if rank == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+            child = os.fork()
+        if child == 0:
+            time.sleep(LONG)
+        said.send(child)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.engine.recv(CALL, torch.zeros(1), 1, 0).result()
+    except InterlaceError as error:
+        said.send(type(error).__name__)
+
+
+def test_a_killed_rank_is_noticed_though_its_forked_child_lives(tmp_path: pathlib.Path) -> None:
+    with started(killed_beside_its_child, 2, tmp_path) as (_, ends):
+        child = heard(ends[1])
+        try:
+            assert heard(ends[0]) == "PeerDiedError"
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 # -- one box ---------------------------------------------------------------------------------------
