@@ -217,10 +217,15 @@ FOLDERS = {
         "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/compat "
         "runtime/core"
     ),
+    "interlace/cli/check": (
+        "face interlace interlace/arguments interlace/benchmark/subjects interlace/benchmark/timing "
+        "interlace/cli/output interlace/functional interlace/groups interlace/verify/suite "
+        "runtime/algorithms runtime/compiler runtime/tuning"
+    ),
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "
         "interlace/tensor/mesh interlace/verify interlace/verify/schedule_check "
-        "interlace/verify/shims interlace/verify/suite runtime/algorithms runtime/compat "
+        "interlace/verify/shims interlace/verify/suite runtime/compat "
         "runtime/compiler runtime/compiler/bundle runtime/core runtime/places/one_host "
         "runtime/record runtime/tuning"
     ),

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from interlace.reference import Bounded, _rounded, gamma, unit_roundoff
+from interlace.reference import Bounded, gamma, rounded, unit_roundoff
 
 Tensor = torch.Tensor
 MERGES = 16  # roundings of an element where partial results are merged
@@ -72,7 +72,7 @@ class AttentionReference:
 
     def output(self) -> Bounded:
         error = self._rounded_weight * (self.weight @ self._value.abs()) * 2
-        return self._exact, _rounded(error, self._exact, self.dtype)
+        return self._exact, rounded(error, self._exact, self.dtype)
 
     def sums(self) -> Bounded:
         """The logarithms of the sums of exponentials."""
@@ -103,7 +103,7 @@ class AttentionReference:
         key_error = (score_error + more * spread).mT @ self._query.abs() * factor
         value_error = value_error + more * (self.weight.mT @ grad.abs())
         return (
-            (of_query, _rounded(query_error, of_query, self.dtype)),
+            (of_query, rounded(query_error, of_query, self.dtype)),
             self._of_keys(of_key, key_error),
             self._of_keys(of_value, value_error),
         )
@@ -113,4 +113,4 @@ class AttentionReference:
         batch, heads, tokens, size = value.shape
         shape = batch, heads // self.groups, self.groups, tokens, size
         value, error = value.view(shape).sum(2), error.view(shape).sum(2)
-        return value, _rounded(error, value, self.dtype)
+        return value, rounded(error, value, self.dtype)

@@ -52,7 +52,7 @@ def gamma(count: int, unit: float) -> float:
     return count * unit / (1 - count * unit)
 
 
-def _rounded(error: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded(error: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The error bound of ``value`` (itself off by ``error``) after a rounding to ``dtype``."""
     return error + unit_roundoff(dtype) * (value.abs() + error) + half_denormal(dtype)
 
@@ -92,14 +92,14 @@ def matmul(
     value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
     unit = accumulation_unit(input.dtype, out_dtype)
     for _ in range(roundings - 1):
-        error = _rounded(error, value, out_dtype)
+        error = rounded(error, value, out_dtype)
     if bias is not None:
         value = value + bias.double()
         error = error + unit * (value.abs() + error)
     if activation and roundings > 1:
-        error = _rounded(error, value, out_dtype)
+        error = rounded(error, value, out_dtype)
     error, value = _activated(error, value, activation, unit)
-    return value, _rounded(error, value, out_dtype)
+    return value, rounded(error, value, out_dtype)
 
 
 def all_gather_matmul(
@@ -126,20 +126,54 @@ def matmul_all_reduce(
     activation: str = "",
 ) -> Bounded:
     """``activation(sum or average of inputs[r] @ weights[r], + bias)``: each product is rounded once."""
-    products, errors, magnitudes = [], [], []
-    for a, b in zip(inputs, weights, strict=True):
-        products.append(_product(a, b))
-        errors.append(_rounded(_product_error(a, b, out_dtype, 0), products[-1], out_dtype))
-        magnitudes.append(products[-1].abs() + errors[-1])
+    parts = [
+        (_product(a, b), _product_error(a, b, out_dtype, 0))
+        for a, b in zip(inputs, weights, strict=True)
+    ]
     unit = accumulation_unit(inputs[0].dtype, out_dtype)
-    value, error = torch.stack(products).sum(0), _sum_error(errors, magnitudes, unit)
-    if reduce_op == "avg":
-        value, error = value / len(inputs), error / len(inputs)
+    value, error = sum_of_rounded(parts, out_dtype, unit, reduce_op)
     if bias is not None:
         value = value + bias.double()
         error = error + unit * (value.abs() + error)
     error, value = _activated(error, value, activation, unit)
-    return value, _rounded(error, value, out_dtype)
+    return value, rounded(error, value, out_dtype)
+
+
+def scaled_matmul(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+) -> Bounded:
+    """``(input * input_scale) @ (weight * weight_scale)`` in fp32, not rounded: a scale is a rounding more.
+
+    >>> one, two = torch.ones(1, 1), torch.tensor(2.0)
+    >>> scaled_matmul(one, one, two, two)[0].tolist()
+    [[4.0]]
+    """
+    scales = input_scale.double() * weight_scale.double()
+    error = _product_error(input, weight, torch.float32, 3) * scales.abs()
+    return _product(input, weight) * scales, error
+
+
+def sum_of_rounded(
+    parts: Sequence[Bounded], dtype: torch.dtype, unit: float, reduce_op: str = "sum"
+) -> Bounded:
+    """The sum or average of ``parts``, each rounded to ``dtype`` before it travels; not rounded itself.
+
+    >>> part = torch.ones(1).double(), torch.zeros(1).double()
+    >>> sum_of_rounded([part, part], torch.float32, 0.0, "avg")[0].tolist()
+    [1.0]
+    """
+    errors = [rounded(error, value, dtype) for value, error in parts]
+    magnitudes = [value.abs() + error for (value, _), error in zip(parts, errors, strict=True)]
+    total, error = (
+        torch.stack([value for value, _ in parts]).sum(0),
+        _sum_error(errors, magnitudes, unit),
+    )
+    if reduce_op == "avg":
+        return total / len(parts), error / len(parts)
+    return total, error
 
 
 def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dtype) -> Bounded:
@@ -147,7 +181,7 @@ def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dt
     if residual is None:
         return total
     value, error = total[0] + residual.double(), total[1]
-    return value, _rounded(error, value, dtype)
+    return value, rounded(error, value, dtype)
 
 
 def _sum_error(
@@ -172,7 +206,7 @@ def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype)
         error = error + unit * (value.abs() + error)
     slots = range(value.shape[1])
     total = _sum_error([error[:, k] for k in slots], [value[:, k].abs() for k in slots], unit)
-    return value.sum(1), _rounded(total, value.sum(1), out_dtype)
+    return value.sum(1), rounded(total, value.sum(1), out_dtype)
 
 
 def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
@@ -199,7 +233,7 @@ def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
             value = value + vector.double() if add else value * vector.double()
             error = error if add else error * vector.double().abs()
             error = error + unit * (value.abs() + error)
-    return value, _rounded(error, value, out_dtype)
+    return value, rounded(error, value, out_dtype)
 
 
 def dequantized(scaled: tuple[torch.Tensor, torch.Tensor], exact: Bounded) -> Bounded:
@@ -227,7 +261,7 @@ def reduce(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> Bounded:
     error = _sum_error(exact, magnitudes, accumulation_unit(dtype))
     if reduce_op == "avg":
         value, error = value / len(inputs), error / len(inputs)
-    return value, _rounded(error, value, dtype)
+    return value, rounded(error, value, dtype)
 
 
 def worst_ratio(actual: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> float:

@@ -5,16 +5,19 @@ import torch
 
 import interlace
 from cases import device_ranks as ranks
-from interlace.cli.commands import check
+from interlace.cli.check.case import CheckCase, run_case
+from interlace.cli.check.cases import cases
 
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in check.cases("cuda") if case.world_size in (2, 4)],
-    ids=lambda case: f"{case.op}-{case.variant}-{case.world_size}-{case.shape}-{case.dtype}",
+    [case for case in cases("cuda", has_roles=False) if case.world_size in (2, 4)],
+    ids=lambda case: case.title.replace(", ", "-"),
 )
-def test_case(case: check.CheckCase) -> None:
-    verdict = check.run_case(case, "cuda", seed=0)
+def test_case(case: CheckCase) -> None:
+    verdict = run_case(case, "cuda", seed=0)
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
     assert verdict.passed, (verdict.ratio, verdict.error)
 
 

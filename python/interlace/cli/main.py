@@ -58,7 +58,9 @@ COMMANDS = {
         "inspect", "Say where every rank of a job is, and who keeps the others waiting"
     ),
     "doctor": _in_one_file("doctor", "What this machine offers and which places work"),
-    "check": _in_one_file("check", "Run every kernel against float64 references"),
+    "check": Command(
+        "check.command", "check.command", "Run every kernel against float64 references"
+    ),
     "build": _in_one_file(
         "build",
         "Compile every kernel for the named architectures, without a GPU, and judge it",

@@ -36,21 +36,12 @@ def scale_of(kind: str, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     return noise(rank, 50, shape).abs() + 0.1
 
 
-def product(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, and its error where it is accumulated and scaled in fp32."""
-    scales = x_scale.double() * w_scale.double()
-    error = reference._product_error(x, w, F32, 3) * scales
-    return (x.double() @ w.double()) * scales, error
-
-
 def check(
     actual: torch.Tensor, expected: torch.Tensor, error: torch.Tensor, *roundings: torch.dtype
 ) -> None:
     """``roundings``: to which dtypes it was rounded on the way, the last first."""
     for dtype in roundings:
-        error = reference._rounded(error, expected, dtype)
+        error = reference.rounded(error, expected, dtype)
     assert reference.worst_ratio(actual, expected, error) <= 1
 
 
@@ -87,7 +78,7 @@ def test_all_gather(
 
     whole = torch.cat(shards)
     scale = torch.cat(row_scales) if kinds[0] == "row" else row_scales[0]
-    value, error = product(whole, weight, scale, column_scale)
+    value, error = reference.scaled_matmul(whole, weight, scale, column_scale)
     error = error + reference.unit_roundoff(F32) * ((value + bias.double()).abs() + error)
     with poisoned(), override(**SMALL, copiers=copiers, output_descriptors=True):
         for gathered, output in interlace.run(on_rank, world):
@@ -123,15 +114,11 @@ def test_reduce_scatter(kinds: tuple[str, str], dim: int, reduce_op: str) -> Non
         return functional.wait(made)
 
     parts = [
-        product(*each) for each in zip(inputs, weights, row_scales, column_scales, strict=True)
+        reference.scaled_matmul(*each)
+        for each in zip(inputs, weights, row_scales, column_scales, strict=True)
     ]
-    errors = [reference._rounded(error, value, BF16) for value, error in parts]
-    magnitudes = [value.abs() + error for (value, _), error in zip(parts, errors, strict=True)]
     unit = reference.unit_roundoff(F32)
-    error = reference._sum_error(errors, magnitudes, unit)
-    total = sum(value for value, _ in parts)
-    if reduce_op == "avg":
-        error, total = error / world, total / world
+    total, error = reference.sum_of_rounded(parts, BF16, unit, reduce_op)
     total = total + bias.double()
     error = error + unit * (total.abs() + error)
     with poisoned(), override(**SMALL):
@@ -158,7 +145,9 @@ def test_several_weights_share_the_gather() -> None:
     with poisoned(), override(**SMALL):
         for outputs in interlace.run(on_rank, 2):
             for output, weight, scale in zip(outputs, weights, scales, strict=True):
-                check(output, *product(whole, weight, torch.tensor(0.5), scale), F32)
+                check(
+                    output, *reference.scaled_matmul(whole, weight, torch.tensor(0.5), scale), F32
+                )
 
 
 def test_auto_is_the_kernel_where_it_can_be() -> None:
@@ -233,8 +222,8 @@ def test_one_row_or_column_has_no_stride_that_matters(
         return functional.wait(gathered), functional.wait(reduced)
 
     inputs = [numbers(rank, 1, *lengths, k) for rank in range(world)]
-    value, error = product(torch.cat(inputs), weight, one, scale)
-    parts = [product(x, weight, one, scale) for x in inputs]
+    value, error = reference.scaled_matmul(torch.cat(inputs), weight, one, scale)
+    parts = [reference.scaled_matmul(x, weight, one, scale) for x in inputs]
     total = sum(value for value, _ in parts)
     magnitudes = [value.abs() + error for value, error in parts]
     bound = reference._sum_error([e for _, e in parts], magnitudes, reference.unit_roundoff(F32))

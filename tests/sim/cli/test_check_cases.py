@@ -1,26 +1,116 @@
-"""Cases of ``interlace check``: on a GPU every dtype on the main tile, which the large shape has."""
+"""Cases of ``interlace check``: every kernel of the catalogue has one that runs it, or a reason."""
 
 import itertools
 import json
+from unittest import mock
 
 import pytest
 
-from interlace.cli.commands import check
+from interlace.cli.check import cases as known
+from interlace.cli.check.case import CheckCase, run_case
+from interlace.cli.check.command import LEFT_OUT, CheckOptions, check
+from interlace.cli.check.dense import DenseCase
+from interlace.cli.check.rows import RowsCase
+from interlace.cli.output.consoles import PlainConsole
+from interlace.runtime.core.launch import KernelLaunch
+from tiers import few
+
+DEVICES = ("cpu", "cuda")
+IN_SIM = known.cases("cpu")
+FIRST = [case.title for case in IN_SIM if case.world_size == 2][:20]
+
+
+def forgotten(device: str) -> set[str]:
+    """Kernels of the catalogue without a case and a reason, kernels with both, and unknown ones."""
+    run = {kernel for case in known.cases(device) for kernel in case.kernels}
+    return {*known.every_kernel()} ^ (run ^ known.WITHOUT[device].keys())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_kernel_is_forgotten(device: str) -> None:
+    assert not forgotten(device)
+
+
+def test_a_new_kernel_would_be_seen() -> None:
+    """The control."""
+    kernels = [*known.every_kernel(), "new_kernel"]
+    with mock.patch.object(known, "every_kernel", lambda: kernels):
+        assert "new_kernel" in forgotten("cpu")
+        assert known.listed("cpu")["new_kernel"] == ["no case runs it"]
+
+
+@pytest.mark.parametrize("title", few([case.title for case in IN_SIM], *FIRST))
+def test_a_case_passes_and_launches_the_kernels_that_it_names(title: str) -> None:
+    (case,) = (case for case in IN_SIM if case.title == title)
+    launched = set()
+
+    def init(launch: KernelLaunch, kernel: object, *rest: object, **more: object) -> None:
+        stock(launch, kernel, *rest, **more)  # type: ignore[arg-type]
+        launched.add(launch.name)
+
+    stock = KernelLaunch.__init__
+    with mock.patch.object(KernelLaunch, "__init__", init):
+        verdict = run_case(case, "cpu", seed=0)
+    assert verdict.passed and not verdict.skipped, (verdict.ratio, verdict.error)
+    assert launched >= {*case.kernels}
+
+
+def test_kernels_come_first() -> None:
+    """After the first cases on two ranks every kernel has been run on two ranks."""
+    on_two = [case for case in IN_SIM if case.world_size == 2]
+    wanted = {kernel for case in on_two for kernel in case.kernels}
+    half = {kernel for case in on_two[: len(on_two) // 2] for kernel in case.kernels}
+    assert half == wanted and len(wanted) > 25
+    assert on_two[0].op == "all_gather_matmul" and on_two[0].variant == "fused, copiers"
+
+
+def test_what_fails_is_told() -> None:
+    """A wrong result, and an op that raises."""
+    about = "all_reduce", "copy", 2, (64,), "fp32", ()
+    case = DenseCase(*about, arguments={"algorithm": "copy"})
+    assert run_case(case, "cpu", 0).passed
+    with mock.patch.object(DenseCase, "_collective", lambda self, x, rank: x):
+        assert run_case(case, "cpu", 0).ratio > 1
+    refused = run_case(DenseCase(*about, arguments={"algorithm": "no such"}), "cpu", 0)
+    assert not refused.passed and "algorithm" in refused.error
+
+
+def test_what_needs_a_switch_is_skipped_with_a_word() -> None:
+    case = next(case for case in IN_SIM if case.variant == "multimem" and case.world_size == 2)
+    assert isinstance(case, RowsCase) and case.by_switch
+    with mock.patch("interlace.runtime.core.memory.Arena.multicast", lambda arena: False):
+        verdict = run_case(case, "cpu", 0)
+    assert verdict.passed and "no multicast address" in verdict.skipped
 
 
 def test_every_dtype_runs_on_the_main_tile() -> None:
-    cases = list(check.cases("cuda"))
-    ops = {(case.op, case.variant, case.world_size) for case in cases if case.n}
-    found = {
-        (case.op, case.variant, case.world_size, case.dtype) for case in cases if case.m == 2048
-    }
+    cases = [case for case in known.cases("cuda") if case.sizes == (2048, 1024, 512)]
+    cases = [case for case in cases if case.dtype != "fp8" and "roles" not in case.variant]
+    ops = {(case.op, case.variant, case.world_size) for case in cases}
+    found = {(case.op, case.variant, case.world_size, case.dtype) for case in cases}
     wanted = {(*op, dtype) for op, dtype in itertools.product(ops, ("bf16", "fp16", "fp32"))}
     assert wanted <= found and len(ops) > 20
 
 
 def test_what_is_left_out_has_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.check(None, check.CheckOptions("cpu", 0, (1,), 0.0, True)) == check.LEFT_OUT
+    options = CheckOptions("cpu", ranks=(1,), seconds=0.0, json=True)
+    assert check(None, options) == LEFT_OUT
     said = json.loads(capsys.readouterr().out)
     assert said["left_out"] > 5 and len(said["cases"]) <= 1
     with pytest.raises(ValueError, match=r"no cases on \[5\] ranks"):
-        check.check(None, check.CheckOptions("cpu", ranks=(5,)))
+        check(None, CheckOptions("cpu", ranks=(5,)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_list_names_every_kernel(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(PlainConsole(), CheckOptions(device, list=True)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("  ")] == known.every_kernel()
+    assert check(None, CheckOptions(device, list=True, json=True)) == 0
+    assert json.loads(capsys.readouterr().out) == known.listed(device)
+
+
+def test_titles_tell_cases_apart() -> None:
+    for device in DEVICES:
+        cases: list[CheckCase] = known.cases(device)
+        assert len({case.title for case in cases}) == len(cases)
