@@ -3,6 +3,7 @@
 # torch and Triton are those of constraints/.
 # Another torch:    make test TORCH=2.15, which makes and keeps .venv-2.15
 # Another Python:   make test PYTHON=python3.12
+# Kernels for a GPU's machine, whose Python counts: make gpu-cache PYTHON=python3.12
 # Options for pip:  make test PIP_FLAGS="--find-links wheels"
 # The site elsewhere: make docs SITE=folder
 # A longer soak:      make faults MINUTES=10
@@ -37,7 +38,7 @@ CLIENTS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-all matrix corner conformance clients faults verify verify-fast lint format docs dist
-.PHONY: bench bench-hosts clean
+.PHONY: bench bench-hosts gpu-cache gpu-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +100,12 @@ bench: $(VENV)/test  ## run the benchmarks
 
 bench-hosts: $(VENV)/test  ## the place hosts against gloo, on two hosts in network namespaces; ten minutes
 	$(PY) benchmarks/run.py --op hosts --ranks 4,8
+
+gpu-cache:  ## compile what benchmarks/gpu_call.sh runs, before a GPU is there; minutes, and 6 GB for its torch
+	$(MAKE) TORCH=2.11 gpu-kernels
+
+gpu-kernels: $(VENV)/demo  # with the torch and the Triton of the machine that has the GPU
+	PYTHONPATH=python $(PY) benchmarks/gpu_cache.py
 
 clean:  ## remove .venv and everything that tools leave behind
 	rm -rf .venv .venv-* build dist python/*.egg-info *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 ==========  ======================================================================================
 matmul      the kernel of all_gather_matmul with all flags preset, against torch.mm; what waits cost
 variants    the same at two shapes with other stages, tiles, chunks, and warps with roles
+ops         attention, decoding, norms and experts on one rank, against torch's operators
 virtual     W ranks on the one GPU: fused, pipelined, unfused, and torch's pipelined algorithm
 slow-link   peers' shards in pinned host memory, over PCIe by copy engine and by programs: overlap
 small       1 to 512 rows: what "auto" chooses against unfused
@@ -28,18 +29,19 @@ from typing import Any
 import torch
 from circumstances import new_result
 
-PARTS = ("matmul", "variants", "virtual", "slow-link", "small", "host", "sanitizer")
+PARTS = ("matmul", "variants", "ops", "virtual", "slow-link", "small", "host", "sanitizer")
 SECONDS = 480.0
 
 Record = dict[str, Any]
 
 
 def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
-    from gpu_parts import host, overlap, shapes
+    from gpu_parts import host, ops, overlap, shapes
 
     return {
         "matmul": shapes.matmul,
         "variants": shapes.variants,
+        "ops": ops.ops,
         "small": shapes.small,
         "virtual": overlap.virtual,
         "slow-link": overlap.slow_link,

@@ -3,7 +3,7 @@
 Which streams share a hardware queue, and what waits for the whole context: first uses of kernels and
 libraries, allocations, pageable copies. And how long a poll takes, for waits are bounded in polls. One line
 per question, JSON at the end. The stand-in for CUDA (tests/stand_ins/fake_queues.py) assumes the worst of
-each.
+each. ``--dry-run`` asks nothing.
 """
 
 import argparse
@@ -161,9 +161,12 @@ def questions(probe: Probe) -> dict[str, Callable[[], object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="ask nothing")
+    if parser.parse_args().dry_run:
+        print("a dry run: nothing is asked")
+        return 0
     if not torch.cuda.is_available():
-        print("this needs a CUDA device, and torch sees none")
+        print("this needs a CUDA device, and torch sees none; --dry-run asks nothing")
         return 2
     found: dict[str, Any] = {
         name: os.environ.get(name, "")

@@ -47,16 +47,29 @@ ENOUGH_MICROSECONDS = 3000.0
 PEAK = 8e14  # operations per second, to guess how many calls make a measurable time
 
 
+def every_size() -> list[tuple[str, int, int, int]]:
+    """Name, M, N and K of what :func:`matmul` measures."""
+    return [(name, m, n, k) for name, (n, k) in LAYERS.items() for m in ROWS]
+
+
+def lone_rank(
+    world_size: int, m: int, n: int, k: int, dtype: torch.dtype, values: dict[str, Any] | None
+) -> LoneRank:
+    """``values``: what differs from the table's row; None for the configuration that an op would take."""
+    configuration = None
+    if values is not None:
+        row = choose(default_group().place, dtype, m // world_size, n, k)
+        configuration = replace(row, **values)
+    return LoneRank(world_size, m, n, k, dtype, configuration)
+
+
 def matmul(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """The kernel with flags preset, with waits and without, against torch.mm."""
-    if dry_run:
-        shapes = [("tiny", 64, 32, 48)]
-    else:
-        shapes = [(name, m, n, k) for name, (n, k) in LAYERS.items() for m in ROWS]
     place = "sim" if dry_run else "cuda"
-    for name, m, n, k in shapes:
-        case = f"{name}, {m} x {n} x {k}"
-        yield on_ranks("matmul", case, _alone, m, n, k, repetitions, place=place)
+    for case, m, n, k in [("tiny", 64, 32, 48)] if dry_run else every_size():
+        yield on_ranks(
+            "matmul", f"{case}, {m} x {n} x {k}", _alone, m, n, k, repetitions, place=place
+        )
 
 
 def variants(dry_run: bool, repetitions: int) -> Iterator[Record]:
@@ -72,15 +85,10 @@ def variants(dry_run: bool, repetitions: int) -> Iterator[Record]:
 def _alone(
     m: int, n: int, k: int, repetitions: int, values: dict[str, Any] | None = None
 ) -> Record:
-    """``values``: what differs from the table's row; None for the configuration that an op would take."""
     device = interlace.device()
     dtype = dtype_here()
     world_size = WORLD_SIZE if device.type == "cuda" else 2
-    configuration = None
-    if values is not None:
-        row = choose(default_group().place, dtype, m // world_size, n, k)
-        configuration = replace(row, **values)
-    lone = LoneRank(world_size, m, n, k, dtype, configuration)
+    lone = lone_rank(world_size, m, n, k, dtype, values)
     lone.gathered.copy_(torch.randn(m, k, device=device, dtype=dtype))
     lone.shard.copy_(lone.gathered[: lone.rows[0]])
     lone.preset()

@@ -224,10 +224,15 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
 
     def of_benchmarks() -> int:
         """The parts of ``gpu.py`` that launch by themselves."""
+        import gpu_facts
         import gpu_probe
         import torch
         from gpu_parts import overlap, shapes
 
+        from stand_ins import cupy_stand_in
+
+        gpu_facts.Facts(cupy_stand_in)
+        cupy_stand_in.launches.clear()  # which others count
         shapes.dtype_here = overlap.dtype_here = lambda: torch.bfloat16  # by descriptors
         gpu_probe.poll_microseconds()
         for values in None, {"block_n": 64, "num_stages": 2, "warp_roles": True}:

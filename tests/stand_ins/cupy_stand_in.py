@@ -13,6 +13,7 @@ import numpy
 from numpy import int64 as int64
 from numpy import uint8 as uint8
 from numpy import uint16 as uint16
+from numpy import uint64 as uint64
 
 MULTIPROCESSORS = 132
 DEFAULT_STREAM = 0
@@ -53,8 +54,10 @@ class _Function:
 
 
 class RawModule:
-    def __init__(self, *, path: str, enable_cooperative_groups: bool = False) -> None:
-        self._cubin = pathlib.Path(path).read_bytes()
+    def __init__(
+        self, *, path: str = "", code: str = "", enable_cooperative_groups: bool = False
+    ) -> None:
+        self._cubin = code.encode() or pathlib.Path(path).read_bytes()
         self._facts = {"path": path, "cooperative": enable_cooperative_groups}
         modules.append(self._facts)
 

@@ -50,6 +50,7 @@ SITES = {
         f"{PLACES}/stream.py::DeviceStream._signal",
     ],
     "benchmarks": [
+        "benchmarks/gpu_facts.py::Facts.launch",
         "benchmarks/gpu_probe.py::poll_microseconds",
         "benchmarks/gpu_parts/timing.py::launch_now",
         "benchmarks/gpu_parts/lone_rank.py::LoneRank.consumer",

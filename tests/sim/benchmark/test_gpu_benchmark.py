@@ -39,7 +39,9 @@ def module(name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("part", ["matmul", "variants", "virtual", "slow-link", "small", "host"])
+@pytest.mark.parametrize(
+    "part", ["matmul", "variants", "ops", "virtual", "slow-link", "small", "host"]
+)
 def test_a_dry_run_gets_right_results(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert module("gpu").main(["--dry-run", "--part", part]) == 0
     printed = capsys.readouterr().out

@@ -41,12 +41,15 @@ class RowsCase(CheckCase):
 
     settings: tuple[tuple[str, int], ...] = ()
 
-    def on_rank(self, seed: int) -> float:
-        place, call = default_group().place, seed % 1000
+    def subject(self) -> Any:
         kind: Any = _CountedRows if self.variant == COUNTED else OPS[self.op]
-        op = kind(place, DTYPES[self.dtype], *self.sizes, **dict(self.settings))
+        place = default_group().place
+        return kind(place, DTYPES[self.dtype], *self.sizes, **dict(self.settings))
+
+    def on_rank(self, seed: int) -> float:
+        op, call = self.subject(), seed % 1000
         result = op.ours(self.variant)(*op.inputs(call))
-        protocol.finish(virtual=place.device.type == "cuda")
+        protocol.finish(virtual=op.device.type == "cuda")
         return float(op.check(result, call))
 
 

@@ -1,0 +1,206 @@
+"""Compile the kernels of ``gpu_call.sh`` before the GPU is there: ``make gpu-cache``.
+
+Every case of the steps check, matmul, variants and ops is run on rank 0 with a driver that does nothing
+(``stub_libcuda.py``), through the JIT and the launcher of the Triton that is installed, which has to be the
+release that the machine with the GPU has, of the same Python. What they leave in Triton's cache is packed;
+``gpu_call.sh`` unpacks it. Groups of files in the cache name each other by absolute paths, so it has to be
+unpacked where it was made: in ``CACHE``, or where TRITON_CACHE_DIR says.
+
+One line per kernel that was compiled, none for what the cache has already. Exit code 1 if a case has not
+launched a kernel that it should run.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+CACHE = Path(os.environ.get("TRITON_CACHE_DIR") or "/tmp/interlace-triton")
+WORLDS = (1, 2, 4)
+Job = tuple[
+    str, int, frozenset[str], Callable[[], object]
+]  # title, ranks, kernels, what launches them
+
+
+class Compiled:
+    """A listener of Triton's: what was compiled, and what the cache had."""
+
+    def __init__(self) -> None:
+        self.compiled: Counter[str] = Counter()
+
+    def __call__(self, *, metadata: Any, cache_hit: bool, **rest: Any) -> None:
+        if not cache_hit:
+            name = metadata["name"]
+            self.compiled[name] += 1
+            shared = metadata["shared"]
+            print(f"compiled {name}, {shared} B of shared memory", flush=True)
+
+
+def checks() -> Iterator[Job]:
+    """The cases of ``interlace check --device cuda``."""
+    from interlace.cli.check.cases import cases
+    from interlace.cli.check.rows import RowsCase
+    from interlace.runtime.tuning import configuration
+
+    def called(case: Any) -> None:
+        with configuration.override(**case.overrides):
+            if isinstance(case, RowsCase):  # without the reference, which takes long
+                op = case.subject()
+                op.ours(case.variant)(*op.inputs(0))
+            else:
+                case.on_rank(0)
+
+    for case in cases("cuda"):
+        if case.world_size in WORLDS and not case.by_switch:
+            kernels = frozenset(case.kernels) if case.world_size > 1 else frozenset[str]()
+            yield case.title, case.world_size, kernels, functools.partial(called, case)
+
+
+def matmuls() -> Iterator[Job]:
+    """The parts matmul and variants of ``gpu.py``."""
+    import torch
+    from gpu_parts import shapes, timing
+
+    def launched(m: int, n: int, k: int, values: dict[str, Any] | None) -> None:
+        lone = shapes.lone_rank(shapes.WORLD_SIZE, m, n, k, torch.bfloat16, values)
+        weight = torch.empty(n, k, dtype=torch.bfloat16).t()
+        output = torch.empty(m, n, dtype=torch.bfloat16)
+        for waits in (True, False):
+            timing.launch_now(lone.consumer(weight, output, waits=waits), None)
+
+    wanted = frozenset({"all_gather_matmul_kernel"})
+    for name, *size in shapes.every_size():
+        title = f"matmul, {name}, {size}"
+        yield title, 1, wanted, functools.partial(launched, *size, None)
+    for name, (what, values) in itertools.product(shapes.VARIED, shapes.VARIANTS.items()):
+        kernels = (
+            frozenset({"all_gather_matmul_roles_kernel"}) if values.get("warp_roles") else wanted
+        )
+        size = [shapes.VARIED_ROWS, *shapes.LAYERS[name]]
+        title = f"variants, {name}, {what}"
+        yield title, 1, kernels, functools.partial(launched, *size, values)
+
+
+def ops() -> Iterator[Job]:
+    """The part ops of ``gpu.py``."""
+    from gpu_parts.ops import requests
+
+    from interlace.benchmark.subjects.requests import DTYPES, OPS
+    from interlace.groups.groups import default_group
+
+    def called(request: Any) -> None:
+        kind: Any = OPS[request.target]
+        sizes = [getattr(request, size) for size in kind.sizes]
+        op = kind(default_group().place, DTYPES[request.dtype], *sizes)
+        for algorithm in request.algorithms:
+            op.ours(algorithm)(*op.inputs(0))
+
+    for request in requests(False, 1):
+        title = f"ops, {request.target}"
+        yield title, 1, frozenset[str](), functools.partial(called, request)
+
+
+@contextlib.contextmanager
+def stubbed(world_size: int) -> Iterator[None]:
+    """Rank 0 of so many, whose GPU does nothing."""
+    import host_cost
+    import torch
+
+    class Event(host_cost._Event):
+        def elapsed_time(self, end: object) -> float:
+            return 1.0
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(host_cost.stubbed(world_size, peers=False, launcher=True))
+        for name, value in (
+            ("Event", Event),
+            ("CUDAGraph", lambda: SimpleNamespace(replay=lambda: None)),
+            ("synchronize", lambda device=None: None),
+            ("is_available", lambda: True),
+        ):
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        wait = mock.patch.object(
+            torch.cuda.Stream, "wait_stream", lambda *streams: None, create=True
+        )
+        stack.enter_context(wait)
+        yield
+
+
+def run(jobs: list[Job]) -> int:
+    """Run them, and return how many have not launched what they should."""
+    from interlace.runtime.core.launch import KernelLaunch
+
+    launched: set[str] = set()
+    stock, wrong = KernelLaunch.__init__, 0
+
+    def init(launch: Any, kernel: Any, *rest: Any, **more: Any) -> None:
+        stock(launch, kernel, *rest, **more)
+        launched.add(launch.name)
+
+    with mock.patch.object(KernelLaunch, "__init__", init):
+        for world_size, group in itertools.groupby(jobs, key=lambda job: job[1]):
+            with stubbed(world_size):
+                for title, _, kernels, call in group:
+                    launched.clear()
+                    problem = ""
+                    try:
+                        call()
+                    except Exception as error:  # results are nonsense here, which some host sees
+                        problem = f": {type(error).__name__}: {str(error)[:200]}"
+                    if missing := kernels - launched:
+                        wrong += 1
+                        print(f"!! {title} has not launched {', '.join(sorted(missing))}{problem}")
+    return wrong
+
+
+def pack(cache: Path, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(out, "w:gz") as archive:
+        for entry in sorted(cache.iterdir()):
+            archive.add(entry, entry.name)
+    print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB, to be unpacked in {cache}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-cache.tgz")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose title has it")
+    options = parser.parse_args()
+    sys.path[:0] = [str(ROOT / "benchmarks")]
+    import stub_libcuda
+
+    with tempfile.TemporaryDirectory() as folder:
+        stub_libcuda.install(Path(folder))
+        CACHE.mkdir(parents=True, exist_ok=True)
+        os.environ |= {"TRITON_CACHE_DIR": str(CACHE), "INTERLACE_TUNE_CACHE": "off"}
+        import triton
+
+        listener = triton.knobs.compilation.listener = Compiled()
+        begin = time.perf_counter()
+        every = [*checks(), *matmuls(), *ops()]
+        chosen = [job for job in every if options.only in job[0]]
+        if not chosen:
+            raise SystemExit(f"--only {options.only}: no case has it in its title")
+        wrong = run(sorted(chosen, key=lambda job: job[1]))
+        compiled, took = listener.compiled.total(), time.perf_counter() - begin
+        print(
+            f"{len(chosen)} cases, {compiled} kernels compiled, triton {triton.__version__}, {took:.0f} s"
+        )
+    pack(CACHE, options.out)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

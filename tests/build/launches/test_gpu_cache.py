@@ -1,0 +1,61 @@
+"""``make gpu-cache``: what is packed is found again where it was made, and what is missing is named."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tiers import thorough
+
+ROOT = Path(__file__).parents[3]
+COMMAND = "make gpu-cache PYTHON=python3.12"  # as docs/gpu.md has it
+CASE = "broadcast, low_latency, 2 ranks"
+
+
+def run(cache: Path, packed: Path, case: str = CASE) -> str:
+    """What ``make gpu-cache`` runs, with the Triton that is here, for one case."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--out", packed, "--only", case],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+@thorough
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
+    cache, packed = tmp_path / "cache", tmp_path / "cache.tgz"
+    assert "compiled low_latency_broadcast_kernel" in run(cache, packed)
+
+    def unpacked(where: Path) -> None:
+        shutil.rmtree(where, ignore_errors=True)
+        with tarfile.open(packed) as archive:
+            archive.extractall(where)
+
+    unpacked(cache)
+    assert " 0 kernels compiled" in run(cache, tmp_path / "again.tgz")
+
+    (kernel,) = cache.glob("*/low_latency_broadcast_kernel.cubin")
+    shutil.rmtree(kernel.parent)
+    said = run(cache, tmp_path / "again.tgz")
+    assert "compiled low_latency_broadcast_kernel" in said and " 1 kernels compiled" in said
+
+    # groups name their files by absolute paths, which are those of no other folder
+    unpacked(tmp_path / "elsewhere")
+    shutil.rmtree(cache)
+    assert " 0 kernels compiled" not in run(tmp_path / "elsewhere", tmp_path / "again.tgz")
+
+
+def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
+    done = subprocess.run(
+        [*COMMAND.split(), "-n", "-o", ".venv-2.11/demo"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert ".venv-2.11/bin/python benchmarks/gpu_cache.py" in done.stdout
