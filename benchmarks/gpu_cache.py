@@ -1,13 +1,13 @@
 """Compile the kernels of ``gpu_call.sh`` before the GPU is there: ``make gpu-cache``.
 
-Every case of the steps check, matmul, variants and ops is run on rank 0 with a driver that does nothing
-(``stub_libcuda.py``), through the JIT and the launcher of the Triton that is installed, which has to be the
-release that the machine with the GPU has, of the same Python. What they leave in Triton's cache is packed;
-``gpu_call.sh`` unpacks it. Groups of files in the cache name each other by absolute paths, so it has to be
-unpacked where it was made: in ``CACHE``, or where TRITON_CACHE_DIR says.
+Every case of the steps check, matmul, variants and ops, and each op of the tests, is run on rank 0 with a
+driver that does nothing (``stub_libcuda.py``), through the JIT and the launcher of the Triton that is
+installed, which has to be the release that the machine with the GPU has, of the same Python. What they
+leave in Triton's cache is packed; ``gpu_call.sh`` unpacks it. Groups of files in the cache name each other
+by absolute paths, so it has to be unpacked where it was made: in ``CACHE``, or where TRITON_CACHE_DIR says.
 
 One line per kernel that was compiled, none for what the cache has already. Exit code 1 if a case has not
-launched a kernel that it should run.
+launched a kernel that it should run. ``--dry-run`` finds out only that, and compiles nothing.
 """
 
 import argparse
@@ -52,10 +52,9 @@ def checks() -> Iterator[Job]:
     """The cases of ``interlace check --device cuda``."""
     from interlace.cli.check.cases import cases
     from interlace.cli.check.rows import RowsCase
-    from interlace.runtime.tuning import configuration
 
     def called(case: Any) -> None:
-        with configuration.override(**case.overrides):
+        with case.circumstances():
             if isinstance(case, RowsCase):  # without the reference, which takes long
                 op = case.subject()
                 op.ours(case.variant)(*op.inputs(0))
@@ -64,8 +63,12 @@ def checks() -> Iterator[Job]:
 
     for case in cases("cuda"):
         if case.world_size in WORLDS and not case.by_switch:
-            kernels = frozenset(case.kernels) if case.world_size > 1 else frozenset[str]()
-            yield case.title, case.world_size, kernels, functools.partial(called, case)
+            yield (
+                case.title,
+                case.world_size,
+                frozenset(case.kernels),
+                functools.partial(called, case),
+            )
 
 
 def matmuls() -> Iterator[Job]:
@@ -112,18 +115,34 @@ def ops() -> Iterator[Job]:
         yield title, 1, frozenset[str](), functools.partial(called, request)
 
 
+def tests() -> Iterator[Job]:
+    """Ops and warps with roles of tests/gpu, with float32 and on two ranks."""
+    from cases import device_ranks as ranks
+
+    x, weight = ranks.input_of(0, 0), ranks.weight()
+    for name, op in ranks.OPS.items():
+        yield f"tests, {name}", 2, frozenset[str](), functools.partial(op, x, weight)
+    for warp_roles, transposed in itertools.product((False, True), repeat=2):
+        call = functools.partial(ranks.products, warp_roles, transposed, {})
+        kernels = ("matmul_reduce_scatter_roles_kernel",) if warp_roles else ()
+        yield f"tests, roles {warp_roles} {transposed}", 2, frozenset[str](kernels), call
+
+
 @contextlib.contextmanager
-def stubbed(world_size: int) -> Iterator[None]:
+def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
     """Rank 0 of so many, whose GPU does nothing."""
     import host_cost
     import torch
+    from gpu_parts import timing
 
     class Event(host_cost._Event):
         def elapsed_time(self, end: object) -> float:
             return 1.0
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(host_cost.stubbed(world_size, peers=False, launcher=True))
+        stack.enter_context(host_cost.stubbed(world_size, peers=False, launcher=not dry_run))
+        if dry_run:
+            stack.enter_context(mock.patch.object(timing, "launch_now", lambda *launch: None))
         for name, value in (
             ("Event", Event),
             ("CUDAGraph", lambda: SimpleNamespace(replay=lambda: None)),
@@ -138,7 +157,7 @@ def stubbed(world_size: int) -> Iterator[None]:
         yield
 
 
-def run(jobs: list[Job]) -> int:
+def run(jobs: list[Job], *, dry_run: bool) -> int:
     """Run them, and return how many have not launched what they should."""
     from interlace.runtime.core.launch import KernelLaunch
 
@@ -151,7 +170,7 @@ def run(jobs: list[Job]) -> int:
 
     with mock.patch.object(KernelLaunch, "__init__", init):
         for world_size, group in itertools.groupby(jobs, key=lambda job: job[1]):
-            with stubbed(world_size):
+            with stubbed(world_size, dry_run=dry_run):
                 for title, _, kernels, call in group:
                     launched.clear()
                     problem = ""
@@ -177,28 +196,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-cache.tgz")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose title has it")
+    parser.add_argument("--dry-run", action="store_true", help="compile nothing, and pack nothing")
     options = parser.parse_args()
-    sys.path[:0] = [str(ROOT / "benchmarks")]
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
     import stub_libcuda
 
+    os.environ |= {"TRITON_INTERPRET": "0", "INTERLACE_TUNE_CACHE": "off"}
     with tempfile.TemporaryDirectory() as folder:
-        stub_libcuda.install(Path(folder))
-        CACHE.mkdir(parents=True, exist_ok=True)
-        os.environ |= {"TRITON_CACHE_DIR": str(CACHE), "INTERLACE_TUNE_CACHE": "off"}
+        if not options.dry_run:
+            stub_libcuda.install(Path(folder))
+            CACHE.mkdir(parents=True, exist_ok=True)
+            os.environ["TRITON_CACHE_DIR"] = str(CACHE)
         import triton
 
         listener = triton.knobs.compilation.listener = Compiled()
         begin = time.perf_counter()
-        every = [*checks(), *matmuls(), *ops()]
+        every = [*checks(), *matmuls(), *ops(), *tests()]
         chosen = [job for job in every if options.only in job[0]]
         if not chosen:
             raise SystemExit(f"--only {options.only}: no case has it in its title")
-        wrong = run(sorted(chosen, key=lambda job: job[1]))
-        compiled, took = listener.compiled.total(), time.perf_counter() - begin
-        print(
-            f"{len(chosen)} cases, {compiled} kernels compiled, triton {triton.__version__}, {took:.0f} s"
-        )
-    pack(CACHE, options.out)
+        wrong = run(sorted(chosen, key=lambda job: job[1]), dry_run=options.dry_run)
+    count, took = listener.compiled.total(), time.perf_counter() - begin
+    print(
+        f"{len(chosen)} cases, {count} kernels compiled, triton {triton.__version__}, {took:.0f} s"
+    )
+    if not options.dry_run:
+        pack(CACHE, options.out)
     return 1 if wrong else 0
 
 

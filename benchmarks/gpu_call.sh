@@ -73,8 +73,10 @@ check() {
 probe() { show=30 step probe 45 "$PY" benchmarks/gpu_probe.py $dry; }
 
 device=cuda
+odd=7
 if [ "$dry" = --dry-run ]; then
   device=cpu
+  odd=3
   gpu() { step "$1" "$2" "$PY" benchmarks/gpu.py --dry-run "${@:3}"; }
   tests() { step "$1" "$2" "$PY" -m pytest -q -p no:cacheprovider --collect-only "${@:3}"; }
 fi
@@ -116,7 +118,7 @@ case $call in
     have compute-sanitizer && show=30 check memcheck 1 70 compute-sanitizer --tool memcheck
     show=20 check blocking 1 40 env CUDA_LAUNCH_BLOCKING=1
   else
-    show=12 check check-7 7 50 # as many ranks as no power of two has
+    show=12 check check-odd "$odd" 50 # as many ranks as no power of two has
     have ncu && show=40 step ncu 60 ncu --clock-control none --kill yes --set full \
       -k regex:all_gather_matmul -s 3 -c 1 \
       "$PY" benchmarks/gpu.py --part matmul --repetitions 1 --out "$logs/ncu.json"

@@ -219,8 +219,8 @@ FOLDERS = {
     ),
     "interlace/cli/check": (
         "face interlace interlace/arguments interlace/benchmark/subjects interlace/benchmark/timing "
-        "interlace/cli/output interlace/functional interlace/groups interlace/verify/suite "
-        "runtime/algorithms runtime/compiler runtime/tuning"
+        "interlace/cli/output interlace/functional interlace/fused interlace/groups "
+        "interlace/verify/suite runtime/algorithms runtime/compiler runtime/places/cuda runtime/tuning"
     ),
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "

@@ -80,19 +80,8 @@ def test_warps_with_roles_give_what_the_reference_gives(
     """Rows that no tile divides, more tiles than programs, calls that follow each other."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("its kernel is for 9.x")
-
-    def products(warp_roles: bool) -> list[torch.Tensor]:
-        torch.manual_seed(interlace.get_rank())
-        device, found = interlace.device(), []
-        for rows, inner, columns in ((300, 4096, 512), (2048, 1040, 4112), (1, 64, 256)):
-            x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
-            w = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).T
-            w = w if transposed else w.contiguous()
-            with interlace.configured(warp_roles=warp_roles, copiers=0, chunks=2, **tile):
-                for op in (interlace.all_gather_matmul, interlace.matmul_reduce_scatter):
-                    found += [op(x, w, algorithm="fused") for _ in range(3)]
-        return [each.cpu() for each in found]
-
-    wanted = interlace.run(products, 2, False, place="cuda")
-    found = interlace.run(products, 2, True, place="cuda")
+    wanted, found = (
+        interlace.run(ranks.products, 2, warp_roles, transposed, tile, place="cuda")
+        for warp_roles in (False, True)
+    )
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # bits

@@ -53,6 +53,38 @@ def test_what_is_missing_is_seen_and_compiled_again(tmp_path: Path) -> None:
     assert " 0 kernels compiled" not in run(tmp_path / "elsewhere", tmp_path / "again.tgz")
 
 
+@thorough
+def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
+    """With a driver that does nothing; nothing is compiled."""
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_cache.py", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "!!" not in done.stdout and " 0 kernels compiled" in done.stdout
+
+
+@thorough
+def test_a_case_that_launches_something_else_is_told() -> None:
+    """The control."""
+    script = (
+        "import sys; from unittest import mock; import gpu_cache\n"
+        "from interlace.cli.check import cases, dense\n"
+        "kernel = ('all_reduce_kernel',)\n"
+        "case = dense.DenseCase('all_gather', 'copy', 2, (64,), 'fp32', kernel,\n"
+        "    arguments={'algorithm': 'copy'})\n"
+        "cases.cases = lambda device: [case]\n"
+        "sys.argv = ['gpu_cache.py', '--dry-run', '--only', 'all_gather, copy']\n"
+        "sys.exit(gpu_cache.main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])},
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "has not launched all_reduce_kernel" in done.stdout
+
+
 def test_the_makefile_runs_it_with_the_torch_of_that_machine() -> None:
     done = subprocess.run(
         [*COMMAND.split(), "-n", "-o", ".venv-2.11/demo"], capture_output=True, text=True, cwd=ROOT

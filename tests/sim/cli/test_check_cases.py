@@ -13,6 +13,7 @@ from interlace.cli.check.dense import DenseCase
 from interlace.cli.check.rows import RowsCase
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.cuda import driver
 from tiers import few
 
 DEVICES = ("cpu", "cuda")
@@ -81,6 +82,15 @@ def test_what_needs_a_switch_is_skipped_with_a_word() -> None:
     with mock.patch("interlace.runtime.core.memory.Arena.multicast", lambda arena: False):
         verdict = run_case(case, "cpu", 0)
     assert verdict.passed and "no multicast address" in verdict.skipped
+
+
+def test_streams_can_be_made_to_signal_by_kernels() -> None:
+    """While the case runs, and no longer."""
+    (case, *_) = (case for case in known.cases("cuda") if "publish_kernel" in case.kernels)
+    before = driver.stream_words
+    with case.circumstances():
+        assert case.by_kernels and driver.stream_words(0) is None
+    assert driver.stream_words is before
 
 
 def test_every_dtype_runs_on_the_main_tile() -> None:

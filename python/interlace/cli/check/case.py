@@ -2,7 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import interlace
 from interlace.arguments.words import RunPlace
 from interlace.groups.groups import default_group
+from interlace.runtime.places.cuda import driver
 from interlace.runtime.tuning import configuration
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -19,7 +21,11 @@ Sizes = tuple[int, ...]
 
 @dataclass
 class CheckCase(ABC):
-    """``kernels``: those of the catalogue that it runs. ``overrides``: values of the configuration."""
+    """``kernels``: those of the catalogue that it runs. ``overrides``: values of the configuration.
+
+    ``by_switch``: it needs a multicast address. ``by_kernels``: streams of a GPU signal by kernels, and
+    not by words that the driver writes.
+    """
 
     op: str
     variant: str
@@ -30,6 +36,7 @@ class CheckCase(ABC):
     _: KW_ONLY
     overrides: dict[str, int | bool] = field(default_factory=dict)
     by_switch: bool = False
+    by_kernels: bool = False
 
     @property
     def shape(self) -> str:
@@ -38,6 +45,18 @@ class CheckCase(ABC):
     @property
     def title(self) -> str:
         return f"{self.op}, {self.variant}, {self.world_size} ranks, {self.shape}, {self.dtype}"
+
+    @contextmanager
+    def circumstances(self) -> Iterator[None]:
+        """What holds while the case runs."""
+        stream_words = driver.stream_words
+        if self.by_kernels:
+            driver.stream_words = lambda device: None  # type: ignore[assignment]
+        try:
+            with configuration.override(**self.overrides):
+                yield
+        finally:
+            driver.stream_words = stream_words
 
     @abstractmethod
     def on_rank(self, seed: int) -> Any:
@@ -74,7 +93,7 @@ def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
     start = time.perf_counter()
     place: RunPlace = "cuda" if device == "cuda" else "sim"
     try:
-        with configuration.override(**case.overrides):
+        with case.circumstances():
             results = interlace.run(_on_rank, case.world_size, case, seed, place=place, seed=seed)
         if results[0] is None:
             return Verdict(case, 0.0, 0.0, skipped="memory has no multicast address here")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from interlace.cli.check.case import CheckCase
-from interlace.cli.check.dense import dense, roles
+from interlace.cli.check.dense import dense, roles, signals
 from interlace.cli.check.rows import rows
 from interlace.cli.check.scaled import scaled
 from interlace.cli.check.simulated import simulated
@@ -52,6 +52,8 @@ def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
         if world_size <= 4:  # heads and rows are shared out evenly
             found += rows(device, world_size)
             found += scaled(device, world_size)
+        if device == "cuda" and world_size > 1:
+            found += signals(world_size)
         if device == "cuda" and has_roles:
             found += roles(world_size, (2048, 1024, 512), "bf16")
         if device == "cpu" and world_size == NODES_RANKS:

@@ -13,12 +13,13 @@ import torch
 import interlace
 from interlace import reference
 from interlace.cli.check.case import DTYPES, CheckCase, Sizes
+from interlace.fused.reduce import ONE_SHOT_BYTES
 from interlace.runtime.algorithms.low_latency import MOST_BYTES
 
 Variant = tuple[str, dict[str, Any], dict[str, int | bool]]  # name, arguments, configuration
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-SIGNALS = ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel")
-"""Streams of a GPU signal by these; those of ``sim`` need none."""
+OF_STREAMS = ("wait_credits_kernel", "finish_kernel")
+"""What streams of a GPU launch around copies; those of ``sim`` need none."""
 ROLES: dict[str, int | bool] = {"warp_roles": True, "copiers": 0}
 
 
@@ -118,12 +119,17 @@ def _fused() -> dict[str, list[Variant]]:
     }
 
 
-def _kernels(op: str, algorithm: str, device: str) -> tuple[str, ...]:
+def _kernels(
+    op: str, algorithm: str, sizes: Sizes, dtype: str, of_streams: tuple[str, ...]
+) -> tuple[str, ...]:
     if algorithm in ("fused", "kernel"):
-        return (f"{op}_kernel",)
+        large = op == "matmul_all_reduce" and (
+            sizes[0] * sizes[1] * DTYPES[dtype].itemsize > ONE_SHOT_BYTES
+        )
+        return ("matmul_reduce_scatter_kernel" if large else f"{op}_kernel",)
     if algorithm == "low_latency":
         return (f"low_latency_{op}_kernel",)
-    return SIGNALS if device == "cuda" and algorithm != "unfused" else ()
+    return () if algorithm == "unfused" else of_streams
 
 
 def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
@@ -134,11 +140,22 @@ def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
         yield DenseCase(*about, overrides=ROLES, arguments={"algorithm": "fused"})
 
 
+def signals(world_size: int) -> Iterator[CheckCase]:
+    """A copy whose arrival a kernel tells, as where the driver has no words of streams."""
+    about = "all_gather", "copy, signals by kernels", world_size, (14336,), "bf16"
+    how = {"algorithm": "copy"}
+    kernels = "publish_kernel", "wait_kernel", *OF_STREAMS
+    yield DenseCase(*about, kernels, by_kernels=True, arguments=how)
+
+
 def dense(device: str, world_size: int) -> Iterator[CheckCase]:
     """On a GPU the shapes are large enough for several waves of tiles."""
     shapes = [(96, 80, 64), (61, 45, 37)]
     if device == "cuda":
-        shapes = [(2048, 1024, 512), (1000, 520, 264), (61, 45, 37)]
+        shapes = [(2048, 1024, 512), (256, 512, 512), (1000, 520, 264), (61, 45, 37)]
+    of_streams: tuple[str, ...] = ()
+    if device == "cuda":
+        of_streams = (*("wait_kernel",) * (world_size > 1), *OF_STREAMS)
     names = ("bf16", "fp32", "fp16")
     for number, sizes in enumerate(shapes):
         main_tile = device == "cuda" and number == 0  # others take turns
@@ -147,7 +164,7 @@ def dense(device: str, world_size: int) -> Iterator[CheckCase]:
                 for variant, arguments, overrides in variants:
                     yield DenseCase(
                         *(op, variant, world_size, sizes, dtype),
-                        _kernels(op, arguments["algorithm"], device),
+                        _kernels(op, arguments["algorithm"], sizes, dtype, of_streams),
                         overrides=overrides,
                         by_switch="multimem" in overrides,
                         arguments=arguments,
@@ -156,6 +173,6 @@ def dense(device: str, world_size: int) -> Iterator[CheckCase]:
             for op, algorithm in itertools.product(COLLECTIVES, ("kernel", "copy", "low_latency")):
                 fits = op != "reduce_scatter" and 4 * elements <= MOST_BYTES
                 if fits or algorithm != "low_latency":
-                    kernels = _kernels(op, algorithm, device)
+                    kernels = _kernels(op, algorithm, (elements,), dtype, of_streams)
                     about = op, algorithm, world_size, (elements,), dtype, kernels
                     yield DenseCase(*about, arguments={"algorithm": algorithm})

@@ -68,6 +68,7 @@ _GATHERED, _HEADS = ("all_gather_attention_kernel", _MERGE), ("attention_kernel"
 _DECODE = ("decode_attention_kernel", _MERGE, "decode_exchange_kernel")
 _TOKENS = (48, 4, 16), (1024, 8, 128)
 _PRODUCTS = (48, 48, 24), (1024, 1024, 512)
+_SMALL = (48, 48, 24), (128, 1024, 512)  # for which all-reduce is one kernel
 _MOVED = (48, 40), (1024, 2048)
 _WORDS = (48, 32), (8, 1024)
 _ROWS = (
@@ -85,7 +86,7 @@ _ROWS = (
     _CheckedOp(
         "matmul_reduce_scatter_norm", {"fused": ("matmul_reduce_scatter_norm_kernel",)}, _PRODUCTS
     ),
-    _CheckedOp("matmul_all_reduce_norm", {"fused": ("matmul_all_reduce_norm_kernel",)}, _PRODUCTS),
+    _CheckedOp("matmul_all_reduce_norm", {"fused": ("matmul_all_reduce_norm_kernel",)}, _SMALL),
     _CheckedOp("reduce_scatter_norm", {"fused": ("reduce_norm_kernel",)}, _MOVED),
     _CheckedOp("gather_normed", {"fused": ("reduce_norm_kernel",)}, _MOVED),
     _CheckedOp("all_reduce_norm", {"low_latency": ("low_latency_norm_kernel",)}, _WORDS),
