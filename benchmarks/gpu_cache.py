@@ -19,36 +19,40 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("TRITON_CACHE_DIR") or "/tmp/interlace-triton")
 WORLDS = (1, 2, 4)
-Job = tuple[
-    str, int, frozenset[str], Callable[[], object]
-]  # title, ranks, kernels, what launches them
 
 
-class Compiled:
-    """A listener of Triton's: what was compiled, and what the cache had."""
+class CacheJob(NamedTuple):
+    """One call to make on rank 0 of ``world_size``; ``kernels`` are those that it should launch."""
 
-    def __init__(self) -> None:
-        self.compiled: Counter[str] = Counter()
+    title: str
+    world_size: int
+    kernels: frozenset[str]
+    call: Callable[[], object]
+
+
+class Listener:
+    """What Triton tells of every kernel that it is asked for; those that it compiled are counted."""
+
+    compiled = 0
 
     def __call__(self, *, metadata: Any, cache_hit: bool, **rest: Any) -> None:
         if not cache_hit:
-            name = metadata["name"]
-            self.compiled[name] += 1
+            self.compiled += 1
             shared = metadata["shared"]
-            print(f"compiled {name}, {shared} B of shared memory", flush=True)
+            print(f"compiled {metadata['name']}, {shared} B of shared memory", flush=True)
 
 
-def checks() -> Iterator[Job]:
+def checks() -> Iterator[CacheJob]:
     """The cases of ``interlace check --device cuda``."""
     from interlace.cli.check.cases import cases
     from interlace.cli.check.rows import RowsCase
@@ -63,15 +67,11 @@ def checks() -> Iterator[Job]:
 
     for case in cases("cuda"):
         if case.world_size in WORLDS and not case.by_switch:
-            yield (
-                case.title,
-                case.world_size,
-                frozenset(case.kernels),
-                functools.partial(called, case),
-            )
+            kernels = frozenset(case.kernels)
+            yield CacheJob(case.title, case.world_size, kernels, functools.partial(called, case))
 
 
-def matmuls() -> Iterator[Job]:
+def matmuls() -> Iterator[CacheJob]:
     """The parts matmul and variants of ``gpu.py``."""
     import torch
     from gpu_parts import shapes, timing
@@ -86,17 +86,17 @@ def matmuls() -> Iterator[Job]:
     wanted = frozenset({"all_gather_matmul_kernel"})
     for name, *size in shapes.every_size():
         title = f"matmul, {name}, {size}"
-        yield title, 1, wanted, functools.partial(launched, *size, None)
+        yield CacheJob(title, 1, wanted, functools.partial(launched, *size, None))
     for name, (what, values) in itertools.product(shapes.VARIED, shapes.VARIANTS.items()):
         kernels = (
             frozenset({"all_gather_matmul_roles_kernel"}) if values.get("warp_roles") else wanted
         )
         size = [shapes.VARIED_ROWS, *shapes.LAYERS[name]]
         title = f"variants, {name}, {what}"
-        yield title, 1, kernels, functools.partial(launched, *size, values)
+        yield CacheJob(title, 1, kernels, functools.partial(launched, *size, values))
 
 
-def ops() -> Iterator[Job]:
+def ops() -> Iterator[CacheJob]:
     """The part ops of ``gpu.py``."""
     from gpu_parts.ops import requests
 
@@ -112,20 +112,21 @@ def ops() -> Iterator[Job]:
 
     for request in requests(False, 1):
         title = f"ops, {request.target}"
-        yield title, 1, frozenset[str](), functools.partial(called, request)
+        yield CacheJob(title, 1, frozenset(), functools.partial(called, request))
 
 
-def tests() -> Iterator[Job]:
+def tests() -> Iterator[CacheJob]:
     """Ops and warps with roles of tests/gpu, with float32 and on two ranks."""
     from cases import device_ranks as ranks
 
     x, weight = ranks.input_of(0, 0), ranks.weight()
     for name, op in ranks.OPS.items():
-        yield f"tests, {name}", 2, frozenset[str](), functools.partial(op, x, weight)
+        call = functools.partial(op, x, weight)
+        yield CacheJob(f"tests, {name}", 2, frozenset(), call)
     for warp_roles, transposed in itertools.product((False, True), repeat=2):
-        call = functools.partial(ranks.products, warp_roles, transposed, {})
+        by_roles = functools.partial(ranks.products, warp_roles, transposed, {})
         kernels = ("matmul_reduce_scatter_roles_kernel",) if warp_roles else ()
-        yield f"tests, roles {warp_roles} {transposed}", 2, frozenset[str](kernels), call
+        yield CacheJob(f"tests, roles {warp_roles} {transposed}", 2, frozenset(kernels), by_roles)
 
 
 @contextlib.contextmanager
@@ -157,7 +158,7 @@ def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
         yield
 
 
-def run(jobs: list[Job], *, dry_run: bool) -> int:
+def run(jobs: list[CacheJob], *, dry_run: bool) -> int:
     """Run them, and return how many have not launched what they should."""
     from interlace.runtime.core.launch import KernelLaunch
 
@@ -169,7 +170,7 @@ def run(jobs: list[Job], *, dry_run: bool) -> int:
         launched.add(launch.name)
 
     with mock.patch.object(KernelLaunch, "__init__", init):
-        for world_size, group in itertools.groupby(jobs, key=lambda job: job[1]):
+        for world_size, group in itertools.groupby(jobs, key=attrgetter("world_size")):
             with stubbed(world_size, dry_run=dry_run):
                 for title, _, kernels, call in group:
                     launched.clear()
@@ -209,14 +210,14 @@ def main() -> int:
             os.environ["TRITON_CACHE_DIR"] = str(CACHE)
         import triton
 
-        listener = triton.knobs.compilation.listener = Compiled()
+        listener = triton.knobs.compilation.listener = Listener()
         begin = time.perf_counter()
         every = [*checks(), *matmuls(), *ops(), *tests()]
-        chosen = [job for job in every if options.only in job[0]]
+        chosen = [job for job in every if options.only in job.title]
         if not chosen:
             raise SystemExit(f"--only {options.only}: no case has it in its title")
-        wrong = run(sorted(chosen, key=lambda job: job[1]), dry_run=options.dry_run)
-    count, took = listener.compiled.total(), time.perf_counter() - begin
+        wrong = run(sorted(chosen, key=attrgetter("world_size")), dry_run=options.dry_run)
+    count, took = listener.compiled, time.perf_counter() - begin
     print(
         f"{len(chosen)} cases, {count} kernels compiled, triton {triton.__version__}, {took:.0f} s"
     )

@@ -30,8 +30,8 @@ def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
         "import interlace.cli.main, interlace.cli.check.command, interlace.cli.commands.doctor\n"
         "import interlace.nn, interlace.tensor, interlace.integrations.megatron\n"
-        "import gpu_probe, host_cost\n"
-        "from gpu_parts import host, lone_rank, overlap, shapes, timing, torch_pipelined\n"
+        "import gpu_facts, gpu_probe, host_cost\n"
+        "from gpu_parts import host, lone_rank, ops, overlap, shapes, timing, torch_pipelined\n"
         "import circumstances; print(circumstances.circumstances()['torch'])\n"
     )
     assert done.returncode == 0, done.stderr[-2000:]
