@@ -28,8 +28,10 @@ WORK=${WORK:-build/gpu}
 OUT=${OUT:-$WORK}
 LIMIT=${LIMIT:-$seconds}
 packed=${CACHE:-build/gpu-cache.tgz}
+kernels=/tmp/interlace-triton # where benchmarks/gpu_cache.py has them
+[ "$dry" != --dry-run ] || kernels=$WORK/kernels
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 INTERLACE_TUNE_CACHE=off
-export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/interlace-triton} # as benchmarks/gpu_cache.py has it
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$kernels}
 logs=$WORK/$call
 mkdir -p "$logs" "$OUT" "$TRITON_CACHE_DIR"
 summary=$logs/summary.txt
