@@ -66,7 +66,7 @@ def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
 def test_a_case_that_launches_something_else_is_told() -> None:
     """The control."""
     script = (
-        "import sys; from unittest import mock; import gpu_cache\n"
+        "import os, sys; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
         "from interlace.cli.check import cases, dense\n"
         "kernel = ('all_reduce_kernel',)\n"
         "case = dense.DenseCase('all_gather', 'copy', 2, (64,), 'fp32', kernel,\n"
