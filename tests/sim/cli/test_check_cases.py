@@ -60,8 +60,9 @@ def test_kernels_come_first() -> None:
     """After the first cases on two ranks every kernel has been run on two ranks."""
     on_two = [case for case in IN_SIM if case.world_size == 2]
     wanted = {kernel for case in on_two for kernel in case.kernels}
-    half = {kernel for case in on_two[: len(on_two) // 2] for kernel in case.kernels}
-    assert half == wanted and len(wanted) > 25
+    half = on_two[: len(on_two) // 2]
+    assert {kernel for case in half for kernel in case.kernels} == wanted and len(wanted) > 25
+    assert "fp8" in {case.dtype for case in half}
     assert on_two[0].op == "all_gather_matmul" and on_two[0].variant == "fused, copiers"
 
 

@@ -33,12 +33,15 @@ def every_kernel() -> list[str]:
 
 
 def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
-    """First a case for each kernel on each number of ranks, then the others in the order that they have."""
-    seen: set[tuple[int, str]] = set()
+    """First a case for each kernel on each number of ranks, then the others in the order that they have.
+
+    A kernel of fp8 operands counts as another one: its products are other instructions.
+    """
+    seen: set[tuple[int, bool, str]] = set()
     first: list[CheckCase] = []
     rest: list[CheckCase] = []
     for case in cases:
-        runs = {(case.world_size, kernel) for kernel in case.kernels}
+        runs = {(case.world_size, case.dtype == "fp8", kernel) for kernel in case.kernels}
         (first if runs - seen else rest).append(case)
         seen |= runs
     return first + rest
