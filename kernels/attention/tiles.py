@@ -75,11 +75,13 @@ def load_queries(queries, rows, batch, head, tile_m, TILES: tl.constexpr):
 
 @triton.jit
 def load_spans(spans, rows, batch, tile_m, TILES: tl.constexpr):
-    """(low, high) of each row of a tile; what sees nothing has a low that no position reaches."""
-    offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    """(low, high) of each row of a tile; what sees nothing has a low that no position reaches.
+
+    Rows beyond the last see what that sees, so that a tile with them may go without masks.
+    """
+    offs_m = tl.minimum(tile_offsets(tile_m, TILES.BLOCK_M), rows - 1)
     lines = spans.ptr + batch.to(tl.int64) * spans.span_stride + offs_m * 2
-    low = tl.load(lines, mask=offs_m < rows, other=0).to(tl.int32)
-    high = tl.load(lines + 1, mask=offs_m < rows, other=0).to(tl.int32)
+    low, high = tl.load(lines).to(tl.int32), tl.load(lines + 1).to(tl.int32)
     # So the least of all is that of a row that does see something.
     return tl.where(low < high, low, _FAR), high
 
@@ -112,10 +114,54 @@ def first_and_end(low, high, rows, position, TILES: tl.constexpr):
 
 
 @triton.jit
+def seen_by_all(low, high, rows, position, scale, TILES: tl.constexpr):
+    """The keys of a run that every row of a tile sees: whole tiles of keys, from one to below the other.
+
+    None where ``scale`` is not above 0: there the largest product is not the largest score.
+    """
+    from_all = tl.minimum(tl.maximum(tl.max(low) - position, 0), rows)
+    start = tl.cdiv(from_all, TILES.BLOCK_N) * TILES.BLOCK_N
+    to_all = tl.minimum(tl.min(high) - position, rows)
+    stop = tl.maximum(to_all // TILES.BLOCK_N * TILES.BLOCK_N, start)
+    return start, tl.where(scale > 0, stop, start)
+
+
+@triton.jit
 def scores(query, key, valid, scale, TILES: tl.constexpr):
     """``query @ key.T * scale``, -inf where it is not ``valid``."""
     product = tl.dot(query, tl.trans(key), input_precision=TILES.INPUT_PRECISION)
     return tl.where(valid, product * scale, float("-inf"))
+
+
+@triton.jit
+def load_tile(ptr, places, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of ``SIZE`` elements that are ``places`` behind ``ptr``; zeros beyond, and if not ``there``."""
+    offs = tl.arange(0, BLOCK)
+    # Places are added up before the pointer: with one size and one stride, keys and values share them.
+    pointers = ptr + (places[:, None] + offs[None, :])
+    return tl.load(pointers, mask=there[:, None] & (offs < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def soften(product, largest, total, scale):
+    """The online softmax goes on over a tile of scores, ``product * scale``, whose scale is above 0.
+
+    Returns their weights, what those of earlier tiles are multiplied by from here on, and the state.
+    """
+    highest = tl.maximum(largest, tl.max(product, 1) * scale)
+    # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    # One instruction: multiplied and taken off without a rounding in between.
+    weight = tl.exp2(product * scale - base[:, None])
+    before = tl.exp2(largest - base)
+    return weight, before, highest, total * before + tl.sum(weight, 1)
+
+
+@triton.jit
+def weigh(acc, before, weight, value, TILES: tl.constexpr):
+    """``acc * before + weight @ value``."""
+    weight = weight.to(value.dtype)
+    return tl.dot(weight, value, acc * before[:, None], input_precision=TILES.INPUT_PRECISION)
 
 
 @triton.jit
@@ -125,23 +171,11 @@ def attend_tile(query, acc, largest, total, key_ptr, key_places, value_ptr, valu
 
     ``key_places``, ``value_places``: how far behind the pointers the rows of the tile are, if ``there``.
     """
-    offs_d = tl.arange(0, TILES.BLOCK_D)
-    mask = there[:, None] & (offs_d < TILES.HEAD_DIM)[None, :]
-    # Places are added up before the pointer: with one size and one stride, keys and values share them.
-    key = tl.load(key_ptr + (key_places[:, None] + offs_d[None, :]), mask=mask, other=0.0)
+    key = load_tile(key_ptr, key_places, there, TILES.HEAD_DIM, TILES.BLOCK_D)
     score = scores(query, key, valid, scale, TILES)
-    highest = tl.maximum(largest, tl.max(score, 1))
-    # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2(score - base[:, None])
-    before = tl.exp2(largest - base)
-    total = total * before + tl.sum(weight, 1)
-    offs_v = tl.arange(0, TILES.BLOCK_V)
-    mask = there[:, None] & (offs_v < TILES.VALUE_DIM)[None, :]
-    value = tl.load(value_ptr + (value_places[:, None] + offs_v[None, :]), mask=mask, other=0.0)
-    acc = acc * before[:, None]
-    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=TILES.INPUT_PRECISION)
-    return acc, highest, total
+    weight, before, largest, total = soften(score, largest, total, 1.0)
+    value = load_tile(value_ptr, value_places, there, TILES.VALUE_DIM, TILES.BLOCK_V)
+    return weigh(acc, before, weight, value, TILES), largest, total
 
 
 @triton.jit
@@ -150,11 +184,25 @@ def attend_run(query, acc, largest, total, low, high, key_ptr, stride, value_ptr
     """The online softmax goes on over ``rows`` keys of a head, from ``position`` of the sequence on.
 
     State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, of the
-    weights. ``key_ptr``, ``value_ptr``: the head's first row, with the stride of its rows.
+    weights. ``key_ptr``, ``value_ptr``: the head's first row, with the stride of its rows. Tiles that all
+    rows see whole come first and take no masks; then those before these, and those behind.
+
+    Example: tiles of 128 rows and 64 keys, causal: rows 256 to 383 see keys 0 to 255 all, so four tiles
+    without masks, then those of keys 256 and 320 with.
     """
     first, end = first_and_end(low, high, rows, position, TILES)
-    for n in range(first, end, TILES.BLOCK_N):
-        offs_n = n + tl.arange(0, TILES.BLOCK_N)
+    start, stop = seen_by_all(low, high, rows, position, scale, TILES)
+    all_there = tl.full((TILES.BLOCK_N,), True, tl.int1)
+    for n in range(start, stop, TILES.BLOCK_N):
+        index = (n + tl.arange(0, TILES.BLOCK_N)).to(tl.int64)
+        key = load_tile(key_ptr, index * stride, all_there, TILES.HEAD_DIM, TILES.BLOCK_D)
+        product = tl.dot(query, tl.trans(key), input_precision=TILES.INPUT_PRECISION)
+        weight, before, largest, total = soften(product, largest, total, scale)
+        places = index * value_stride
+        value = load_tile(value_ptr, places, all_there, TILES.VALUE_DIM, TILES.BLOCK_V)
+        acc = weigh(acc, before, weight, value, TILES)
+    for n in range(first, end - (stop - start), TILES.BLOCK_N):
+        offs_n = tl.where(n < start, n, n + stop - start) + tl.arange(0, TILES.BLOCK_N)
         there, index = offs_n < rows, offs_n.to(tl.int64)
         valid = sees(low, high, position + offs_n) & there[None, :]
         acc, largest, total = attend_tile(query, acc, largest, total, key_ptr, index * stride, value_ptr,
@@ -194,13 +242,14 @@ def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, s
     acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_V), 0.0, tl.float32)
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
-    acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr, stride, value_ptr,
-                                     stride, part.rows, part.position, scale, TILES)  # fmt: skip
-    if part.more_rows > 0:
-        more = part.rows.to(tl.int64) * stride
-        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr + more, stride,
-                                         value_ptr + more, stride, part.more_rows,
-                                         part.more_position, scale, TILES)  # fmt: skip
+    # One loop over the runs: the code of a run is there once.
+    for run in range(1 + tl.minimum(part.more_rows, 1)):
+        run_rows = tl.where(run == 0, part.rows, part.more_rows)
+        position = tl.where(run == 0, part.position, part.more_position)
+        begin = tl.where(run == 0, 0, part.rows).to(tl.int64) * stride
+        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr + begin, stride,
+                                         value_ptr + begin, stride, run_rows, position, scale,
+                                         TILES)  # fmt: skip
     all_heads = heads.batches * heads.heads
     of_all = batch * heads.heads + head
     store_partial(partials, acc, largest, total, part.number, of_all, all_heads, tile_m, TILES)
