@@ -417,7 +417,8 @@ class RowSums(NamedTuple):
 
 class AttentionTiles(NamedTuple):
     """Constants of an attention: query rows and keys of a tile; ``HEAD_DIM``, the size of a head of queries
-    and keys, and ``VALUE_DIM``, that of values and results; both rounded up to a power of two."""
+    and keys, and ``VALUE_DIM``, that of values and results; both rounded up to a power of two.
+    ``DESCRIPTORS``: keys and values are loaded by descriptor (TMA). ``COMPILED``: see ``Tiles``."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -426,3 +427,5 @@ class AttentionTiles(NamedTuple):
     HEAD_DIM: int
     VALUE_DIM: int
     INPUT_PRECISION: str
+    DESCRIPTORS: bool
+    COMPILED: bool

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Lot
-from interlace.kernels.attention.tiles import attend_run, attend_tile, load_queries, store_partial
+from interlace.kernels.attention.tiles import (
+    attend_run,
+    load_places,
+    load_queries,
+    reach_of,
+    scores,
+    soften,
+    store_partial,
+    weigh,
+)
 from interlace.kernels.collectives.low_latency import (
     block_epoch,
     end_block,
@@ -81,15 +90,19 @@ def decode_attention_kernel(
             key_places = page * keys.stride_b + index * keys.stride
             value_places = page * value.stride_b + index * value.stride
             valid = offs_n[None, :] < high[:, None]
-            acc, largest, total = attend_tile(query, acc, largest, total, key_ptr, key_places, value_ptr,
-                                              value_places, there, valid, scale, TILES)  # fmt: skip
+            key = load_places(key_ptr, key_places, there, TILES.HEAD_DIM, TILES.BLOCK_D)
+            score = scores(query, key, valid, scale, TILES)
+            weight, before, largest, total = soften(score, largest, total, 1.0)
+            values = load_places(value_ptr, value_places, there, TILES.VALUE_DIM, TILES.BLOCK_V)
+            acc = weigh(acc, before, weight, values, TILES)
     else:
         sequence, index = batch.to(tl.int64), first.to(tl.int64)
         key_ptr += sequence * keys.stride_b + index * keys.stride
         value_ptr += sequence * value.stride_b + index * value.stride
         low = tl.full((TILES.BLOCK_M,), 0, tl.int32)
-        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr, keys.stride,
-                                         value_ptr, value.stride, rows, 0, scale, TILES)  # fmt: skip
+        reach = reach_of(low, high, scale)
+        acc, largest, total = attend_run(query, acc, largest, total, reach, key_ptr, keys.stride, value_ptr,
+                                         value.stride, 0, rows, 0, scale, TILES)  # fmt: skip
     all_heads = heads.batches * heads.heads
     store_partial(partials, acc, largest, total, number, tl.program_id(1), all_heads, tile_m, TILES)
 

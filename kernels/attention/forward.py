@@ -25,7 +25,7 @@ from interlace.kernels.attention.tiles import (
     row_mask,
 )
 from interlace.kernels.matmul import tile_offsets
-from interlace.kernels.signal import current_epoch, wait
+from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
 from interlace.kernels.transfer import data_pointer, push_chunks
 
 
@@ -69,7 +69,6 @@ def all_gather_attention_kernel(
     else:
         programs = tl.num_programs(0) - COPIES.COPIERS
         tiles = tl.cdiv(partials.rows, TILES.BLOCK_M) * heads.batches * heads.heads
-        gathered_ptr = data_pointer(workspace, workspace.rank, keys.ptr)
         for number in range(parts.count):
             source, row, first_slot, slots, part = part_line(parts.ptr, number)
             # As integers: what the compiler knows of one address must not be taken for the other.
@@ -78,6 +77,9 @@ def all_gather_attention_kernel(
                 # What the waits return is not looked at: results are this rank's own, of an op that failed.
                 for slot in range(first_slot, first_slot + slots):
                     wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
+                # The waits order generic loads; TMA reads through another proxy.
+                fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS)
+                gathered_ptr = data_pointer(workspace, workspace.rank, keys.ptr)
                 address = (gathered_ptr + row * keys.stride).to(tl.int64)
             part_ptr = address.to(keys.ptr.dtype)
             if TILES.HEAD_DIM % 16 == 0 and TILES.VALUE_DIM % 16 == 0:

@@ -106,6 +106,19 @@ def sees(low, high, positions):
 
 
 @triton.jit
+def between(low, high, COLUMNS: tl.constexpr):
+    """``[M, COLUMNS]``: whether a column is one from a row's low on, to below its high.
+
+    Where tensor cores leave a product, bits 1 and 2 of a column are those of the lane. Without them the
+    columns of a thread are constants, which instructions have in themselves: no register holds any.
+    """
+    columns = tl.arange(0, COLUMNS)[None, :]
+    of_lane = columns & 6
+    constant = columns - of_lane
+    return (low[:, None] - of_lane <= constant) & (constant < high[:, None] - of_lane)
+
+
+@triton.jit
 def first_and_end(low, high, rows, position, TILES: tl.constexpr):
     """The keys of a run that some row of a tile may see: from a whole tile of keys on, to below an end."""
     first = tl.maximum(tl.min(low) - position, 0) // TILES.BLOCK_N * TILES.BLOCK_N
@@ -114,16 +127,29 @@ def first_and_end(low, high, rows, position, TILES: tl.constexpr):
 
 
 @triton.jit
-def seen_by_all(low, high, rows, position, scale, TILES: tl.constexpr):
-    """The keys of a run that every row of a tile sees: whole tiles of keys, from one to below the other.
+def reach_of(low, high, scale):
+    """What each row of a tile sees; from where on some row sees keys, and all do; to below where all do, and
+    some.
 
-    None where ``scale`` is not above 0: there the largest product is not the largest score.
+    All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score.
     """
-    from_all = tl.minimum(tl.maximum(tl.max(low) - position, 0), rows)
-    start = tl.cdiv(from_all, TILES.BLOCK_N) * TILES.BLOCK_N
-    to_all = tl.minimum(tl.min(high) - position, rows)
-    stop = tl.maximum(to_all // TILES.BLOCK_N * TILES.BLOCK_N, start)
-    return start, tl.where(scale > 0, stop, start)
+    to_all = tl.where(scale > 0, tl.min(high), 0)
+    return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
+
+
+@triton.jit
+def tiles_of_run(reach, rows, position, TILES: tl.constexpr):
+    """(first, start, stop, end) of a run's keys, at multiples of tiles but the end.
+
+    From first to below end some row may see them; from start to below stop all rows see all of them.
+    """
+    _, _, from_some, from_all, to_all, to_some = reach
+    # Where no row sees any, from_some is _FAR and to_some is 0: there is no tile in between.
+    first = tl.maximum(from_some - position, 0) // TILES.BLOCK_N
+    start = tl.cdiv(tl.minimum(tl.maximum(from_all - position, 0), rows), TILES.BLOCK_N)
+    stop = tl.maximum(tl.minimum(to_all - position, rows) // TILES.BLOCK_N, start)
+    end = tl.minimum(rows, to_some - position)
+    return first * TILES.BLOCK_N, start * TILES.BLOCK_N, stop * TILES.BLOCK_N, end
 
 
 @triton.jit
@@ -134,12 +160,26 @@ def scores(query, key, valid, scale, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, places, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_places(ptr, places, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of ``SIZE`` elements that are ``places`` behind ``ptr``; zeros beyond, and if not ``there``."""
     offs = tl.arange(0, BLOCK)
     # Places are added up before the pointer: with one size and one stride, keys and values share them.
     pointers = ptr + (places[:, None] + offs[None, :])
     return tl.load(pointers, mask=there[:, None] & (offs < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(source, stride, row, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+              TILES: tl.constexpr):  # fmt: skip
+    """A tile of keys or of values from ``row`` on, of which there are ``rows``, or all if ``WHOLE``."""
+    if TILES.DESCRIPTORS:
+        tile = source.load([row, 0])
+    else:
+        offs = tl.arange(0, TILES.BLOCK_N)
+        there = tl.full((TILES.BLOCK_N,), True, tl.int1) if WHOLE else offs < rows
+        first_ptr = source + row.to(tl.int64) * stride
+        tile = load_places(first_ptr, offs.to(tl.int64) * stride, there, SIZE, BLOCK)
+    return tile
 
 
 @triton.jit
@@ -165,48 +205,41 @@ def weigh(acc, before, weight, value, TILES: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(query, acc, largest, total, key_ptr, key_places, value_ptr, value_places, there, valid,
-                scale, TILES: tl.constexpr):  # fmt: skip
-    """The online softmax goes on over one tile of keys; state as of ``attend_run``.
-
-    ``key_places``, ``value_places``: how far behind the pointers the rows of the tile are, if ``there``.
-    """
-    key = load_tile(key_ptr, key_places, there, TILES.HEAD_DIM, TILES.BLOCK_D)
-    score = scores(query, key, valid, scale, TILES)
-    weight, before, largest, total = soften(score, largest, total, 1.0)
-    value = load_tile(value_ptr, value_places, there, TILES.VALUE_DIM, TILES.BLOCK_V)
-    return weigh(acc, before, weight, value, TILES), largest, total
-
-
-@triton.jit
-def attend_run(query, acc, largest, total, low, high, key_ptr, stride, value_ptr, value_stride, rows,
+def attend_run(query, acc, largest, total, reach, keys, stride, values, value_stride, first_row, rows,
                position, scale, TILES: tl.constexpr):  # fmt: skip
     """The online softmax goes on over ``rows`` keys of a head, from ``position`` of the sequence on.
 
     State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, of the
-    weights. ``key_ptr``, ``value_ptr``: the head's first row, with the stride of its rows. Tiles that all
-    rows see whole come first and take no masks; then those before these, and those behind.
+    weights. ``keys``, ``values``: descriptors, or pointers to row 0, with the stride of the rows; the run
+    begins at ``first_row``. Tiles that all rows see whole come first and take no masks; then those before
+    these, and those behind.
 
     Example: tiles of 128 rows and 64 keys, causal: rows 256 to 383 see keys 0 to 255 all, so four tiles
     without masks, then those of keys 256 and 320 with.
     """
-    first, end = first_and_end(low, high, rows, position, TILES)
-    start, stop = seen_by_all(low, high, rows, position, scale, TILES)
-    all_there = tl.full((TILES.BLOCK_N,), True, tl.int1)
+    first, start, stop, end = tiles_of_run(reach, rows, position, TILES)
+    HEAD: tl.constexpr = TILES.HEAD_DIM
+    VALUE: tl.constexpr = TILES.VALUE_DIM
+    if query.dtype == tl.float32:
+        # Without tensor cores a product costs more than its masks, and two loops more registers than one.
+        stop = start
     for n in range(start, stop, TILES.BLOCK_N):
-        index = (n + tl.arange(0, TILES.BLOCK_N)).to(tl.int64)
-        key = load_tile(key_ptr, index * stride, all_there, TILES.HEAD_DIM, TILES.BLOCK_D)
+        row = first_row + n
+        key = load_tile(keys, stride, row, rows - n, HEAD, TILES.BLOCK_D, True, TILES)
         product = tl.dot(query, tl.trans(key), input_precision=TILES.INPUT_PRECISION)
         weight, before, largest, total = soften(product, largest, total, scale)
-        places = index * value_stride
-        value = load_tile(value_ptr, places, all_there, TILES.VALUE_DIM, TILES.BLOCK_V)
+        value = load_tile(values, value_stride, row, rows - n, VALUE, TILES.BLOCK_V, True, TILES)
         acc = weigh(acc, before, weight, value, TILES)
-    for n in range(first, end - (stop - start), TILES.BLOCK_N):
-        offs_n = tl.where(n < start, n, n + stop - start) + tl.arange(0, TILES.BLOCK_N)
-        there, index = offs_n < rows, offs_n.to(tl.int64)
-        valid = sees(low, high, position + offs_n) & there[None, :]
-        acc, largest, total = attend_tile(query, acc, largest, total, key_ptr, index * stride, value_ptr,
-                                          index * value_stride, there, valid, scale, TILES)  # fmt: skip
+    # Counted from the run's first key on, and not beyond its last.
+    low, high = reach[0] - position, tl.minimum(reach[1] - position, rows)
+    for number in range(first, end - (stop - start), TILES.BLOCK_N):
+        n = tl.where(number < start, number, number + stop - start)
+        row = first_row + n
+        key = load_tile(keys, stride, row, rows - n, HEAD, TILES.BLOCK_D, False, TILES)
+        score = scores(query, key, between(low - n, high - n, TILES.BLOCK_N), scale, TILES)
+        weight, before, largest, total = soften(score, largest, total, 1.0)
+        value = load_tile(values, value_stride, row, rows - n, VALUE, TILES.BLOCK_V, False, TILES)
+        acc = weigh(acc, before, weight, value, TILES)
     return acc, largest, total
 
 
@@ -230,6 +263,15 @@ def store_partial(
 
 
 @triton.jit
+def key_operand(ptr, stride, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Keys or values of a head as ``attend_run`` takes them; what is loaded beyond ``rows`` is zero."""
+    operand = ptr
+    if TILES.DESCRIPTORS:
+        operand = tl.make_tensor_descriptor(ptr, [rows, SIZE], [stride, 1], [TILES.BLOCK_N, BLOCK])
+    return operand
+
+
+@triton.jit
 def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, scale,
                 TILES: tl.constexpr):  # fmt: skip
     """One tile of queries over the keys of ``part``, which begin at ``keys_ptr``: a partial result."""
@@ -238,18 +280,21 @@ def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, s
     tile_m, batch, head = place_of_tile(tile, tiles_m, heads)
     query = load_queries(queries, rows, batch, head, tile_m, TILES)
     low, high = load_spans(spans, rows, batch, tile_m, TILES)
+    reach = reach_of(low, high, scale)
     key_ptr, value_ptr = head_pointers(keys_ptr, heads, batch, key_head(heads, head), TILES)
+    key_rows = part.rows + part.more_rows
+    keys = key_operand(key_ptr, stride, key_rows, TILES.HEAD_DIM, TILES.BLOCK_D, TILES)
+    values = key_operand(value_ptr, stride, key_rows, TILES.VALUE_DIM, TILES.BLOCK_V, TILES)
     acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_V), 0.0, tl.float32)
     largest = tl.full((TILES.BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((TILES.BLOCK_M,), 0.0, tl.float32)
     # One loop over the runs: the code of a run is there once.
     for run in range(1 + tl.minimum(part.more_rows, 1)):
+        first_row = tl.where(run == 0, 0, part.rows)
         run_rows = tl.where(run == 0, part.rows, part.more_rows)
         position = tl.where(run == 0, part.position, part.more_position)
-        begin = tl.where(run == 0, 0, part.rows).to(tl.int64) * stride
-        acc, largest, total = attend_run(query, acc, largest, total, low, high, key_ptr + begin, stride,
-                                         value_ptr + begin, stride, run_rows, position, scale,
-                                         TILES)  # fmt: skip
+        acc, largest, total = attend_run(query, acc, largest, total, reach, keys, stride, values, stride,
+                                         first_row, run_rows, position, scale, TILES)  # fmt: skip
     all_heads = heads.batches * heads.heads
     of_all = batch * heads.heads + head
     store_partial(partials, acc, largest, total, part.number, of_all, all_heads, tile_m, TILES)

@@ -15,6 +15,7 @@ from interlace.runtime.compiler.request import Entry, Measurement
 # The only kernels that load data of peers by descriptor. The others wait for room or for sums, and
 # their descriptors are of the caller's own operands.
 _DESCRIPTORS_OF_PEERS = (
+    "all_gather_attention_kernel",
     "all_gather_matmul_kernel",
     "all_gather_matmul_roles_kernel",
     "grouped_matmul_kernel",

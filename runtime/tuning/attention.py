@@ -31,7 +31,7 @@ def gpu_attention(
     values = {
         name: getattr(row, name) for name in ("block_m", "block_n", "num_warps", "num_stages")
     }
-    return Configuration(**{**sending, **values})
+    return Configuration(**sending, **values, descriptors=capability >= 90 and not wide)
 
 
 def interpreted_attention(rows: int, key_rows: int) -> Configuration:

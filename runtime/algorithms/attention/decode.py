@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.arguments import Heads, Pages, Partials
+from interlace.kernels.arguments import AttentionTiles, Heads, Pages, Partials
 from interlace.kernels.attention import decode, forward
 from interlace.runtime.algorithms.attention.problem import (
     LOG2E,
@@ -117,6 +117,11 @@ def fits_words(results: Tensor) -> bool:
     return exchange_programs(results.numel() // size, size) <= MOST_PROGRAMS
 
 
+def _tiles(problem: DecodeProblem, configuration: Configuration) -> AttentionTiles:
+    sizes, dtype = (problem.query.shape[3], problem.value.shape[3]), problem.query.dtype
+    return attention_tiles(problem.communicator, configuration, *sizes, dtype, packed=False)
+
+
 def _merge(
     problem: DecodeProblem,
     partials: Partials,
@@ -126,9 +131,8 @@ def _merge(
     configuration: Configuration,
 ) -> KernelLaunch:
     """``output`` and ``lse``, ``[batches, key heads, rows(, size)]``, of ``count`` partial results."""
-    batches, heads, rows, size = output.shape
-    tiles = attention_tiles(configuration, problem.query.shape[3], size, problem.query.dtype)
-    tiles = tiles._replace(BLOCK_M=16)
+    batches, heads, rows, _ = output.shape
+    tiles = _tiles(problem, configuration)._replace(BLOCK_M=16)
     arguments = {
         "partials": partials,
         "output": rows_argument(output.permute(2, 0, 1, 3)),
@@ -146,10 +150,10 @@ def own_part(
 ) -> tuple[list[KernelLaunch], Tensor, Tensor]:
     """Launches that give the result over the own keys, and that: fp32, and natural logarithms."""
     query = problem.by_key_head()
-    batches, heads, rows, size = query.shape
+    batches, heads, rows, _ = query.shape
     key, value = unit_rows(problem.key), unit_rows(problem.value)
     tokens, value_size = problem.most, value.shape[3]
-    tiles = attention_tiles(configuration, size, value_size, query.dtype)
+    tiles = _tiles(problem, configuration)
     pieces = formulas.pieces_of(tokens, tiles.BLOCK_N, MOST_PIECES)
     piece = formulas.piece_rows(tokens, tiles.BLOCK_N, MOST_PIECES)
     made = query.new_empty(pieces, batches, heads, rows, value_size, dtype=torch.float32)

@@ -43,7 +43,7 @@ class KernelBlocks:
         self._rows, batches, heads, size = shape
         self._all_heads = batches * heads
         value_size, dtype = problem.value.shape[3], problem.query.dtype
-        self.tiles = attention_tiles(configuration, size, value_size, dtype)
+        self.tiles = attention_tiles(problem.communicator, configuration, size, value_size, dtype)
         key_heads = problem.key.shape[2]
         self.heads = Heads(batches, heads, key_heads, problem.per_key, problem.first_head)
         self.spans, self.scale = Spans(spans, 0), problem.scale * LOG2E

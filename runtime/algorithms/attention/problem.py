@@ -14,12 +14,14 @@ import torch
 
 from interlace.kernels.arguments import AttentionTiles, Queries
 from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
-from interlace.runtime.algorithms.operands import input_precision
+from interlace.runtime.algorithms.operands import DESCRIPTOR_ALIGNMENT, input_precision
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Workspace
 from interlace.runtime.tuning.configuration import Configuration
 
 LOG2E = 1.0 / math.log(2.0)
+POINTER_KEYS = 64
+"""The most keys of a tile without TMA: the addresses of 128 rows of 128 spill on 9.0 (16 bytes)."""
 
 
 class AttentionResult(NamedTuple):
@@ -155,12 +157,22 @@ def rows_argument(tensor: torch.Tensor) -> Queries:
 
 
 def attention_tiles(
-    configuration: Configuration, head_dim: int, value_dim: int, dtype: torch.dtype
+    communicator: Communicator,
+    configuration: Configuration,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    packed: bool = True,
 ) -> AttentionTiles:
-    """``head_dim``: of queries and keys; ``value_dim``: of values and results."""
-    block_d, block_v = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, value_dim))
-    blocks = configuration.block_m, configuration.block_n, block_d, block_v
-    return AttentionTiles(*blocks, head_dim, value_dim, input_precision(dtype))
+    """``head_dim``: of queries and keys; ``value_dim``: of values and results; ``packed``: so keys lie."""
+    sizes, place = (head_dim, value_dim), communicator.place
+    aligned = all(size * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0 for size in sizes)
+    descriptors = packed and aligned and configuration.descriptors and place.descriptors
+    block_n = configuration.block_n if descriptors else min(configuration.block_n, POINTER_KEYS)
+    block_d, block_v = (max(16, 1 << (size - 1).bit_length()) for size in sizes)
+    blocks = configuration.block_m, block_n, block_d, block_v
+    return AttentionTiles(*blocks, *sizes, input_precision(dtype), descriptors, place.compiled)
 
 
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
