@@ -4,7 +4,7 @@
 
 writes what the kernels of the imported interlace compile to, beside what they did before: ``--before`` is a
 file of this script's, made with ``PYTHONPATH`` set to the ``python`` folder of an older checkout. Where it
-has counts from before itself, those are kept. ``python -m interlace build --json`` has all loops.
+has counts from before of a kernel, those are kept. ``python -m interlace build --json`` has all loops.
 """
 
 import argparse
@@ -31,6 +31,10 @@ CASES = {
     "matmul_reduce_scatter bf16 kn tma": r"matmul_reduce_scatter_kernel",
     "matmul_reduce_scatter_roles bf16 kn tma": r"_store|multiply",
     "sum_tiles bf16 kn tma": r"sum_\w+",
+    "attention bf16 head 64": "attend_run",
+    "attention bf16 head 128": "attend_run",
+    "attention bf16 head 256": "attend_run",
+    "all_gather_attention bf16 head 128": "attend_run",
 }
 FEW = 10  # instructions: such a loop polls an mbarrier
 
@@ -58,7 +62,10 @@ def main() -> None:
     document = {**circumstances(), "protocol": "counts of instructions", **counted()}
     if options.before:
         older = json.loads(options.before.read_text())
-        document["before"] = older.get("before", {key: older[key] for key in ("commit", "loops")})
+        before = older.get("before", {"commit": older["commit"], "loops": []})
+        known = {loop["kernel"] for loop in before["loops"]}
+        more = [loop for loop in older["loops"] if loop["kernel"] not in known]
+        document["before"] = {**before, "loops": before["loops"] + more}
     options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

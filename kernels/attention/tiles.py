@@ -128,8 +128,7 @@ def first_and_end(low, high, rows, position, TILES: tl.constexpr):
 
 @triton.jit
 def reach_of(low, high, scale):
-    """What each row of a tile sees; from where on some row sees keys, and all do; to below where all do, and
-    some.
+    """What each row of a tile sees; from where on some row sees keys, all do, to below where all, some do.
 
     All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score.
     """

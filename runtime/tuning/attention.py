@@ -31,7 +31,8 @@ def gpu_attention(
     values = {
         name: getattr(row, name) for name in ("block_m", "block_n", "num_warps", "num_stages")
     }
-    return Configuration(**sending, **values, descriptors=capability >= 90 and not wide)
+    values["descriptors"] = capability >= 90 and not wide
+    return Configuration(**{**sending, **values})
 
 
 def interpreted_attention(rows: int, key_rows: int) -> Configuration:

@@ -5,6 +5,7 @@ Every call runs on poisoned workspaces and outputs, and the tolerance is the bou
 """
 
 import itertools
+import pathlib
 import re
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ import interlace
 from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, check, ratios
 from interlace import nn
 from interlace.attention_reference import AttentionReference, visible
+from mutants.mutations import mutant_of, mutated
 from support import failure, poisoned, slow_rank, starved
 from tiers import few, thorough
 
@@ -76,6 +78,46 @@ def test_values_of_another_head_size_of_every_dtype(dtype: torch.dtype) -> None:
     for case, (method, algorithm) in itertools.product((LATENT, LARGER), WAYS):
         if dtype != torch.float64 or algorithm != "fused":
             check(replace(case, dtype=dtype), method, algorithm)
+
+
+WHOLE = AttentionCase((70, 66), (2, 1), 20, batch=1, dtype=torch.float16, balance="contiguous")
+SOME_WHOLE = {
+    "causal": WHOLE,
+    "zigzag": replace(WHOLE, lengths=(134, 99), balance="zigzag", size=16),
+    "window": replace(WHOLE, causal=False, window=(40, 25), size=16),
+    "negative": replace(WHOLE, scale=-0.3),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SOME_WHOLE)
+def test_tiles_that_all_rows_see_whole(name: str, method: str) -> None:
+    """They take no masks; heads of 20 come by pointers, those of 16 by descriptors."""
+    with poisoned():
+        check(SOME_WHOLE[name], method, "fused")
+
+
+_BOUNDS = "return first * TILES.BLOCK_N, start * TILES.BLOCK_N, stop * TILES.BLOCK_N, end"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("causal", _BOUNDS, _BOUNDS.replace("stop *", "(stop + 1) *")),
+        ("window", _BOUNDS, _BOUNDS.replace("start *", "(start - 1) *")),
+        ("negative", "tl.where(scale > 0, tl.min(high), 0)", "tl.min(high)"),
+    ],
+)
+def test_control_tiles_without_masks_that_want_some(
+    name: str, old: str, new: str, tmp_path: pathlib.Path
+) -> None:
+    mutant = mutant_of("kernels/attention/tiles.py", f"too many whole, {name}", (old, new))
+    case = SOME_WHOLE[name]
+    # Of a negative scale the scores are so far apart that weights relative to the least of them overflow.
+    case = replace(case, size=16, scale=case.scale and 20 * case.scale)
+    with mutated(mutant, tmp_path):
+        found = interlace.run(attend, 2, case, "all_gather", "fused")
+    assert not ratios(case, found)["output"] <= 1
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
