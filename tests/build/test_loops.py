@@ -240,3 +240,31 @@ def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) ->
     few_columns = 2 if arch == 80 else 1
     assert in_flight[: len(shipped)] == [8, 16, *[8 // few_columns] * 2], reports
     assert in_flight[len(shipped) :] == [2, 4, *[2 // few_columns] * 2], reports
+
+
+MASKED = Mutant(
+    "masks for all tiles",
+    "kernels/attention/tiles.py",
+    (Edit("    if query.dtype == tl.float32:\n", "    if True:\n"),),
+)
+
+
+@pytest.mark.thorough
+def test_tiles_of_attention_that_all_rows_see_take_few_instructions(tmp_path: pathlib.Path) -> None:
+    """On 9.0, per 64 keys: at most 330 without masks, which a mutant has for all tiles."""
+    (shipped,) = [each for each in entries(90) if each.name == "attention bf16 head 128"]
+    MASKED.write(tmp_path)
+    module = shipped.module.replace("interlace.kernels", MASKED.package)
+    with importable(tmp_path):
+        reports = build([shipped, replace(shipped, module=module)])
+    counts = [
+        # those of two instructions poll an mbarrier
+        min(
+            n
+            for loop in report.loops
+            if "attend_run" in loop.where and (n := loop.instructions) > 9
+        )
+        for report in reports
+    ]
+    tiles = int(shipped.fixed["BLOCK_N"]) // 64
+    assert counts[0] <= 330 * tiles < counts[1], counts
