@@ -118,13 +118,14 @@ def ops() -> Iterator[CacheJob]:
 def tests() -> Iterator[CacheJob]:
     """Ops and warps with roles of tests/gpu, with float32 and on two ranks."""
     from cases import device_ranks as ranks
+    from cases import linear_cases
 
     x, weight = ranks.input_of(0, 0), ranks.weight()
     for name, op in ranks.OPS.items():
         call = functools.partial(op, x, weight)
         yield CacheJob(f"tests, {name}", 2, frozenset(), call)
     for warp_roles, transposed in itertools.product((False, True), repeat=2):
-        by_roles = functools.partial(ranks.products, warp_roles, transposed, {})
+        by_roles = functools.partial(linear_cases.products, warp_roles, transposed, {})
         kernels = ("matmul_reduce_scatter_roles_kernel",) if warp_roles else ()
         yield CacheJob(f"tests, roles {warp_roles} {transposed}", 2, frozenset(kernels), by_roles)
 

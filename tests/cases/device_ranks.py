@@ -203,20 +203,6 @@ REPLAYED = [
 ]
 
 
-def products(warp_roles: bool, transposed: bool, tile: dict[str, int]) -> list[torch.Tensor]:
-    """Rows that no tile divides, more tiles than programs, calls that follow each other."""
-    torch.manual_seed(interlace.get_rank())
-    device, found = interlace.device(), []
-    for rows, inner, columns in ((300, 4096, 512), (2048, 1040, 4112), (1, 64, 256)):
-        x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
-        w = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).T
-        w = w if transposed else w.contiguous()
-        with interlace.configured(warp_roles=warp_roles, copiers=0, chunks=2, **tile):
-            for op in (interlace.all_gather_matmul, interlace.matmul_reduce_scatter):
-                found += [op(x, w, algorithm="fused") for _ in range(3)]
-    return [each.cpu() for each in found]
-
-
 def input_of(rank: int, call: int) -> torch.Tensor:
     """Small whole numbers: exact in every order of summation."""
     generator = torch.Generator().manual_seed(1000 * call + rank)

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear functions beside the unsharded ones in float64; run on every rank."""
+"""Parallel linear functions beside unsharded ones in float64, and fused products; run on every rank."""
 
 from typing import Any
 
@@ -129,3 +129,17 @@ def autocast() -> None:
     for leaf, low in zip((x, w), own, strict=True):
         assert leaf.grad is not None and low.grad is not None
         assert leaf.grad.dtype == torch.float32 and torch.equal(leaf.grad, low.grad.float())
+
+
+def products(warp_roles: bool, transposed: bool, tile: dict[str, int]) -> list[torch.Tensor]:
+    """Rows that no tile divides, more tiles than programs, calls that follow each other."""
+    torch.manual_seed(interlace.get_rank())
+    device, found = interlace.device(), []
+    for rows, inner, columns in ((300, 4096, 512), (2048, 1040, 4112), (1, 64, 256)):
+        x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+        w = torch.randn(columns, inner, device=device, dtype=torch.bfloat16).T
+        w = w if transposed else w.contiguous()
+        with interlace.configured(warp_roles=warp_roles, copiers=0, chunks=2, **tile):
+            for op in (interlace.all_gather_matmul, interlace.matmul_reduce_scatter):
+                found += [op(x, w, algorithm="fused") for _ in range(3)]
+    return [each.cpu() for each in found]

@@ -5,6 +5,7 @@ import torch
 
 import interlace
 from cases import device_ranks as ranks
+from cases import linear_cases
 from interlace.cli.check.case import CheckCase, run_case
 from interlace.cli.check.cases import cases
 
@@ -81,7 +82,7 @@ def test_warps_with_roles_give_what_the_reference_gives(
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("its kernel is for 9.x")
     wanted, found = (
-        interlace.run(ranks.products, 2, warp_roles, transposed, tile, place="cuda")
+        interlace.run(linear_cases.products, 2, warp_roles, transposed, tile, place="cuda")
         for warp_roles in (False, True)
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # bits

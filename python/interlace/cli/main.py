@@ -59,7 +59,9 @@ COMMANDS = {
     ),
     "doctor": _in_one_file("doctor", "What this machine offers and which places work"),
     "check": Command(
-        "check.command", "check.command", "Run every kernel against float64 references"
+        "check.command",
+        "check.command",
+        "Run every kernel against float64 references, those first that teach most",
     ),
     "build": _in_one_file(
         "build",

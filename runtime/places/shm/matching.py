@@ -7,7 +7,7 @@ sender meanwhile, but is kept, too, if one behind it is asked for, or if who wai
 do: its sender may wait for its end. Where there is no memory to keep it, it stays where it is.
 
 Not for several threads at once. An exception in the midst of :meth:`Messages.advance` (a signal handler's
-may come anywhere) ends the group: nobody could know what had been done.
+may come anywhere) ends the group if there was something to do: nobody could know what had been done.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ class Messages:
         self._traffic: dict[int, _Traffic] = {}  # that is not over
         self._all_traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
         self._begun: deque[Sending | Receiving] = deque()
-        self._advancing = False
+        self._advancing = self._changing = False
         self._ends: deque[tuple[MessageEnd, Outcome, Exception | None]] = deque()
         self._awaited = set[MessageEnd]()  # all that have not been told
         self._receiving: list[Receiving] = []
@@ -148,14 +148,16 @@ class Messages:
                 self._awaited.add(begins.future)
         if self._advancing:
             return
+        self._changing = False
         try:
             self._advancing = True
             self._advance(idle)
             while self._begun:
                 self._advance(idle)
         except BaseException as error:
-            what = f"{type(error).__name__}: {error}".removesuffix(": ")
-            self._group.abort(f"an exception while messages moved: {what}")
+            if self._changing:
+                what = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._group.abort(f"an exception while messages moved: {what}")
             raise
         finally:
             self._advancing = False
@@ -163,6 +165,7 @@ class Messages:
             self._tell()
 
     def _advance(self, idle: bool) -> None:
+        self._changing = bool(self._changing or self._begun or self._traffic)
         while self._begun:
             begins = self._begun.popleft()
             if isinstance(begins, Sending):
@@ -174,6 +177,7 @@ class Messages:
                 self._announce(peer, traffic)
                 self._see_to_pieces(traffic)
         for peer in self.boxes.arrived():
+            self._changing = True
             while (found := self.boxes.peek(peer)) is not None and self._read(peer, found):
                 self.boxes.take(peer, found)
         if self._traffic:
