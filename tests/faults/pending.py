@@ -101,25 +101,29 @@ def interrupted(join: Any, end: Any, seed: int, comes: bool, bound: float, broke
     Says what came of it, whether the data is right, and what an op of all comes to then.
     """
     api, chance, sizes, right = join(), random.Random(seed), random.Random(seed), True
+    armed = False  # a signal may come while its timer is being stopped
     api.barrier()
     groups.default_group().place.set_timeout(bound)
 
     def ring(*_: object) -> None:
-        raise Alarm
+        if armed:
+            raise Alarm
 
     def receive(number: int) -> None:
-        nonlocal right
+        nonlocal right, armed
         received, rings = torch.zeros(sizes.choice(COUNTS)), RINGS
         work, done = api.irecv(received, 1, tag=number), False
         while not done:
             try:
                 after = chance.uniform(50e-6, 900e-6) if comes else 0.3 * bound
+                armed = True
                 signal.setitimer(signal.ITIMER_REAL, after if rings else 0)
                 work.wait()
                 done = True
             except Alarm:
                 rings -= 1
             finally:
+                armed = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
         right &= bool(received.eq(number).all())
 
