@@ -29,7 +29,8 @@ PENDING = """
 import atexit, sys, threading, time, torch, torch.distributed as dist
 
 _, path, rank = sys.argv
-dist.init_process_group("interlace", init_method=f"file://{path}", rank=int(rank), world_size=2)
+store = dist.FileStore(path, 2)
+dist.init_process_group("interlace", store=store, rank=int(rank), world_size=2)
 begun, ends = threading.Event(), threading.Event()
 
 def follow(future):
@@ -40,10 +41,15 @@ def follow(future):
         torch.ones(1000).sum()
     print("has followed", flush=True)
 
-work = dist.all_reduce(torch.ones(4), async_op=True)
-following = work.get_future().then(follow)
-begun.wait()
-atexit.register(ends.set)
+if rank == "1":
+    store.wait(["follows"])  # of a finished op, it would be called at once and in this thread
+    dist.all_reduce(torch.ones(4))
+else:
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    following = work.get_future().then(follow)
+    store.set("follows", "")
+    begun.wait()
+    atexit.register(ends.set)
 """
 
 
@@ -134,5 +140,6 @@ def test_what_runs_in_a_thread_when_the_process_ends_ends_before(tmp_path: Path)
     """Its thread once came back from torch when Python was gone, and aborted the process."""
     command = [sys.executable, "-c", PENDING, str(tmp_path / "store")]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for process in [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(2)]:
-        assert (*process.communicate(), process.returncode) == ("has followed\n", "", 0)
+    processes = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(2)]
+    for process, said in zip(processes, ("has followed\n", ""), strict=True):
+        assert (*process.communicate(), process.returncode) == (said, "", 0)
