@@ -236,10 +236,11 @@ class _Callback:
         try:
             if vars(self).setdefault("caller", token) is token:
                 self.function(end)
-        except Exception:
-            _log.exception("what was to be called at the end of a message failed")
         except BaseException as error:
             begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if begun and isinstance(error, Exception):
+                _log.exception("what was to be called at the end of a message failed")
+                return
             if not begun and vars(self).get("caller") is token:
                 del vars(self)["caller"]
             raise

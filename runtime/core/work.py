@@ -1,6 +1,5 @@
 """Work: the handle of an op that may still be running."""
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -15,7 +14,6 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Outcome
 
 ZERO = timedelta(0)
-_making = threading.Lock()  # of torch's futures, which few ask for
 
 
 class Work(TorchWork):
@@ -33,6 +31,8 @@ class Work(TorchWork):
     [(True, None, True), (True, None, True)]
     """
 
+    _future: torch.futures.Future[Any] | None = None
+
     def __init__(
         self,
         op: str,
@@ -46,7 +46,6 @@ class Work(TorchWork):
         self._place = place
         self._outcome = outcome
         self._outputs = list(outputs)
-        self._future: torch.futures.Future[Any] | None = None
         self._number = 0 if outcome is None else place.calls
         self._succeeded = False  # was seen to have completed before the group failed
 
@@ -142,19 +141,21 @@ class Work(TorchWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of tensors that the op fills; of its result for a functional op."""
-        with _making:
-            if self._future is None:
-                self._future = self._ordered_future()
-            if self._future is None:
-                settled: torch.futures.Future[None] = torch.futures.Future()
-                # set_exception() would make a value that only Python takes for an error; what a callback
-                # raises is an error for C++ as well
-                self._future = settled.then(lambda _: self._value())
-                if self._outcome is None:
-                    settled.set_result(None)
-                else:
-                    self._outcome.add_done_callback(lambda _: settled.set_result(None))
-            return self._future
+        # of several threads that ask at once, each makes one, and the first is everybody's
+        return self._future or vars(self).setdefault(
+            "_future", self._ordered_future() or self._future_of_the_end()
+        )
+
+    def _future_of_the_end(self) -> torch.futures.Future[Any]:
+        settled: torch.futures.Future[None] = torch.futures.Future()
+        # set_exception() would make a value that only Python takes for an error; what a callback
+        # raises is an error for C++ as well
+        future = settled.then(lambda _: self._value())
+        if self._outcome is None:
+            settled.set_result(None)
+        else:
+            self._outcome.add_done_callback(lambda _: _settle(settled))
+        return future
 
     def _ordered_future(self) -> torch.futures.Future[Any] | None:
         """One that orders streams, of an op that was enqueued on some."""
@@ -172,3 +173,13 @@ class Work(TorchWork):
     def __repr__(self) -> str:
         state = "completed" if self.is_completed() else "in progress"
         return f"<Work {self._op} on rank {self._place.rank}: {state}>"
+
+
+def _settle(future: torch.futures.Future[None]) -> None:
+    """Its callbacks raise nothing here; the handler of a signal may, before it is done."""
+    try:
+        future.set_result(None)
+    except BaseException:
+        if not future.done():
+            future.set_result(None)
+        raise

@@ -3,11 +3,15 @@
 import threading
 from collections import deque
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.stream import Continued, Outcome
+from interlace.runtime.core.work import Work
 
 
 def test_what_a_peer_has_refused_of_an_earlier_message_is_raised() -> None:
@@ -61,3 +65,25 @@ def test_an_end_wakes_threads_that_wait_for_it() -> None:
     for thread in threads:
         thread.join()
     assert [outcome.result for outcome in found] == [7, 7, 7]
+
+
+def test_a_future_is_done_though_an_exception_comes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a signal's handler, while what waits for the message tells its end."""
+    message = MessageEnd()
+    message.refused = deque()
+    future = Work("recv", cast(Any, SimpleNamespace(calls=1)), message).get_future()
+    told = []
+
+    def interrupted(self: object, value: object) -> None:
+        told.append(self)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+        set_result(self, value)
+
+    set_result = torch.futures.Future.set_result
+    monkeypatch.setattr(torch.futures.Future, "set_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        message.set_result(Outcome(None, None))
+    assert future.done() and future.value() == []
