@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,9 @@ class Joining:
         self._store = None if hopeless else store
         self._prefix, self._doing = prefix, f"joining group {prefix!r}"
         self._peers = [peer for peer in self._cards if peer != rank]
-        self._hopeless, self._patience = hopeless, Patience(rank, timeout, self._problem)
+        own = weakref.proxy(self)  # which has the patience
+        self._patience = Patience(rank, timeout, lambda *wait: own.problem(*wait))
+        self._hopeless = hopeless
         self._looked, self._told = 0.0, ""
         self._answered: bytes | None = None
         self._known: InterlaceError | None = None
@@ -169,7 +172,7 @@ class Joining:
                 self._say(_WHY, text)
                 self._told = text
 
-    def _problem(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+    def problem(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         if self._hopeless is not None and (problem := self._hopeless(doing, waited_for)):
             return problem
         try:

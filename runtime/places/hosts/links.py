@@ -111,7 +111,7 @@ class HostLinks:
         self._left: set[int] = set()
         self.waiting: tuple[float, str, int, float] | None = None
         """Until when this rank waits, in which op, for whom, and how long in all."""
-        self.wires, self._until = Wires(rank, self._wait_for), 0.0
+        self.wires, self._until = Wires(rank), 0.0
         self.records, self.pieces = Wires(rank), Wires(rank)
         """Of messages, for ``mail.py``, which forgets them."""
         self._by_name = {"wires": self.wires, "records": self.records, "pieces": self.pieces}
@@ -242,6 +242,7 @@ class HostLinks:
         """Around what moves bytes; nothing is on its way afterwards that has not left this rank."""
         self.check()
         self._until = 0.0
+        self.wires.waits = self._wait_for  # not for longer: they would keep each other alive
         try:
             self.wires.check()
             yield self.wires
@@ -249,7 +250,7 @@ class HostLinks:
         except WireError as error:
             raise self.broken(error.peer, error, doing) from None
         finally:
-            self.waiting = None
+            self.waiting = self.wires.waits = None
 
     # -- threads ---------------------------------------------------------------------------------
 

@@ -50,10 +50,14 @@ class SpanningGroup:
         self.rank = self.name = links.rank
         self.world_size, self.bound = links.world_size, links.bound
         self.check_usable = links.check
-        self.blame = self
         self.boxes: SpanningBoxes | None = None
         self.awaited: Sequence[int] = ()
         """For whom a message was waited for when that was last looked at."""
+
+    @property
+    def blame(self) -> "SpanningGroup":
+        """Kept nowhere: it would keep itself alive."""
+        return self
 
     def new_boxes(self) -> "SpanningBoxes":
         self.boxes = SpanningBoxes(self._links, self._host, self._local)

@@ -62,10 +62,12 @@ class WireError(Exception):
 
 
 class Wires:
-    """One rank's connections. ``waits(peer)`` is called before a wait for that rank."""
+    """One rank's connections. ``waits(peer)``, if set, is called before a wait for that rank."""
 
-    def __init__(self, rank: int, waits: Callable[[int], object] = lambda peer: None) -> None:
-        self.rank, self._waits = rank, waits
+    waits: Callable[[int], object] | None = None
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self._sockets: dict[int, socket.socket] = {}
         self._ends = select.poll()
         self._kept: dict[int, deque[memoryview]] = {}
@@ -233,10 +235,10 @@ class Wires:
                     count = wire.recvmsg_into(views, 0, _NOW)[0]
                     break
                 except BlockingIOError:
-                    self._waits(peer)
+                    self._wait(peer)
                     self._turn(peer)
             else:
-                self._waits(peer)
+                self._wait(peer)
                 count = wire.recvmsg_into(views, 0, how)[0]
         except OSError as error:
             raise WireError(peer, error) from error
@@ -244,11 +246,15 @@ class Wires:
             raise WireError(peer, "closed")
         return count
 
+    def _wait(self, peer: int) -> None:
+        if self.waits is not None:
+            self.waits(peer)
+
     def flush(self, posted: Mapping[int, int] | None = None) -> None:
         """Send what has been posted; only as far as to these counts of bytes, if any are passed."""
         for peer, count in (self.posted if posted is None else posted).items():
             while self._sent[peer] < count:
-                self._waits(peer)
+                self._wait(peer)
                 self._turn(None)
 
     def _turn(self, receiving: int | None) -> None:
