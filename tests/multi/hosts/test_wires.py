@@ -27,7 +27,7 @@ def false_proof(sender: int, receiver: int) -> bytes:
 
 
 def connected(count: int) -> list[Wires]:
-    wires = [Wires(rank, lambda peer: None) for rank in range(count)]
+    wires = [Wires(rank) for rank in range(count)]
     at = [each.listen("127.0.0.1") for each in wires]
 
     def connect(rank: int) -> None:
@@ -150,7 +150,7 @@ def test_a_wait_ends_with_the_connection(pair: list[Wires]) -> None:
     asked = threading.Event()
 
     def take(rank: int) -> int:
-        pair[rank]._waits = lambda peer: asked.set()
+        pair[rank].waits = lambda peer: asked.set()
         with pytest.raises(WireError) as caught:
             pair[rank].take(1 - rank, bytearray(1))
         return caught.value.peer
@@ -166,7 +166,7 @@ def test_a_wait_ends_with_the_connection(pair: list[Wires]) -> None:
 
 
 def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
-    wires = [Wires(rank, lambda peer: None) for rank in range(2)]
+    wires = [Wires(rank) for rank in range(2)]
     at = [each.listen("127.0.0.1") for each in wires]
     silent = socket.create_connection(at[0])
     guessing = socket.create_connection(at[0])
@@ -188,7 +188,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
 
 def test_who_answers_proves_that_it_knows_the_secret() -> None:
     """A rank that has been lured to another port does not send bytes there."""
-    lured, other = Wires(1, lambda peer: None), socket.create_server(("127.0.0.1", 0))
+    lured, other = Wires(1), socket.create_server(("127.0.0.1", 0))
     lured.listen("127.0.0.1")
     address: tuple[str, int] = other.getsockname()
 
@@ -223,7 +223,7 @@ def test_an_address_is_a_host_and_ports() -> None:
 
 
 def test_connecting_ends_when_nobody_waits_for_it() -> None:
-    wires = Wires(0, lambda peer: None)
+    wires = Wires(0)
     wires.listen("127.0.0.1")
     with pytest.raises(InterlaceError, match=r"ranks \[1\] have not connected"):
         wires.connect({1: ("127.0.0.1", 1)}, proof, 60.0, lambda: True)
