@@ -244,7 +244,9 @@ class HostLinks:
         self._until = 0.0
         self.wires.waits = self._wait_for  # not for longer: they would keep each other alive
         try:
-            self.wires.check()
+            for peer in self.wires.ended():  # it has finished this op, or has given up before it
+                if not self._says_that_it_leaves(peer):
+                    raise WireError(peer, "closed")
             yield self.wires
             self.wires.flush()
         except WireError as error:
@@ -361,20 +363,27 @@ class HostLinks:
 
     def broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
         """Why a connection has ended: what the listener of that peer has found out, or will in a moment."""
+        left = self._says_that_it_leaves(peer)
+        if self._failure is None and not self._closed.is_set():
+            if left:
+                text = (
+                    f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
+                )
+                self.fail(of_another_rank(InterlaceError(text)))
+            else:
+                self._lost(peer, error)
+        return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
+
+    def _says_that_it_leaves(self, peer: int) -> bool:
+        """Of one whose connection has ended: whether it has said so, for which this waits a moment."""
         listener = self._listener(peer)
         if listener.ident is not None and listener is not threading.current_thread():
             until = time.monotonic() + _VERDICT  # what the peer has said before is read there first
             while listener.is_alive() and not self._ended.is_set() and time.monotonic() < until:
+                if peer in self._left:
+                    break
                 listener.join(_MOMENT.total_seconds())
-        if self._failure is None and not self._closed.is_set():
-            if peer in self._left:
-                left = (
-                    f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
-                )
-                self.fail(of_another_rank(InterlaceError(left)))
-            else:
-                self._lost(peer, error)
-        return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
+        return peer in self._left
 
     def fail(self, error: InterlaceError, *, tell: bool = True) -> None:
         """Make every wait of this rank end with ``error``; if ``tell``, of all ranks. Idempotent."""

@@ -312,6 +312,8 @@ class HostsPlace(CpuPlace):
         self._mail.close(self._leave)
 
     def _leave(self) -> None:
+        if (failure := self.group.failure()) is not None:  # found while this rank was elsewhere
+            self._links.fail(failure)
         _leave(self._links, self._mail)
         if self._local_communicator is not None:
             self._local_communicator.close()

@@ -272,15 +272,10 @@ class Wires:
             if descriptor in sending and what & ~select.POLLIN:
                 self._push(sending[descriptor])
 
-    def check(self) -> None:
-        """Raise WireError if another rank has closed its end, even if there is something left to read.
-
-        It has given up, or left, before this rank begins the next op: that cannot be one of all ranks.
-        """
-        for descriptor, _ in self._ends.poll(0):
-            for peer, wire in self._sockets.items():
-                if wire.fileno() == descriptor:
-                    raise WireError(peer, "closed")
+    def ended(self) -> list[int]:
+        """The ranks that have closed their ends, even if there is something left to read."""
+        closed = {descriptor for descriptor, _ in self._ends.poll(0)}
+        return [peer for peer, wire in self._sockets.items() if wire.fileno() in closed]
 
     def wire(self, peer: int) -> socket.socket:
         """The connection with ``peer``, for who does not use the methods above."""

@@ -93,6 +93,7 @@ class LastingWait:
         self._circles: dict[Any, Circle] = {}
         self._warned = False
         self._found: InterlaceError | None = None
+        self._waited_in: list[Any] = []  # the groups of those that wait for each other
 
     def look(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
         """``HostGroup.interruption`` for this wait, after a poll in vain; peers can read of it then."""
@@ -119,6 +120,11 @@ class LastingWait:
     def ended(self, error: InterlaceError) -> None:
         if error is not self._found or isinstance(error, DeadlockError):
             self.blame.ended(error)
+        if isinstance(
+            error, DeadlockError
+        ):  # who waits behind these ranks hears of it before they leave
+            for group in self._waited_in:
+                group.abort(str(error))
 
     def _lasts(self, doing: str, now: float) -> None:
         """Say in the groups of this process where it waits, and here if a peer waits elsewhere."""
@@ -190,3 +196,8 @@ class LastingWait:
             self._found = CollectiveTimeoutError(text, tuple(own.names[r] for r in self._awaited))
         else:
             self._found = DeadlockError(waits)
+            self._waited_in = [
+                each
+                for each in self.blame.everywhere()
+                if any(wait.waiting_for.endswith(f" of group {each.prefix!r}") for wait in waits)
+            ]

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -320,3 +321,32 @@ def test_two_steps_give_what_one_gives() -> None:
                 reductions.fold(op, [*parts[0], *parts[1]], expected)
                 found = scenarios.in_two_steps(Partial.of(op, dtype), parts)
                 assert scenarios.same(found, expected), (op, dtype)
+
+
+def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
+    """Another rank of the other host has not sent anything then: this one's twin has told it all."""
+    store, left = HashStore(), threading.Event()
+
+    def main(rank: int) -> list[bytes]:
+        host = f"host {rank // 2}"
+        place: Any = connect_place(store, rank, 4, timeout=600, name="leaving", host=host)
+        if rank == 1:
+            exchange = place.group.exchange
+
+            def late(payload: bytes, doing: str) -> list[bytes]:
+                found: list[bytes] = exchange(payload, doing)
+                left.wait()
+                while place._links.wires.ended() != [2]:
+                    time.sleep(0.01)
+                return found
+
+            place.group.exchange = late
+        found: list[bytes] = place.exchange(str(rank).encode(), "exchange")
+        place.close()
+        if rank == 2:
+            left.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
+        patch.setenv("INTERLACE_TRUST_NETWORK", "1")
+        assert list(threads.map(main, range(4))) == [[b"0", b"1", b"2", b"3"]] * 4

@@ -4,15 +4,18 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import FileStore
 
 import interlace
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.one_host.blame import Blame
 from interlace.runtime.start.connect import connect_place
 
 FEW = 4
@@ -33,9 +36,29 @@ def sum_of_all() -> None:
 
 
 def two_orders() -> str:
-    """The last rank calls the ops of two groups in another order than the others."""
+    """The last rank calls the ops of two groups in another order than the others, and then leaves them."""
+    groups = [interlace.new_group(), interlace.new_group()]
     last = interlace.get_rank() == interlace.get_world_size() - 1
-    return summed(*[interlace.new_group(), interlace.new_group()][:: -1 if last else 1])
+    try:
+        return summed(*groups[:: -1 if last else 1])
+    finally:
+        if last:
+            for group in groups:
+                group.close()
+
+
+def two_orders_and_a_slow_rank() -> str:
+    """As above; the last rank has left when the first tells that its wait has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        if interlace.get_rank() == 0:
+            ended = Blame.ended
+
+            def late(self: Blame, error: interlace.InterlaceError) -> None:
+                time.sleep(1)
+                ended(self, error)
+
+            patch.setattr(Blame, "ended", late)
+        return two_orders()
 
 
 def mesh() -> str:

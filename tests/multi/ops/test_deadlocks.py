@@ -31,6 +31,12 @@ def test_ops_of_groups_in_another_order(world_size: int) -> None:
         assert error.startswith("DeadlockError" if rank in (0, world_size - 1) else "AbortedError")
 
 
+def test_who_waits_behind_ranks_that_wait_for_each_other_hears_that() -> None:
+    """Though they leave as soon as they have found it."""
+    errors = interlace.run(ranks.two_orders_and_a_slow_rank, 4, place="shm", timeout=LONG)
+    assert all("deadlock: ranks wait for each other" in error for error in errors), errors
+
+
 def test_a_circle_through_four_groups() -> None:
     errors = interlace.run(ranks.mesh, 4, place="shm", timeout=LONG)
     for error in errors:
