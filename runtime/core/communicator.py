@@ -226,7 +226,11 @@ class Communicator:
         ``outputs`` are the caller's tensors that it fills. A :class:`Work` if ``async_op``; otherwise the
         result, when the caller's later work is ordered after the op.
         """
-        place = self.place
+        place, hooks = self.place, self.hooks
+        if hooks.watching:
+            return hooks.run(op, start, outputs, async_op)
+        if hooks.naming:
+            start = hooks.named(op, start)
         if self._closed or self._out_of_step:
             raise self._over(op)
         if modes_active() or above_autograd():
@@ -286,6 +290,8 @@ class Communicator:
 
         ``peer`` and ``tag``, which ``start`` knows, are for hooks.
         """
+        if self.hooks.watching:
+            return self.hooks.transfer(call, start, tensor, peer, tag)  # type: ignore[no-any-return]
         if self._closed or self._out_of_step:
             raise self._over(call.op)
         self.place.check()
@@ -459,6 +465,8 @@ def internal_form(
         options: tuple[Any, ...] = (),
         async_op: bool = False,
     ) -> Any:
+        if communicator.hooks.watching:
+            return communicator.hooks.form(form, tensors, options, async_op)
         plans = communicator.plans
         if plans is not None:
             planned = plans.again(form, tensors, options, async_op=async_op)

@@ -1,7 +1,7 @@
 """Hooks of a group: what is called before and after each of its ops, and when the group is over.
 
-While a group has hooks they stand where the communicator asks for plans, and in front of its ``run`` and
-``transfer``. A group without any has nothing of this in its way.
+While a group has hooks, ``watching`` is set, and the communicator leaves each op to :class:`OpHooks`, which
+calls it again between the hooks. Without any, an op costs one look at ``watching`` more.
 """
 
 from __future__ import annotations
@@ -135,10 +135,13 @@ class OpHooks:
 
     def __init__(self, communicator: Any, shared: OpHooks | None = None) -> None:
         """``shared``: those of another communicator, which are these too."""
-        self._of, self._plans = weakref.ref(communicator), communicator.plans
-        self._count = 0
+        self._of, self._count = weakref.ref(communicator), 0
         self._registered: OrderedDict[int, Hook] = shared._registered if shared else OrderedDict()
         self._over = self._within = False
+        self.watching = False
+        """Whether the next op is one that hooks see."""
+        self.naming = False
+        """Whether the op that runs now has ranges in a profile."""
         self._ranges: OpRanges | None = None  # of the last op
         _all.add(self)
         if log.isEnabledFor(logging.DEBUG) and not shared:
@@ -162,54 +165,30 @@ class OpHooks:
         return handle
 
     def watch(self) -> None:
-        """Stand in the way of ops, for as long as there are hooks or a profile; from the next op on."""
-        if (communicator := self._communicator) and not self._within:
-            communicator.plans = self
-            vars(communicator).update(run=self.run, transfer=self.transfer)
+        """See ops, for as long as there are hooks or a profile; from the next one on."""
+        self.watching = not self._within
 
-    def _leave(self) -> None:
-        self._communicator.plans = self._plans
-        for name in ("run", "transfer"):
-            vars(self._communicator).pop(name, None)
+    def named(self, op: str, start: Start) -> Start:
+        """``start``, the launch side of ``op``, with ranges in the profile that is taken."""
+        self._ranges = OpRanges(op)
+        return functools.partial(self._ranges.around, start)
 
-    def _named(self, op: str, start: Start, *outputs: Any, **more: Any) -> Any:
-        """``run`` of the communicator, whose launch side has ranges in the profile that is taken."""
-        self._ranges, communicator = OpRanges(op), self._communicator
-        started = functools.partial(self._ranges.around, start)
-        return type(communicator).run(communicator, op, started, *outputs, **more)
+    # -- what the communicator leaves to this while ``watching`` ---------------------------------
 
-    # -- what stands in the place of the communicator's plans, run and transfer ----------------------
-
-    def again(
-        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
-    ) -> tuple[Any]:
+    def form(
+        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], async_op: bool
+    ) -> Any:
         call = self._call(form.op, form.named((*tensors, *options)))
         given = call.group, tensors, options, async_op
-        return (self._around(call, functools.partial(form.call, *given)),)
+        return self._around(call, functools.partial(form.call, *given))
 
-    def run(self, op: str, *arguments: Any, **more: Any) -> Any:
+    def run(self, op: str, *arguments: Any) -> Any:
         call = self._call(op, ())
-        return self._around(call, lambda: call.group.run(op, *arguments, **more))
+        return self._around(call, lambda: call.group.run(op, *arguments))
 
-    def transfer(self, call: Call, start: Any, tensor: torch.Tensor, *peer_and_tag: Any) -> Any:
-        given = tensor, *peer_and_tag
+    def transfer(self, call: Call, start: Any, *given: Any) -> Any:
         seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
         return self._around(seen, lambda: seen.group.transfer(call, start, *given))
-
-    def agree(self, call: Call) -> list[bytes]:
-        """Of an op in a thread of its own, which was started before."""
-        if self._plans is not None:
-            return self._plans.agree(call)  # type: ignore[no-any-return]
-        return self._communicator.place.exchange(call.message, call.op)  # type: ignore[no-any-return]
-
-    def launched(self) -> None:
-        if self._plans is not None:
-            self._plans.launched()
-
-    def learn(self, op: str, result: Any) -> None:
-        """Of an op that began before it was watched."""
-        if self._plans is not None:
-            self._plans.learn(op, result)
 
     # -- an op -------------------------------------------------------------------------------------
 
@@ -237,11 +216,9 @@ class OpHooks:
         return bool(group.rank == group_src if src is None else group.ranks[group.rank] == src)
 
     def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
-        self._leave()  # hooks see no ops within ops
-        profiled, self._ranges = _profiled, None
-        if profiled:
-            vars(self._communicator).update(run=self._named)
-        self._within = True
+        self.watching, self._within = False, True  # hooks see no ops within ops
+        self.naming = profiled = _profiled
+        self._ranges = None
         hooks = list(self._registered.values())
         begun: list[Hook] = []  # of which each gets its after
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
@@ -266,8 +243,7 @@ class OpHooks:
             ended(None, result)
             return result
         finally:
-            self._within = False
-            vars(self._communicator).pop("run", None)
+            self._within = self.naming = False
             if self._registered or _profiled:
                 self.watch()
 
