@@ -19,13 +19,14 @@ import interlace
 from interlace.runtime.compiler.build import build
 from interlace.runtime.compiler.catalogue import ARCHES, entries
 
+SLOTS = "wait_contributions|wait_sources|publish_\\w+"
 # Kernels by the names of ``interlace build``, and in which functions the loops stand that are counted.
 CASES = {
     "all_gather bf16": "copy_elements",
-    "reduce_scatter bf16": r"sum_\w+",
+    "reduce_scatter bf16": rf"sum_\w+|reduce_scatter_kernel|{SLOTS}",
     "reduce_scatter fp32": r"sum_\w+",
     "all_reduce bf16": r"sum_\w+",
-    "matmul_reduce_scatter bf16 nk tma": r"sum_\w+",
+    "matmul_reduce_scatter bf16 nk tma": rf"sum_\w+|produce_for_owners|{SLOTS}",
     "matmul_reduce_scatter bf16 nk pointers": r"sum_\w+",
     "node_sums stores": r"sum_\w+",
     "matmul_reduce_scatter bf16 kn tma": r"matmul_reduce_scatter_kernel",

@@ -196,7 +196,7 @@ def gpu(document: Document) -> str:
 
 def loops(document: Document) -> str:
     """A line per loop and architecture, of the kernels as they were and as they are."""
-    counts = ("instructions", "tensor_maps", "barriers", "wgmma_waits", "loads_in_flight")
+    counts = ("instructions", "tensor_maps", "barriers", "fences", "wgmma_waits", "loads_in_flight")
 
     def rows() -> Rows:
         old, new = document["before"]["loops"], document["loops"]
@@ -206,12 +206,17 @@ def loops(document: Document) -> str:
         both.sort(key=lambda pair: (kernels.index(pair[1]["kernel"]), pair[1]["arch"]))
         for when, loop in both:
             name = loop["where"].split(" in ")[-1]
-            numbers = [loop["registers"], *(loop[each] for each in counts), loop["loaded_bytes"]]
+            # loops that were counted before there were fences among them have none
+            numbers = [
+                loop["registers"],
+                *(loop.get(each, 0) for each in counts),
+                loop["loaded_bytes"],
+            ]
             yield [loop["kernel"], f"sm_{loop['arch']}", when, f"`{name}`", *map(str, numbers)]
 
     head = [
         "kernel", "chip", "", "loop of", "registers", "instructions", "tensor maps", "barriers",
-        "wgmma waits", "loads in flight", "bytes loaded",
+        "fences", "wgmma waits", "loads in flight", "bytes loaded",
     ]  # fmt: skip
     return _table(head, rows())
 

@@ -10,7 +10,7 @@ Guarantees
 ``publish(slot, epoch)``
     Everything that any thread of this program stored before is visible to whoever waits for
     ``slot >= epoch``. The barrier in it is not decoration: without it one thread releases, and the
-    stores of all other threads of the program stay unordered.
+    stores of all other threads of the program stay unordered. ``publish_slots`` does it for many.
 ``wait(...)``
     Loads after it see what was published. It returns the value it saw: a load that has to come after
     should use it in its address, or be in a loop nested inside, because the pipeliner may otherwise
@@ -23,8 +23,8 @@ A wait that was given up holds back every store into a peer's memory, every sign
 comes after it. Within a kernel, the code that waits looks at what ``wait`` returns. For all that follows on
 the stream, ABORT is not 0: the channel is *void* on this rank, and stays so. A void channel's epoch is one
 that no slot reaches, so every kernel that begins there gives up before it stores; ``publish_kernel`` sends
-nothing; ``finish_kernel`` gives no credit. It sets CREDIT to a negative number instead. That satisfies no
-wait, and tells the peers that this rank takes nothing it reads in the channel as valid any more.
+nothing; ``finish_kernel`` (``slots.py``) gives no credit. It sets CREDIT to a negative number instead. That
+satisfies no wait, and tells the peers that this rank takes nothing it reads in the channel as valid.
 
 A copy on a stream cannot look. So a stream's wait for credits, which is what protects a peer's memory,
 holds the stream until the peer's CREDIT is negative, or for ``LINGER_POLLS`` more polls: a peer that is
@@ -137,6 +137,14 @@ def publish(slot_ptr, epoch):
     # First all threads meet: the release below orders the stores of one thread only.
     tl.debug_barrier()
     tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def publish_slots(slot_ptrs, valid, epoch):
+    """``publish`` of the ``valid`` ones of several slots at once: they share one barrier and one fence."""
+    # Threads set a slot each, and each releases: what it has seen at the barrier, so the stores of all.
+    tl.debug_barrier()
+    tl.atomic_xchg(slot_ptrs, tl.where(valid, epoch, 0), mask=valid, sem="release", scope="sys")
 
 
 @triton.jit
@@ -352,47 +360,6 @@ def wait_kernel(peers, source, slot_byte):
     byte 1064 of rank 0's buffer is at least 7; rank 2 is named if it never is.
     """
     wait(peers, source, slot_byte, current_epoch(peers))
-
-
-@triton.jit(do_not_specialize=["peers"])
-def wait_credits_kernel(peers):
-    """Hold a stream until every peer has finished the previous op on this channel.
-
-    Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write. Copies
-    that follow cannot see that a wait for a credit was given up, so the kernel then goes on (``linger``)
-    until the peer has nothing left to read.
-
-    Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Rank 1's stays 5
-    and is given up; rank 1 gives up too, and its finish_kernel sets it to -6: the kernel ends.
-    """
-    epoch = current_epoch(peers)
-    # In a void channel `epoch` is out of reach; what the peer may still finish is counted on.
-    counted = counted_epoch(peers)
-    for peer in range(peers.world_size):
-        if wait_credit(peers, peer, epoch) < epoch - 1:
-            linger(peers, peer, counted - 1)
-
-
-@triton.jit(do_not_specialize=["peers"])
-def finish_kernel(peers):
-    """End an op on this rank: credit to every mapped peer, then the epoch advances in device memory.
-
-    Ordering: last item of the op on its stream; all reads of the channel by this rank are over, so
-    peers may write into it. The epoch word is read only by this rank's later ops, which are ordered
-    after by the stream or an event. In a void channel the op never ends: the epoch stays, and peers are
-    told so.
-
-    Example: with epoch word 6, CREDIT[rank] becomes 7 on every rank and then the own epoch word 7. In a
-    void channel CREDIT[rank] becomes -7 and the epoch word stays 6.
-    """
-    epoch = counted_epoch(peers)
-    void = is_void(peers)
-    credit = tl.where(void, -epoch, epoch)
-    for peer in range(peers.world_size):
-        if is_mapped(peers, peer):
-            publish(peer_pointer(peers, peer, (_CREDIT + peers.rank) * 8), credit)
-    if not void:
-        tl.store(peer_pointer(peers, peers.rank, 0) + _EPOCH, epoch)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 
 from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import signal, transfer
+from interlace.kernels import signal, slots, transfer
 from interlace.kernels.arguments import Peers, Table, Workspace
 from interlace.kernels.fused import all_gather_matmul
 from interlace.kernels.fused import all_gather_matmul_roles as roles
@@ -189,7 +189,7 @@ class LoneRank:
     def finish(self) -> KernelLaunch:
         """The end of an op: the epoch advances."""
         return KernelLaunch(
-            signal.finish_kernel,
+            slots.finish_kernel,
             1,
             {"peers": Peers(self.peers, 0, self.world_size)},
             "finish",

@@ -18,7 +18,8 @@ promises nothing of a second address within a kernel without it. So the accesses
 import triton
 import triton.language as tl
 
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait
+from interlace.kernels.slots import publish_to_all, publish_turn, wait_credits, wait_sources
 from interlace.kernels.transfer import (
     TRANSFER_COLUMNS,
     copy_elements,
@@ -119,16 +120,6 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
 
 
 @triton.jit
-def wait_all_credits(peers, epoch):
-    """Wait for the credit of every rank; False if one was given up, and then nothing may be stored."""
-    free = tl.full((), 1, tl.int1)
-    # Of all ranks before the first store: a multicast store reaches all of them at once.
-    for peer in range(peers.world_size):
-        free = free & (wait_credit(peers, peer, epoch) >= epoch - 1)
-    return free
-
-
-@triton.jit
 def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES: tl.constexpr,
                      row_scale_ptr, scale_offset, SCALED: tl.constexpr):  # fmt: skip
     """Push chunks as ``transfer.push_chunks`` does, every ``COPIERS``-th, once for all ranks.
@@ -140,7 +131,8 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES:
     VECTORS: tl.constexpr = COPIES.COPY_COLUMNS * ITEM // 16
     # A chunk has a send per peer, of which the first is read. With one rank there is none: divide by 1.
     others = max(workspace.world_size - 1, 1)
-    if wait_all_credits(workspace, epoch):
+    # Of all ranks before the first store: a multicast store reaches all of them at once.
+    if wait_credits(workspace, epoch) == 0:
         for chunk in range(tl.program_id(0), sends.count // others, COPIES.COPIERS):
             _, first_row, rows, gathered_row, slot = table_line(sends.ptr, chunk * others, _SEND)
             from_address = (input.ptr + first_row * input.stride).to(tl.int64)
@@ -159,13 +151,13 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES:
                         COPIES.MULTICAST == "multimem",
                     )
             fence_addresses(COPIES.MULTICAST == "multimem")
-            # Scales are few and need not be 16-byte aligned: to each peer by itself.
-            for step in range(1, workspace.world_size):
-                peer = (workspace.rank + step) % workspace.world_size
-                if SCALED:
+            if SCALED:
+                # Scales are few and need not be 16-byte aligned: to each peer by itself.
+                for step in range(1, workspace.world_size):
+                    peer = (workspace.rank + step) % workspace.world_size
                     scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
                     copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
-                publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
+            publish_to_all(workspace, workspace.slot_offset + slot * 8, epoch)
 
 
 @triton.jit
@@ -227,7 +219,7 @@ def multimem_all_gather_kernel(
     own_elements = tl.load(own + 1)
     own_byte = workspace.data_offset + tl.load(own + 2)
     own_block = tl.load(own + 3)
-    if wait_all_credits(workspace, epoch):
+    if wait_credits(workspace, epoch) == 0:
         for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
             element = tl.cast(block, tl.int64) * BLOCK
             broadcast_elements(
@@ -241,8 +233,7 @@ def multimem_all_gather_kernel(
             )
             slot_byte = workspace.slot_offset + (own_block + block) * 8
             # To this rank as well: its own programs, too, take a block only after its slot.
-            for peer in range(workspace.world_size):
-                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+            publish_to_all(workspace, slot_byte, epoch)
     for source in range(workspace.world_size):
         part = parts_ptr + source * _PART
         first = tl.load(part)
@@ -257,19 +248,6 @@ def multimem_all_gather_kernel(
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)
             copy_elements(output_ptr + first + element, from_ptr + element, count, BLOCK)
-
-
-@triton.jit
-def wait_all(peers, slot_byte, blocks, epoch):
-    """Wait until a block is staged on every rank; its slots are ``blocks`` apart by source.
-
-    False if a wait was given up: what is read then must not be published.
-    """
-    arrived = tl.full((), 1, tl.int1)
-    for source in range(peers.world_size):
-        slot = slot_byte + source * blocks * 8
-        arrived = arrived & (wait(peers, source, slot, epoch) >= epoch)
-    return arrived
 
 
 @triton.jit(do_not_specialize=["workspace", "multicast", "elements", "blocks"])
@@ -308,21 +286,21 @@ def multimem_reduce_scatter_kernel(
     staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     # Of all ranks, although only the own buffer is written: every owner reads from it, and must have
     # finished the op before.
-    if wait_all_credits(workspace, epoch):
+    if wait_credits(workspace, epoch) == 0:
         for step in range(workspace.world_size):
             owner = (workspace.rank + 1 + step) % workspace.world_size
             part = parts_ptr + owner * _PART
             from_ptr = input_ptr + tl.load(part)
             elements = tl.load(part + 1)
             first_block = tl.load(part + 3)
-            for block in range(program, tl.cdiv(elements, BLOCK), programs):
+            its_blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
+            for block in range(program, its_blocks, programs):
                 element = tl.cast(block, tl.int64) * BLOCK
                 to_ptr = staged_ptr + first_block * BLOCK + element
                 copy_elements(to_ptr, from_ptr + element, min(elements - element, BLOCK), BLOCK)
-                slot_byte = (
-                    workspace.slot_offset + (workspace.rank * blocks + first_block + block) * 8
-                )
-                publish(peer_pointer(workspace, owner, slot_byte), epoch)
+            # All at once: a publish waits until all stores so far have arrived.
+            slot_byte = workspace.slot_offset + (workspace.rank * blocks + first_block) * 8
+            publish_turn(workspace, owner, slot_byte, program, its_blocks, programs, epoch)
     own = parts_ptr + workspace.rank * _PART
     own_elements = tl.load(own + 1)
     own_block = tl.load(own + 3)
@@ -331,7 +309,7 @@ def multimem_reduce_scatter_kernel(
     for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
         slot_byte = workspace.slot_offset + (own_block + block) * 8
         # Not looked at: this sum stays on this rank, in the output of an op that failed.
-        wait_all(workspace, slot_byte, blocks, epoch)
+        wait_sources(workspace, slot_byte, blocks, epoch)
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(own_elements - element, BLOCK)
         byte = (own_block * BLOCK + element) * ITEM + vectors * 16
@@ -383,7 +361,7 @@ def multimem_all_reduce_kernel(
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
     staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
-    free = wait_all_credits(workspace, epoch)
+    free = wait_credits(workspace, epoch) == 0
     if free:
         for block in range(program, blocks, programs):
             element = tl.cast(block, tl.int64) * BLOCK
@@ -398,7 +376,7 @@ def multimem_all_reduce_kernel(
         workspace.rank + program * workspace.world_size, blocks, programs * workspace.world_size
     ):
         slot_byte = workspace.slot_offset + block * 8
-        arrived = wait_all(workspace, slot_byte, blocks, epoch)
+        arrived = wait_sources(workspace, slot_byte, blocks, epoch) == 0
         # This sum goes into all ranks' memory: not without their credits, and not of inputs that have not
         # come.
         if free & arrived:
@@ -416,8 +394,7 @@ def multimem_all_reduce_kernel(
                 True,
                 MULTIMEM,
             )
-            for peer in range(workspace.world_size):
-                publish(peer_pointer(workspace, peer, sums_slot + block * 8), epoch)
+            publish_to_all(workspace, sums_slot + block * 8, epoch)
     sums_ptr = region_pointer(workspace, workspace.rank, sums_offset, input_ptr)
     for block in range(program, blocks, programs):
         owner = block % workspace.world_size

@@ -8,28 +8,23 @@ result does not depend on timing, and where several ranks compute the same sum t
 import triton
 import triton.language as tl
 
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.signal import current_epoch, wait_credit
+from interlace.kernels.slots import (
+    SLOTS_TOGETHER,
+    publish_to_all,
+    publish_turn,
+    wait_credits,
+    wait_sources,
+)
 from interlace.kernels.tiling import first_tile
 from interlace.kernels.transfer import aligned_pointer, copy_elements, data_pointer, table_line
 
 SEGMENT_COLUMNS = 4
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
+_TOGETHER = tl.constexpr(SLOTS_TOGETHER)
 # Sources whose loads go first: with them a program has as much on its way as keeps the memory of its
 # multiprocessor busy, and their values still fit its registers.
 _AT_ONCE = tl.constexpr(4)
-
-
-@triton.jit
-def wait_contributions(peers, slot_byte, slots_per_source, epoch):
-    """Wait until a block has arrived from every source.
-
-    ``slot_byte`` is its slot from source 0; source s has it ``slots_per_source`` later.
-    """
-    # What the waits return is not looked at: the sum goes into this rank's own output only, of an op that
-    # failed.
-    for source in range(peers.world_size):
-        slot = slot_byte + source * slots_per_source * 8
-        wait(peers, source, slot, epoch)
 
 
 @triton.jit
@@ -100,9 +95,9 @@ def reduce_scatter_kernel(
     per owner in ``tiling.owner_order``: owner, first element, elements, number of the first block.
 
     Ordering: every program first stores its blocks into the owners' workspaces (after the owner's
-    credit) and publishes a slot per block; then it sums its share of the own segment, a block when
-    it has arrived from all sources. Producing never waits for a sum of this op, so any program order
-    progresses.
+    credit) and publishes a slot per block, of some blocks at once; then it sums its share of the own
+    segment, a block when it has arrived from all sources. Producing never waits for a sum of this op, so
+    any program order progresses.
 
     Example: W = 2, 10 elements, BLOCK = 4: segments of 5. Rank 0 stores elements 5-9 as its
     contribution to rank 1 in blocks of 4 and 1, slots 0 and 1 there; rank 1 adds rank 0's and its own.
@@ -120,21 +115,26 @@ def reduce_scatter_kernel(
             # Given up: nothing is stored or published, as the owner may still be reading its workspace.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, owner, input_ptr) + workspace.rank * elements
-                for number in range(first, start + blocks, programs):
-                    block = number - start
-                    element = tl.cast(block, tl.int64) * BLOCK
-                    count = min(elements - element, BLOCK)
-                    from_ptr = input_ptr + first_element + element
-                    copy_elements(to_ptr + element, from_ptr, count, BLOCK)
-                    slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
-                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+                slot_byte = workspace.slot_offset + (workspace.rank * blocks - start) * 8
+                # A publish waits until all stores so far have arrived, so it is not one per block. Nor one
+                # for all: an owner that waits for a late rank sums what has come meanwhile.
+                for begin in range(first, start + blocks, programs * _TOGETHER):
+                    end = min(begin + programs * _TOGETHER, start + blocks)
+                    for number in range(begin, end, programs):
+                        element = tl.cast(number - start, tl.int64) * BLOCK
+                        count = min(elements - element, BLOCK)
+                        from_ptr = input_ptr + first_element + element
+                        copy_elements(to_ptr + element, from_ptr, count, BLOCK)
+                    publish_turn(workspace, owner, slot_byte, begin, end, programs, epoch)
     # Waits for data begin only here: a program has sent by now all that others wait for, so no order of
     # programs can block.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
     for block in range(program, own_blocks, programs):
         slot_byte = workspace.slot_offset + block * 8
-        wait_contributions(workspace, slot_byte, own_blocks, epoch)
+        # What it returns is not looked at: the sum goes into this rank's own output only, of an op that
+        # failed.
+        wait_sources(workspace, slot_byte, own_blocks, epoch)
         sum_block(output_ptr, workspace.world_size, own_ptr, own_elements, block, AVERAGE, BLOCK)
 
 
@@ -152,8 +152,9 @@ def all_reduce_kernel(
     Legend: ``input`` and ``output`` are ``[elements]`` and may be the same tensor: a program has sent
     a block to all before it stores its sum, and no other program touches that block.
 
-    Ordering: as reduce_scatter_kernel, with every rank the owner of everything. All ranks add the
-    same numbers in the same order, so results are bitwise equal.
+    Ordering: as reduce_scatter_kernel, with every rank the owner of everything: a program waits for the
+    credits of all, stores a block at all, and publishes it to all at once. All ranks add the same numbers
+    in the same order, so results are bitwise equal.
 
     Example: W = 2, 6 elements, BLOCK = 4, one program per rank: blocks 0-3 and 4-5 go into region
     [rank] of both workspaces, slots 2 * rank and 2 * rank + 1; then each rank adds regions 0 and 1.
@@ -164,22 +165,23 @@ def all_reduce_kernel(
     blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
     # int64 before the product: rank * elements may pass 2**31.
     region = workspace.rank * (elements + tl.zeros((), tl.int64))
-    for block in range(program, blocks, programs):
-        # tl.cast, because a loop's variable has no .to() in the interpreter, where it is a Python number.
-        element = tl.cast(block, tl.int64) * BLOCK
-        count = min(elements - element, BLOCK)
-        slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
-        # The next rank first, so that no rank is the target of all others at once; this rank itself is
-        # last.
-        for step in range(workspace.world_size):
-            peer = (workspace.rank + 1 + step) % workspace.world_size
-            if wait_credit(workspace, peer, epoch) >= epoch - 1:
+    # Given up: nothing is stored or published, as a peer may still be reading its workspace.
+    if wait_credits(workspace, epoch) == 0:
+        for block in range(program, blocks, programs):
+            # tl.cast, as a loop's variable has no .to() in the interpreter, where it is a Python number.
+            element = tl.cast(block, tl.int64) * BLOCK
+            count = min(elements - element, BLOCK)
+            # The next rank first, so that no rank is the target of all others at once; this rank itself
+            # is last.
+            for step in range(workspace.world_size):
+                peer = (workspace.rank + 1 + step) % workspace.world_size
                 to_ptr = data_pointer(workspace, peer, input_ptr) + region
                 copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
-                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+            slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
+            publish_to_all(workspace, slot_byte, epoch)
     # A loop of its own, after all sends: see reduce_scatter_kernel.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     for block in range(program, blocks, programs):
         slot_byte = workspace.slot_offset + block * 8
-        wait_contributions(workspace, slot_byte, blocks, epoch)
+        wait_sources(workspace, slot_byte, blocks, epoch)
         sum_block(output_ptr, workspace.world_size, own_ptr, elements, block, AVERAGE, BLOCK)

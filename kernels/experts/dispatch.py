@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.slots import publish_to_all, wait_credits, wait_sources
 from interlace.kernels.tiling import first_tile
 from interlace.kernels.transfer import copy_elements, region_pointer
 
@@ -81,10 +82,7 @@ def find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl
     experts = tl.arange(0, EXPERTS)
     mask = experts < sizes.experts
     columns = sizes.experts + _COUNT
-    complete = True
-    for source in range(workspace.world_size):
-        seen = wait(workspace, source, workspace.slot_offset + source * 8, epoch)
-        complete = complete & (seen >= epoch)
+    complete = wait_sources(workspace, workspace.slot_offset, 1, epoch) == 0
     # Of counts that have not come nothing may be made: places are computed from them.
     if complete:
         totals = tl.zeros((EXPERTS,), tl.int64)
@@ -110,15 +108,14 @@ def find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl
 def send_counts(workspace, counts_ptr, counts_byte, sizes, epoch):
     """Every rank's line of ``counts``, int64 ``[W, 2 + E]``, to it, with the own number for its slot."""
     columns = sizes.experts + _COUNT
-    for step in range(workspace.world_size):
-        peer = (workspace.rank + 1 + step) % workspace.world_size
-        if wait_credit(workspace, peer, epoch) >= epoch - 1:
+    if wait_credits(workspace, epoch) == 0:
+        for step in range(workspace.world_size):
+            peer = (workspace.rank + 1 + step) % workspace.world_size
             to_ptr = _region(workspace, peer, counts_byte, counts_ptr)
             copy_elements(
                 to_ptr + workspace.rank * columns, counts_ptr + peer * columns, columns, 128
             )
-            slot_byte = workspace.slot_offset + workspace.rank * 8
-            publish(peer_pointer(workspace, peer, slot_byte), epoch)
+        publish_to_all(workspace, workspace.slot_offset + workspace.rank * 8, epoch)
 
 
 @triton.jit(do_not_specialize=["workspace", "sizes"])

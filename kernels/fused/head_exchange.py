@@ -30,7 +30,8 @@ from interlace.kernels.arguments import Epilogue, Turn
 from interlace.kernels.epilogue import emit_tile
 from interlace.kernels.fused.matmul_reduce_scatter import produce_part
 from interlace.kernels.matmul import add_product, columns_operand, rows_operand
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.signal import current_epoch, wait, wait_credit
+from interlace.kernels.slots import publish_turn
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import (
     aligned_pointer,
@@ -79,10 +80,9 @@ def _produce_for_others(workspace, input, weight, epilogue, output_ptr, shards_p
                 if owner != workspace.rank:
                     # Looked up again: nothing that the products do not need is kept in registers.
                     first_slot = tl.load(shards_ptr + workspace.rank * _SHARD + 2) - start
-                    # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
-                    for number in range(first, start + tiles, tl.num_programs(0)):
-                        slot_byte = workspace.slot_offset + (first_slot + number) * 8
-                        publish(peer_pointer(workspace, owner, slot_byte), epoch)
+                    # Behind the products: a publish begins with a barrier, which would end the pipeline.
+                    publish_turn(workspace, owner, workspace.slot_offset + first_slot * 8, first,
+                                 start + tiles, tl.num_programs(0), epoch)  # fmt: skip
 
 
 @triton.jit

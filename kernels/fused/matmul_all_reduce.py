@@ -13,7 +13,8 @@ from interlace.kernels.arguments import Epilogue
 from interlace.kernels.epilogue import emit_tile
 from interlace.kernels.fused.matmul_reduce_scatter import reduce_tiles
 from interlace.kernels.matmul import columns_operand, multiply_tile, rows_operand
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
+from interlace.kernels.signal import current_epoch
+from interlace.kernels.slots import publish_to_all, wait_credits
 from interlace.kernels.tiling import grouped_tile
 from interlace.kernels.transfer import data_pointer
 
@@ -35,18 +36,18 @@ def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES:
     for tile in range(program, tiles, programs):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
         acc = multiply_tile(a, input.stride, M, weight, b, N, K, tile_m, tile_n, TILES)
+        free = wait_credits(workspace, epoch) == 0
         # The next rank first, so that no rank is the target of all others at once.
         for step in range(workspace.world_size):
             peer = (rank + 1 + step) % workspace.world_size
-            free = wait_credit(workspace, peer, epoch) >= epoch - 1
             to_ptr = data_pointer(workspace, peer, output_ptr) + rank * rows * N
             # If the wait was given up, a tile of 0 rows: the mask lets nothing through. Not an `if` around
             # the store: compiling for 10.0, Triton 3.6 corrupts its own memory when a branch reads an
             # accumulator from outside.
             emit_tile(to_ptr, acc, partial, tile_m, tile_n, tl.where(free, rows, 0), N, TILES, True)
-            if free:
-                slot_byte = workspace.slot_offset + (rank * tiles + tile) * 8
-                publish(peer_pointer(workspace, peer, slot_byte), epoch)
+        if free:
+            slot_byte = workspace.slot_offset + (rank * tiles + tile) * 8
+            publish_to_all(workspace, slot_byte, epoch)
 
 
 @triton.jit(do_not_specialize=["workspace", "M"])
@@ -66,9 +67,9 @@ def matmul_all_reduce_kernel(
 
     Legend: as matmul_reduce_scatter_kernel, with every rank the owner of all M rows.
 
-    Ordering: a producer waits for each peer's credit, stores the tile into the peer's region [rank],
-    publishes the slot (source, tile) there. Sums follow in the same programs, a tile when it has
-    arrived from all sources.
+    Ordering: a producer waits for all peers' credits, stores the tile into region [rank] of each,
+    publishes the slot (source, tile) at all of them at once. Sums follow in the same programs, a tile when
+    it has arrived from all sources.
     Producing waits for no sum of this op. finish_kernel gives the credit for reuse.
 
     Example: W = 2, one 64 x 64 tile. Rank 1 stores its tile in region 1 of rank 0, publishes slot 1

@@ -13,8 +13,10 @@ target of all ranks at once. Summing in the same kernel needs no further stream,
 never waits for a sum of this op, no order of programs can block.
 
 Why not a signal after every tile: a publish has a barrier, and a loop with a barrier in it is not pipelined
-across tiles. An owner waits for a tile only after it has produced its own rows, which come last; by then
-all others have been publishing for the time that one part takes.
+across tiles. And it has a fence, which waits until all stores have arrived at the owner. So a program's
+tiles of an owner are published together, by one of each. An owner waits for a tile only after it has
+produced its own rows, which come last; by then all others have been publishing for the time that one part
+takes.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
 atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile; for
@@ -25,11 +27,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Epilogue, Turn
-from interlace.kernels.collectives.reduction import (
-    SEGMENT_COLUMNS,
-    sum_contributions,
-    wait_contributions,
-)
+from interlace.kernels.collectives.reduction import SEGMENT_COLUMNS, sum_contributions
 from interlace.kernels.epilogue import activate, add_bias, emit_tile, output_operand, store_tile
 from interlace.kernels.matmul import (
     columns_operand,
@@ -38,13 +36,8 @@ from interlace.kernels.matmul import (
     rows_operand,
     tile_offsets,
 )
-from interlace.kernels.signal import (
-    complete_descriptor_stores,
-    current_epoch,
-    peer_pointer,
-    publish,
-    wait_credit,
-)
+from interlace.kernels.signal import complete_descriptor_stores, current_epoch, wait_credit
+from interlace.kernels.slots import publish_turn, wait_sources
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import data_pointer, table_line
 
@@ -65,8 +58,9 @@ def reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows,
     SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
-        # All waits before the slices: a load in the loop below cannot be moved above them.
-        wait_contributions(workspace, workspace.slot_offset + tile * 8, tiles, epoch)
+        # Before the slices: a load in the loop below cannot be moved above the wait. What it returns is not
+        # looked at: the sum goes into this rank's own output only, of an op that failed.
+        wait_sources(workspace, workspace.slot_offset + tile * 8, tiles, epoch)
         # int64 before the product with N: the contributions of one source may pass 2**31 elements.
         elements_per_source = (rows + tl.zeros((), tl.int64)) * N
         offs_n = tile_offsets(tile_n, BLOCK_N)
@@ -147,10 +141,9 @@ def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                              TILES)  # fmt: skip
-                # In a loop of its own: a publish begins with a barrier, which would end the pipeline.
-                for number in range(first, start + tiles, programs):
-                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
-                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+                # Behind the products: a publish begins with a barrier, which would end the pipeline.
+                slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
+                publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
 
 
 @triton.jit(do_not_specialize=["workspace", "own_rows"])

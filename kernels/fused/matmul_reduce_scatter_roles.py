@@ -32,12 +32,14 @@ from interlace.kernels.signal import (
     complete_descriptor_stores,
     current_epoch,
     peer_pointer,
-    publish,
+    publish_slots,
     wait_credit,
 )
+from interlace.kernels.slots import SLOTS_TOGETHER
 from interlace.kernels.transfer import data_pointer
 
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
+_TOGETHER = tl.constexpr(SLOTS_TOGETHER)
 
 
 @jit
@@ -69,6 +71,10 @@ def _store(output, workspace, output_ptr, segments_ptr, N, TILES: gl.constexpr):
     """The warp that stores, and all that peers see of this kernel."""
     epoch = current_epoch(workspace)
     rank = workspace.rank
+    programs = gl.num_programs(0)
+    # As ``slots.publish_turn``, which leaves its layout to the compiler.
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    turn = gl.arange(0, _TOGETHER, LANES) * programs
     place = 0
     phase = 0
     for line in range(workspace.world_size):
@@ -87,10 +93,11 @@ def _store(output, workspace, output_ptr, segments_ptr, N, TILES: gl.constexpr):
             # A release does not order what TMA has under way.
             complete_descriptor_stores(TILES.COMPILED)
             if free:
-                for tile in range(first, end, gl.num_programs(0)):
-                    slot_byte = (rank * tiles_m * tiles_n + tile - start) * 8
-                    slot_byte += workspace.slot_offset
-                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+                for begin in range(first, end, programs * _TOGETHER):
+                    tile = begin + turn
+                    slot_bytes = (rank * tiles_m * tiles_n + tile - start) * 8
+                    slot_bytes += workspace.slot_offset
+                    publish_slots(peer_pointer(workspace, owner, slot_bytes), tile < end, epoch)
 
 
 @jit(do_not_specialize=["workspace", "extents"])

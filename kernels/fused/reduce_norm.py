@@ -10,7 +10,8 @@ import triton.language as tl
 
 from interlace.kernels.collectives.reduction import SEGMENT_COLUMNS
 from interlace.kernels.fused.row_norms import collect_rows, norm_rows
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
+from interlace.kernels.signal import current_epoch, wait_credit
+from interlace.kernels.slots import publish_turn
 from interlace.kernels.tiling import first_tile
 from interlace.kernels.transfer import copy_elements, data_pointer, table_line
 
@@ -64,8 +65,9 @@ def reduce_norm_kernel(
                     count = min(rows - row, TILES.BLOCK_M) * N
                     from_ptr = input_ptr + (first_row + row) * N
                     copy_elements(to_ptr + row * N, from_ptr, count, BLOCK)
-                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8
-                    publish(peer_pointer(workspace, owner, slot_byte), epoch)
+                # All at once: a publish waits until all stores so far have arrived.
+                slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
+                publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
     # Waits for data begin only here.
     own_ptr = data_pointer(workspace, rank, output_ptr)
     own = workspace.world_size - 1  # the last line of the table

@@ -31,8 +31,8 @@ from interlace.kernels.norms import (
     store_sum,
     with_block,
 )
-from interlace.kernels.signal import peer_pointer, publish, wait
-from interlace.kernels.slots import first_missing
+from interlace.kernels.signal import wait
+from interlace.kernels.slots import publish_to_all, wait_slots
 from interlace.kernels.tiling import tile_number
 from interlace.kernels.transfer import copy_elements, region_pointer, table_line
 
@@ -44,31 +44,17 @@ _SLOTS = tl.constexpr(128)  # that are looked at at once
 def wait_rows(workspace, tile_m, tiles_m, tiles_n, epoch, TILES: tl.constexpr):
     """Wait until the tiles of all columns have come from every source, for rows of ``tile_m``.
 
-    Many slots at a time: one after the other, each would cost as long as memory takes to answer. 0 if all
-    have come; else how many times it was given up.
+    0 if all have come; else how many have not, as it was given up.
     """
-    given_up = tl.zeros((), tl.int32)
+    missing = tl.zeros((), tl.int32)
     for first in range(0, workspace.world_size * tiles_n, _SLOTS):
         number = first + tl.arange(0, _SLOTS)
         source, tile_n = number // tiles_n, number % tiles_n
         tile = tile_number(tile_m, tile_n, tiles_m, tiles_n, TILES.GROUP_M)
         slot_bytes = workspace.slot_offset + (source * (tiles_m * tiles_n) + tile).to(tl.int64) * 8
         valid = source < workspace.world_size
-        missing = first_missing(workspace, slot_bytes, valid, epoch)
-        if missing < _SLOTS:
-            # Not `while missing < _SLOTS`: a loop that ends with what it loads looks like a poll.
-            for position in range(_SLOTS):
-                if position == missing:
-                    late = first + position
-                    one = tile_number(tile_m, late % tiles_n, tiles_m, tiles_n, TILES.GROUP_M)
-                    slot = late // tiles_n * (tiles_m * tiles_n) + one
-                    # The ordinary wait: bounded, and it names whom it waited for.
-                    slot_byte = workspace.slot_offset + slot * 8
-                    if wait(workspace, late // tiles_n, slot_byte, epoch) >= epoch:
-                        missing = first_missing(workspace, slot_bytes, valid, epoch)
-                    else:
-                        given_up += 1
-    return given_up
+        missing += wait_slots(workspace, source, slot_bytes, valid, epoch)
+    return missing
 
 
 @triton.jit
@@ -139,10 +125,7 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
 def publish_slice(workspace, gathered, slice_m, epoch):
     """Tell all peers that a slice of this rank's rows is in their workspaces."""
     own = workspace.rank * gathered.slices + slice_m
-    for step in range(1, workspace.world_size):
-        peer = (workspace.rank + step) % workspace.world_size
-        slot_byte = workspace.slot_offset + gathered.slots_byte + own * 8
-        publish(peer_pointer(workspace, peer, slot_byte), epoch)
+    publish_to_all(workspace, workspace.slot_offset + gathered.slots_byte + own * 8, epoch)
 
 
 @triton.jit
@@ -187,10 +170,10 @@ def norm_rows(workspace, own_ptr, bias_ptr, norm, gathered, output_ptr, first_ro
     for number in range(tl.program_id(0), slices, tl.num_programs(0)):
         # A tensor in the interpreter too, where a loop's variable is a Python number.
         slice_m = number + tl.zeros((), tl.int32)
-        given_up = wait_rows(workspace, slice_m // SLICES_EACH, tiles_m, tiles_n, epoch, TILES)
+        missing = wait_rows(workspace, slice_m // SLICES_EACH, tiles_m, tiles_n, epoch, TILES)
         # No credit is asked for: a rank that has sent tiles of this op has ended the one before it, and so
         # has read what this op overwrites. Given up, nothing goes to peers, which may still be reading.
-        free = given_up == 0
+        free = missing == 0
         mean, squares = sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
                                  AVERAGE, TAIL, TILES)  # fmt: skip
         # What one thread has stored another one loads.

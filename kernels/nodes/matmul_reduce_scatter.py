@@ -34,7 +34,8 @@ from interlace.kernels.fused.matmul_reduce_scatter import produce_part
 from interlace.kernels.matmul import columns_operand, rows_operand, tile_offsets
 from interlace.kernels.nodes.moves import land, put
 from interlace.kernels.nodes.reduction import float_region, wait_node
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
+from interlace.kernels.slots import SLOTS_TOGETHER, publish_turn, wait_slots
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import data_pointer
 
@@ -43,6 +44,7 @@ DUTY_COLUMNS = 4
 _SEGMENT = tl.constexpr(NODE_SEGMENT_COLUMNS)
 _DUTY = tl.constexpr(DUTY_COLUMNS)
 _SLICE_ROWS = tl.constexpr(16)
+_TOGETHER = tl.constexpr(SLOTS_TOGETHER)
 
 
 @triton.jit(do_not_specialize=["workspace", "node", "slots", "own_rows"])
@@ -106,11 +108,9 @@ def matmul_node_reduce_scatter_kernel(
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                              TILES)  # fmt: skip
-                # In a loop of its own: a publish begins with a barrier, which would end the pipeline of
-                # the tiles.
-                for number in range(first, start + tiles, programs):
-                    slot_byte = workspace.slot_offset + (part * slots_each + number - start) * 8
-                    publish(peer_pointer(workspace, taker, slot_byte), epoch)
+                # Behind the products: a publish begins with a barrier, which would end the pipeline.
+                slot_byte = workspace.slot_offset + (part * slots_each - start) * 8
+                publish_turn(workspace, taker, slot_byte, first, start + tiles, programs, epoch)
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     landed_ptr = float_region(workspace, regions.landing_offset)
     own_tiles_m = tl.cdiv(own_rows, TILES.BLOCK_M)
@@ -121,12 +121,13 @@ def matmul_node_reduce_scatter_kernel(
         tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, TILES.GROUP_M)
         # All waits before the first load: what they guard is loaded slice by slice, below them all.
         wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)
-        for other in range(node.num_nodes):
-            if other != node.own_node:
-                source = tl.load(node.sums_ptr + 2 * other)
-                slot = slots.landed_slot + other * slots_each + tile
-                # Published on this rank by node_sums_kernel: this kernel is not linked with NVSHMEM.
-                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
+        for first_node in range(0, node.num_nodes, _TOGETHER):
+            other = first_node + tl.arange(0, _TOGETHER)
+            valid = (other < node.num_nodes) & (other != node.own_node)
+            source = tl.load(node.sums_ptr + 2 * other, mask=valid, other=0)
+            slot = slots.landed_slot + other * slots_each + tile
+            # Published on this rank by node_sums_kernel: this kernel is not linked with NVSHMEM.
+            wait_slots(workspace, source, workspace.slot_offset + slot * 8, valid, epoch)
         offs_n = tile_offsets(tile_n, BLOCK_N)
         for part in range(SLICES):
             slice_m = tile_m * SLICES + part
@@ -221,11 +222,10 @@ def node_sums_kernel(
         for each in range(first_tile(start, program, programs), end, programs):
             tile = each - start
             slot_byte = workspace.slot_offset + (first_part * slots_each + tile) * 8
-            # The owner's credit, as the sum is put into its memory. + 1: a credit is good from epoch - 1
-            # on.
-            ready = wait_credit(workspace, owner, epoch) + 1
-            seen = wait_node(workspace, node, slot_byte, slots_each, epoch)
-            if tl.minimum(ready, seen) >= epoch:
+            # The owner's credit, as the sum is put into its memory.
+            ready = wait_credit(workspace, owner, epoch)
+            missing = wait_node(workspace, node, slot_byte, slots_each, epoch)
+            if (ready >= epoch - 1) & (missing == 0):
                 tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
                 offs_n = tile_offsets(tile_n, BLOCK_N)
                 place = number * slots_each + tile

@@ -18,12 +18,14 @@ import triton.language as tl
 from interlace.kernels.arguments import Span
 from interlace.kernels.collectives.reduction import sum_contributions
 from interlace.kernels.nodes.moves import land, put
-from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait, wait_credit
+from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait_credit
+from interlace.kernels.slots import SLOTS_TOGETHER, wait_slots
 from interlace.kernels.tiling import first_tile
 from interlace.kernels.transfer import copy_elements, data_pointer, table_line
 
 PART_COLUMNS = 5
 _PART = tl.constexpr(PART_COLUMNS)
+_TOGETHER = tl.constexpr(SLOTS_TOGETHER)
 
 
 @triton.jit
@@ -35,17 +37,17 @@ def float_region(peers, byte_offset):
 
 @triton.jit
 def wait_node(peers, node, slot_byte, slots_each, epoch):
-    """Wait until the contribution of every rank of the node is here; the smallest slot seen.
+    """Wait until the contribution of every rank of the node is here; how many are not, if it gave up.
 
     ``slot_byte`` is that of the first member; member i has it ``i * slots_each`` later.
     """
-    # The smallest of all: one compare tells the caller whether any of the waits was given up.
-    ready = epoch
-    for member in range(node.num_members):
-        source = tl.load(node.members_ptr + member)
-        slot = slot_byte + member * slots_each * 8
-        ready = tl.minimum(ready, wait(peers, source, slot, epoch))
-    return ready
+    missing = tl.zeros((), tl.int32)
+    for first in range(0, node.num_members, _TOGETHER):
+        member = first + tl.arange(0, _TOGETHER)
+        valid = member < node.num_members
+        source = tl.load(node.members_ptr + member, mask=valid, other=0)
+        missing += wait_slots(peers, source, slot_byte + member * slots_each * 8, valid, epoch)
+    return missing
 
 
 @triton.jit
@@ -156,11 +158,10 @@ def node_reduce_scatter_kernel(
             element = tl.cast(each - start, tl.int64) * piece
             count = tl.minimum(elements - element, piece)
             slot_byte = workspace.slot_offset + (place * region_slots + (each - start)) * 8
-            # The owner's credit, as the sum is put into its memory. + 1: a credit is good from epoch - 1
-            # on.
-            ready = wait_credit(workspace, owner, epoch) + 1
-            seen = wait_node(workspace, node, slot_byte, slots_each, epoch)
-            if tl.minimum(ready, seen) >= epoch:
+            # The owner's credit, as the sum is put into its memory.
+            ready = wait_credit(workspace, owner, epoch)
+            missing = wait_node(workspace, node, slot_byte, slots_each, epoch)
+            if (ready >= epoch - 1) & (missing == 0):
                 contributions_ptr = own_ptr + place * region + element
                 partial_ptr = partials_ptr + place * stride + element
                 # Whole blocks without a mask, so that they are loaded and stored by 16 bytes.

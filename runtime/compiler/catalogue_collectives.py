@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import signal
+from interlace.kernels import signal, slots
 from interlace.kernels.arguments import Peers
 from interlace.kernels.nodes.nvshmem import LIBRARY
 from interlace.runtime.algorithms import low_latency as small
@@ -44,7 +44,7 @@ UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
 
 
 def signals(arch: int) -> Iterator[Entry]:
-    """The kernels of ``kernels/signal.py``, one program of one warp each."""
+    """The kernels of ``kernels/signal.py`` and ``slots.py``, one program of one warp each."""
     table, peers = meta(RANKS), Peers(meta(RANKS), 0, RANKS)
     pads = {"pads_ptr": table, "status_ptr": table, "rank": 0, "world_size": RANKS, "channel": 0}
     polls = {"polls": 1 << 40}
@@ -52,8 +52,8 @@ def signals(arch: int) -> Iterator[Entry]:
     kernels: dict[Any, dict[str, Any]] = {
         signal.publish_kernel: {"peers": peers, "peer": 0, "slot_byte": 0},
         signal.wait_kernel: {"peers": peers, "source": 0, "slot_byte": 0},
-        signal.wait_credits_kernel: {"peers": peers},
-        signal.finish_kernel: {"peers": peers},
+        slots.wait_credits_kernel: {"peers": peers},
+        slots.finish_kernel: {"peers": peers},
         signal.put_signal_kernel: {**pads, "peer": 0, **polls},
         signal.wait_signal_kernel: {**pads, "peer": 0, **polls},
         signal.handle_barrier_kernel: {**pads, **polls},

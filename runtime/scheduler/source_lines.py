@@ -21,7 +21,8 @@ from interlace.runtime.interpreter.session import outwards, source_frames
 from interlace.runtime.scheduler.allocations import Allocations, together
 from interlace.runtime.scheduler.task import Task
 
-_SIGNALS = ("signal.py", "flagged_words.py")  # who polls there was called by the kernel that waits
+# who polls there was called by the kernel that waits
+_SIGNALS = ("signal.py", "slots.py", "flagged_words.py")
 LAUNCHED: contextvars.ContextVar[SourceText | None]
 LAUNCHED = contextvars.ContextVar("interlace_launched", default=None)
 """Of a program that a stream has launched: what that was, and where it was enqueued, if anybody looks."""
@@ -49,6 +50,11 @@ def polling(
             expected = _scalar(found["epoch"])
             source = _scalar(found.get("source"))
             what = f"slot at byte {_scalar(found.get('slot_byte'))} from rank {source}"
+        elif frame.f_code.co_name == "wait_slots" and (
+            late := _late(frame.f_locals, words, values)
+        ):
+            expected, source, byte, seen = late
+            what = f"slot at byte {byte} from rank {source}"
         elif not where or where.startswith(_SIGNALS):
             where = place_of(frame)
     if frames and expected is None:
@@ -61,6 +67,21 @@ def polling(
     if not frames and (lines := _ptx_lines(suspended)):
         where = SourceText(", called from ".join(lines), lines[0].frames)
     return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
+
+
+def _late(
+    found: dict[str, Any], words: Sequence[int], values: Sequence[int]
+) -> tuple[int, int, int, int] | None:
+    """Of ``wait_slots`` the first slot that has not come: the epoch, the source, the byte, what it has."""
+    epoch, read = _scalar(found.get("epoch")), dict(zip(words, values, strict=False))
+    names = ("pointers", "sources", "slot_bytes")
+    if epoch is None or any(name not in found for name in names):
+        return None
+    columns = (found[name].handle.data.ravel().tolist() for name in names)
+    for address, source, byte in zip(*columns, strict=True):
+        if read.get(address, epoch) < epoch:
+            return epoch, source, byte, read[address]
+    return None
 
 
 def _expected(frame: Any) -> int | None:

@@ -5,8 +5,8 @@ program with its addresses, and that is enough::
 
     store into a peer's memory        bytes that leave this rank
     store into the own output         a tile is done
-    atomic that writes a slot         publish: a chunk has arrived at the slot's rank
-    atomic that reads a slot          wait, from the first poll to the last
+    atomic that writes slots          publish: a chunk has arrived at the rank of each
+    atomic that reads slots           wait, from the first poll to the last, for the slot that came last
 
 A program's time is cut where one of these ends, so its spans follow each other without gaps. Streams
 add their copies, signals and items. Turned on for a block of code::
@@ -27,12 +27,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.interpreter.session import active_addresses
+from interlace.runtime.interpreter.session import active, active_addresses
 from interlace.runtime.scheduler import recording as recordings
 from interlace.runtime.scheduler.observer import Observer
 from interlace.runtime.scheduler.recording import RecordedSpan, Recording, Signal, Slot
@@ -57,6 +58,9 @@ class _Lane:
 
     since: int
     polled: Slot | None = None
+    words: tuple[bytes, Any] | None = (
+        None  # addresses that the last poll looked at, and what they had
+    )
     last_poll: int = 0
     waited: Slot | None = None
     copied: int = 0
@@ -152,9 +156,17 @@ class Recorder(Observer):
         lane = self._lane(task)
         if atomic.reads_only:
             if slot.byte >= _CREDIT_BYTE:  # else it looks for an abort
-                if lane.polled != slot:  # polls of one slot in a row are one wait
+                words, values = (
+                    addresses.tobytes(),
+                    active(result.data, atomic.pointers, atomic.mask),
+                )
+                before, seen = lane.words or (b"", values)
+                if before != words:  # polls of the same slots in a row are one wait
                     self._close_wait(task, lane)
                     lane.polled, lane.lines = slot, program_lines()
+                elif (came := np.flatnonzero(values != seen)).size:
+                    lane.polled = self._slot(int(addresses[came[-1]]))
+                lane.words = words, values
                 lane.last_poll = self.now()
             return
         self._close_wait(task, lane)
@@ -162,7 +174,8 @@ class Recorder(Observer):
             self._add(task, lane, "copy", self.now(), peer=lane.copied_to, nbytes=lane.copied)
             lane.copied, lane.copied_to = 0, None
         lane.since = self.now()
-        self._publish(task.rank, task.who, task.program.op, slot, lane.since)
+        for address in addresses.tolist():
+            self._publish(task.rank, task.who, task.program.op, self._slot(address), lane.since)
 
     def _lane(self, task: Task) -> _Lane:
         lane = self._lanes.get(task)
@@ -173,7 +186,7 @@ class Recorder(Observer):
     def _close_wait(self, task: Task, lane: _Lane) -> None:
         slot = lane.polled
         if slot is not None:
-            lane.polled = None
+            lane.polled = lane.words = None
             credit = (slot.byte - _CREDIT_BYTE) // 8 if slot.byte < _HEADER_BYTES else None
             self._add(task, lane, "wait", lane.last_poll, peer=credit, slot=slot)
             if credit is None:

@@ -76,6 +76,7 @@ def test_loads_in_flight(instructions: tuple[str, ...], in_flight: int) -> None:
     [
         ("tensor_maps", "UTMACCTL.IV [UR54]", "UTMACCTL.PF [UR54]"),
         ("barriers", "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.ARRIVE.TRANS64 RZ, [R5], R162"),
+        ("fences", "MEMBAR.ALL.SYS", "MEMBAR.ALL.CTA"),
         ("wgmma_waits", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.ARRIVE"),
     ],
 )
@@ -233,13 +234,33 @@ def test_sums_load_several_sources_at_once(arch: int, tmp_path: pathlib.Path) ->
     in_flight = []
     for report in reports:
         # Loads of whole blocks have 16 bytes each; at the edge they have an element.
-        sums = [loop for loop in report.loops if loop.where.startswith("reduction.py")]
+        sums = [loop for loop in report.loops if " in sum_contributions" in loop.where]
         whole = [loop for loop in sums if loop.loaded_bytes == 16 * loop.loads_in_flight > 0]
         in_flight.append(min(loop.loads_in_flight for loop in whole))
     # A program of the last two has tiles of 128 columns on 8.0, and elsewhere of 256.
     few_columns = 2 if arch == 80 else 1
     assert in_flight[: len(shipped)] == [8, 16, *[8 // few_columns] * 2], reports
     assert in_flight[len(shipped) :] == [2, 4, *[2 // few_columns] * 2], reports
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", (80, 90, 100))
+def test_no_loop_over_tiles_or_ranks_publishes(arch: int) -> None:
+    """Only those over vectors of slots do, and the one in which who gives up tells all ranks."""
+    chosen = (
+        "matmul_reduce_scatter bf16 nk pointers",
+        "reduce_scatter bf16",
+        "all_reduce bf16",
+        "multimem_all_gather bf16",
+        "finish",
+    )
+    reports = build([entry for entry in entries(arch) if entry.name in chosen])
+    assert len(reports) == len(chosen) - (arch == 80)
+    for report in reports:
+        # others have the fence of who gives up, behind the barriers of a wait
+        found = [loop.where for loop in report.loops if (loop.fences, loop.barriers) == (1, 1)]
+        publish = [where for where in found if "give_up" not in where]
+        assert publish and all(" in publish_" in where for where in publish), report
 
 
 MASKED = Mutant(

@@ -116,7 +116,7 @@ def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
 
 @thorough
 def test_sums_by_themselves_load_as_much_at_once() -> None:
-    """As in the kernel that has them at its end; left alone, ptxas takes registers for one load."""
+    """As in the kernel that has them at its end; left alone, ptxas takes registers for fewer loads."""
     ours, alone, reference = build(
         [SUMS, replace(SUMS, max_registers=0), REFERENCES["matmul_reduce_scatter"]]
     )
@@ -124,4 +124,5 @@ def test_sums_by_themselves_load_as_much_at_once() -> None:
         [loop.loads_in_flight for loop in each.loops if " in sum_contributions" in loop.where]
         for each in (ours, alone, reference)
     ]
-    assert ours.problems() == [] and in_flight == [[8], [1], [8]]
+    assert ours.problems() == []
+    assert in_flight[0] == in_flight[2] == [8] and in_flight[1] < [8], in_flight

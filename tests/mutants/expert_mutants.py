@@ -18,8 +18,8 @@ CASES = [
      ("sender = (block - start) % sizes.senders", "sender = (block + 1 - start) % sizes.senders")), "races",
      _THERE),
     Case(mutant_of(_DISPATCH, "counts of some ranks not waited for",
-     ("for source in range(workspace.world_size):\n        seen = wait",
-     "for source in range(workspace.rank + 1):\n        seen = wait")), "races", _THERE),
+     ("wait_sources(workspace, workspace.slot_offset, 1, epoch) == 0",
+     "wait(workspace, 0, workspace.slot_offset, epoch) >= epoch")), "races", _THERE),
     Case(mutant_of(_DISPATCH, "counts published before they are stored",
      ("            to_ptr = _region(workspace, peer, counts_byte, counts_ptr)\n",
      "            to_ptr = _region(workspace, peer, counts_byte, counts_ptr)\n"
@@ -35,8 +35,8 @@ CASES = [
      ("if wait_all(workspace, workspace.slot_offset, each,",
      "if wait_all(workspace, workspace.slot_offset, 1,")), "races", _BACK),
     # -- kernels/slots.py ----------------------------------------------------------------------------
-    Case(mutant_of(_SLOTS, "one of many slots is enough", ("absent = tl.sum(((seen < epoch) & valid)",
-     "absent = tl.min(((seen < epoch) & valid)")), "races", _BACK),
+    Case(mutant_of(_SLOTS, "one of many slots is enough", ("absent = tl.sum(late.to(tl.int32))",
+     "absent = tl.min(late.to(tl.int32))")), "races", _BACK),
     Case(mutant_of("kernels/signal.py", "acquire of many slots dropped",
      ('return tl.atomic_add(slot_ptrs, nothing, mask=valid, sem="acquire", scope="sys")',
      'return tl.atomic_add(slot_ptrs, nothing, mask=valid, sem="relaxed", scope="sys")')), "races", _BACK),

@@ -5,7 +5,6 @@ from mutants.mutations import Case, mutant_of
 _ROWS, _SIGNAL = "kernels/fused/row_norms.py", "kernels/signal.py"
 _LOW = "kernels/fused/low_latency_norm.py"
 _SCATTER, _ALL = "matmul_reduce_scatter_norm fused", "reduce_scatter_norm fused"
-_LOOK = "                        missing = first_missing(workspace, slot_bytes, valid, epoch)\n"
 _STORE = "        store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m"
 _PUBLISH = (
     "            if free:\n                publish_slice(workspace, gathered, slice_m, epoch)\n"
@@ -15,8 +14,8 @@ CASES = [
     Case(mutant_of(_ROWS, "rows summed when their first tile has come",
      ("valid = source < workspace.world_size", "valid = (source < workspace.world_size) & (tile_n == 0)")),
      "races", _SCATTER),
-    Case(mutant_of(_ROWS, "one late slot waited for", (_LOOK, "                        pass\n")), "races",
-     _SCATTER),
+    Case(mutant_of(_ROWS, "rows of the first rank alone waited for", ("valid = source < workspace.world_size",
+     "valid = source < 1")), "races", _SCATTER),
     Case(mutant_of(_ROWS, "slice published before its rows", (_PUBLISH, "            pass\n"), (_STORE,
      f'        if TAIL.GATHER != "":\n{_PUBLISH}{_STORE}')), "races", _ALL),
     Case(mutant_of(_ROWS, "one slot for all slices", ("rank * gathered.slices + slice_m",

@@ -14,8 +14,18 @@ _POLL = 'seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")'
 _CREDIT = "return wait(peers, peer, (peer + _CREDIT) * 8, epoch - 1)"
 
 
+_TURN = """\
+                slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
+                publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
+"""
+
+
 def _signal(name: str, *edits: tuple[str, str]) -> Mutant:
     return mutant_of("kernels/signal.py", name, *edits)
+
+
+def _slots(name: str, *edits: tuple[str, str]) -> Mutant:
+    return mutant_of("kernels/slots.py", name, *edits)
 
 
 _USER = "tests/sim/verify/user_exchange.py"
@@ -24,6 +34,7 @@ _COUNT = 'tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")'
 _PUT, _TAKE = "atom.global.release.sys.cas.b32", "atom.global.acquire.sys.cas.b32"
 _MEET = "    meet(pads_ptr, rank, WORLD_SIZE)\n"
 _AG, _RS, _AR = "all_gather kernel", "matmul_reduce_scatter fused", "all_reduce kernel"
+_PLAIN_RS = "reduce_scatter kernel"
 _AGK = "all_gather_kernel"
 
 CASES = [
@@ -43,16 +54,25 @@ CASES = [
     Case(_signal("wait without a loop", ("while (seen < epoch)", "while (seen < epoch - 1)"),
      ("        if seen < epoch:\n            give_up", "        if seen < 0:\n            give_up")),
      "races", _AG, _AGK),
-    Case(_signal("credit not waited for", (_CREDIT, "return epoch")), "races", _AR),
+    Case(_signal("credit not waited for", (_CREDIT, "return epoch")), "races", _PLAIN_RS),
     Case(_signal("credit of an op too early", (_CREDIT, _CREDIT.replace("- 1)", "- 2) + 1"))), "races",
-     _AR),
+     _PLAIN_RS),
     Case(_signal("epoch of the op before", ("0) + _EPOCH) + 1", "0) + _EPOCH)")), "races", _AG, _AGK),
-    Case(_signal("epoch used again", ("    tl.store(peer_pointer(peers, peers.rank, 0) + _EPOCH, epoch)\n",
+    Case(_signal("barrier of many publishes dropped", ("    tl.debug_barrier()\n    tl.atomic_xchg(slot_ptrs",
+     "    tl.atomic_xchg(slot_ptrs")), "races", _RS, "matmul_reduce_scatter_kernel"),
+    Case(_signal("release of many slots dropped", ('epoch, 0), mask=valid, sem="release"',
+     'epoch, 0), mask=valid, sem="relaxed"')), "races", _RS, "matmul_reduce_scatter_kernel"),
+    # -- kernels/slots.py --------------------------------------------------------------------------
+    Case(_slots("epoch used again", ("    tl.store(peer_pointer(peers, peers.rank, 0) + _EPOCH, epoch)\n",
      "    pass\n")), "races", "signal kernels"),
-    Case(_signal("credit kept from one rank",
-     ("        if is_mapped(peers, peer):\n            publish(peer_pointer(peers, peer, (_CREDIT",
-     "        if peer > 0:\n            publish(peer_pointer(peers, peer, (_CREDIT")), "schedules",
+    Case(_slots("credit kept from one rank", ("& is_mapped(peers, peer)", "& (peer > 0)")), "schedules",
      "signal kernels"),
+    Case(_slots("credits of all not waited for", ("return wait_sources(peers, _CREDIT * 8, 1, epoch - 1)",
+     "return peers.world_size * 0")), "races", _AR),
+    Case(_slots("last contribution not waited for", ("slot_bytes, source < peers.world_size,",
+     "slot_bytes, source < peers.world_size - 1,")), "races", _RS),
+    Case(_slots("last tiles of a turn not published", ("tile < end, epoch)", "tile < end - programs, epoch)")),
+     "schedules", _RS),
     # -- kernels/transfer.py ---------------------------------------------------------------------
     Case(mutant_of("kernels/transfer.py", "published before the copy",
      ("            to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row",
@@ -77,19 +97,13 @@ CASES = [
     Case(mutant_of("kernels/transfer.py", "credit of another rank", ("wait_credit(workspace, peer, epoch)",
      "wait_credit(workspace, workspace.rank, epoch)")), "races", _AG),
     # -- sums --------------------------------------------------------------------------------------
-    Case(mutant_of("kernels/collectives/reduction.py", "last contribution not waited for",
-     ("    for source in range(peers.world_size):\n        slot =",
-     "    for source in range(peers.world_size - 1):\n        slot =")), "races", _RS),
     Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "one region for all sources",
      (" + rank * rows * N", "")), "races", _RS),
     Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "tiles published before their stores",
-     ("                for number in range(first, start + tiles, programs):\n" "                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8\n" "                    publish(peer_pointer(workspace, owner, slot_byte), epoch)\n",
-     ""), ("                produce_part(input",
-     "                for number in range(first, start + tiles, programs):\n" "                    slot_byte = workspace.slot_offset + (rank * tiles + number - start) * 8\n" "                    publish(peer_pointer(workspace, owner, slot_byte), epoch)\n" "                produce_part(input")),
+     (_TURN, ""), ("                produce_part(input", f"{_TURN}                produce_part(input")),
      "races", _RS),
     Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "one slot for all tiles",
-     ("slot_offset + (rank * tiles + number - start) * 8", "slot_offset + rank * tiles * 8")), "races",
-     _RS),
+     ("(rank * tiles - start) * 8", "(rank * tiles - start - first) * 8")), "schedules", _RS),
     Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "descriptor store published",
      ("    complete_descriptor_stores(COMPILED_STORES)\n", "")), "lint", _RS,
      "matmul_reduce_scatter_kernel"),

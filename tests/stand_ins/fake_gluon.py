@@ -229,6 +229,8 @@ class Program:
             program_id=lambda axis: self.program,
             num_programs=lambda axis: self.programs,
             num_warps=lambda: 1,
+            arange=lambda first, end, layout: torch.arange(first, end),
+            BlockedLayout=lambda *of: None,
             load=lambda pointer: pointer.flat[pointer.offset],
             where=lambda condition, one, other: one if condition else other,
             static_range=range,

@@ -21,10 +21,11 @@ class Loop:
     """One loop of the SASS, or what stands outside of all, which has no name and depth 0.
 
     ``where`` is the line of the branch back. What follows counts what is in this loop and in none inside
-    it: ``tensor_maps`` made; ``barriers`` of a program's threads; ``loads_in_flight``, the most loads of
-    global memory, by thread or by descriptor, that nothing has waited for, in the order in which they
-    stand; ``loaded_bytes`` by one thread without a descriptor. Of those by descriptor the ones between
-    two waits count, which is one stage of a pipeline. Polls of signals are no loads.
+    it: ``tensor_maps`` made; ``barriers`` of a program's threads; ``fences`` of system scope, each a wait
+    until all stores so far have arrived; ``loads_in_flight``, the most loads of global memory, by thread or
+    by descriptor, that nothing has waited for, in the order in which they stand; ``loaded_bytes`` by one
+    thread without a descriptor. Of those by descriptor the ones between two waits count, which is one
+    stage of a pipeline. Polls of signals are no loads.
     """
 
     where: str
@@ -32,6 +33,7 @@ class Loop:
     instructions: int
     tensor_maps: int = 0
     barriers: int = 0
+    fences: int = 0
     wgmma_waits: int = 0
     loads_in_flight: int = 0
     loaded_bytes: int = 0
@@ -55,7 +57,12 @@ def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop
         return sum(one.name == name and modifier in one.modifiers for one in code)
 
     # A tensor map is written as any memory is, and then made visible to what reads maps.
-    counts = count("UTMACCTL", "IV"), count("BAR"), count("WARPGROUP", "DEPBAR")
+    counts = (
+        count("UTMACCTL", "IV"),
+        count("BAR"),
+        count("MEMBAR", "SYS"),
+        count("WARPGROUP", "DEPBAR"),
+    )
     loaded = sum(_bytes(one) for one in code)
     return Loop(where, depth, len(code), *counts, _in_flight(code, rounds), loaded)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from interlace.kernels import signal
+from interlace.kernels import signal, slots
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
@@ -111,8 +111,8 @@ class DevicePlace(Place):
         for kernel, rest in (
             (signal.publish_kernel, {"peer": 0, "slot_byte": 0}),
             (signal.wait_kernel, {"source": 0, "slot_byte": 0}),
-            (signal.wait_credits_kernel, {}),
-            (signal.finish_kernel, {}),
+            (slots.wait_credits_kernel, {}),
+            (slots.finish_kernel, {}),
         ):
             launch = KernelLaunch(kernel, 1, {**known, **rest}, "a signal", num_warps=1)
             self.launches.prepare(launch, *self.caller())

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels import signal
+from interlace.kernels import signal, slots
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.stream import Event, Stream
@@ -254,10 +254,10 @@ class DeviceStream(Stream):
     def wait_credits(self, workspace: Workspace) -> None:
         if self._place.recorder is not None:
             self._place.recorder.signalled(self, "wait_credits")
-        self._launch(self._signal(signal.wait_credits_kernel, workspace))
+        self._launch(self._signal(slots.wait_credits_kernel, workspace))
 
     def finish(self, workspace: Workspace) -> None:
-        self.launch(self._signal(signal.finish_kernel, workspace))
+        self.launch(self._signal(slots.finish_kernel, workspace))
         self._place.submit_item(self.ended)
         if self._place.recorder is not None:
             self._place.recorder.finished()

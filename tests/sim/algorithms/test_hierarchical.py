@@ -389,7 +389,7 @@ _QUIET = '    if PUT == "late":\n        epoch = current'
 _PUT_WAIT = "seen = wait(workspace, source, waited_byte, epoch)"
 _LAND_WAIT = "seen = wait(peers, source, slot_byte, epoch)"
 _CREDIT = "ready = wait_credit(workspace, peer, epoch) + 1"
-_OWNER = "ready = wait_credit(workspace, owner, epoch) + 1"
+_OWNER = "ready = wait_credit(workspace, owner, epoch)"
 _SUMMER = "if wait_credit(workspace, summing, epoch) >= epoch - 1:"
 MUTANTS = [
     ("all_gather", "stores", _mutant("nobody waits to land", "nodes/moves", (_LAND_WAIT, "seen = epoch"))),
@@ -417,8 +417,7 @@ MUTANTS = [
         _mutant(
             "one member not waited for",
             "nodes/reduction",
-            ("    for member in range(node.num_members):\n        source =",
-             "    for member in range(node.num_members - 1):\n        source ="),
+            ("valid = member < node.num_members", "valid = member < node.num_members - 1"),
         ),
     ),
     (

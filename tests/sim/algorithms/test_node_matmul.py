@@ -217,20 +217,22 @@ def test_any_schedule_with_late_stores() -> None:
 
 
 _FINAL = "        wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)\n"
-_LANDED = "                wait(workspace, source, workspace.slot_offset + slot * 8, epoch)\n"
+_LANDED = (
+    "            wait_slots(workspace, source, workspace.slot_offset + slot * 8, valid, epoch)\n"
+)
 MUTANTS = {
     "a sum without all members": (
-        "seen = wait_node(workspace, node,",
+        "missing = wait_node(workspace, node,",
         "seen = wait_node(workspace, node._replace(num_members=node.num_members - 1),",
     ),
     "put without the owner's credit": (
-        "ready = wait_credit(workspace, owner, epoch) + 1", "ready = epoch"
+        "ready = wait_credit(workspace, owner, epoch)", "ready = epoch"
     ),
     "tiles without the taker's credit": (
         "if wait_credit(workspace, taker, epoch) >= epoch - 1:", "if epoch >= 0:"
     ),
     "own tiles without the members": (_FINAL, ""),
-    "own tiles without the other nodes": (_LANDED, "                pass\n"),
+    "own tiles without the other nodes": (_LANDED, "            pass\n"),
     "passed on before it has landed": (
         "                seen = land(",
         "                early = workspace.slot_offset + (slots.landed_slot + landing) * 8\n"

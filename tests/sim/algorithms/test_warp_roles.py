@@ -131,13 +131,20 @@ class Owners:
             "wait_credit": wait_credit,
             "data_pointer": lambda w, owner, like: Pointer(self.regions[int(owner)].view(-1)),
             "complete_descriptor_stores": program.complete_stores,
-            "peer_pointer": lambda workspace, owner, byte: (int(owner), int(byte) // 8),
-            "publish": self.publish,
+            "peer_pointer": lambda workspace, owner, byte: (int(owner), byte // 8),
+            "_TOGETHER": 3,
+            "publish_slots": self.publish_slots,
         }
 
-    def publish(self, slot: tuple[int, int], epoch: int) -> None:
+    def publish_slots(
+        self, slots: tuple[int, torch.Tensor], valid: torch.Tensor, epoch: int
+    ) -> None:
+        owner, numbers = slots
+        for number in numbers[valid].tolist():
+            self.publish(owner, number)
+
+    def publish(self, owner: int, number: int) -> None:
         """The owner may read the tile from now on."""
-        owner, number = slot
         tiles_m = formulas.ceil_div(ROWS[owner], BLOCK_M)
         source, tile = divmod(number, tiles_m * TILES_N)
         m, n = grouped_tile.fn(tile, tiles_m, TILES_N, 2)
@@ -358,7 +365,7 @@ ALONE = mutant_of(
 UNWAITED = replace(
     ALONE,
     name="sums that wait for nobody",
-    edits=(*ALONE.edits, Edit("        wait_contributions(", "        # wait_contributions(")),
+    edits=(*ALONE.edits, Edit("        wait_sources(", "        # wait_sources(")),
 )
 
 

@@ -24,6 +24,7 @@ COMPILED = [
     if arch == 90 or name not in ("multimem", "switch")
 ]
 GATHER = TARGETS["all_gather"].variants["kernel"]
+SCATTER = TARGETS["matmul_reduce_scatter"].variants["fused"]
 
 
 def gathered(algorithm: str = "kernel") -> torch.Tensor:
@@ -114,6 +115,40 @@ def test_what_is_shipped_has_no_races(op: str) -> None:
 )
 def test_mutants_of_compiled_code_are_found(pattern: str, by: str, kinds: set[str]) -> None:
     assert kinds <= found(mutated(pattern, by))
+
+
+def without_barrier(ptx: str) -> str:
+    """Without the barrier before each release."""
+    *before, last = re.split(r"(?=atom\.\S*release\S*exch)", ptx)
+    return "".join(re.sub(r"(?s)(.*)bar\.sync\s+0;", r"\1", part) for part in before) + last
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda ptx: ptx, None),
+        (without_barrier, "no barrier"),
+        (lambda ptx: re.sub(r"\.release(\S*exch)", r".relaxed\1", ptx), "weak order"),
+        (lambda ptx: re.sub(r"\.acquire(\S*add)", r".relaxed\1", ptx), "weak order"),
+    ],
+    ids=["shipped", "no barrier", "no release", "no acquire"],
+)
+def test_many_slots_are_published_and_waited_for(
+    change: Callable[[str], str], kind: str | None, arch: int
+) -> None:
+    """Compiled, as vectors: tiles of an owner by one barrier and one fence, sources by one poll."""
+
+    def rewrite(name: str, ptx: str) -> str:
+        if name != "matmul_reduce_scatter_kernel":
+            return ptx
+        assert re.search(r"release\S*exch", ptx) and re.search(r"acquire\S*add", ptx)
+        return change(ptx)
+
+    report = verify.races(SCATTER, 2, seeds=2, arch=arch, rewrite=rewrite)
+    kinds = {each for finding in report.findings for each in finding.kinds}
+    assert (kind in kinds) if kind else not kinds, str(report)
 
 
 def test_arguments_are_checked() -> None:

@@ -53,7 +53,7 @@ def test_a_rank_that_skips_an_op_is_named() -> None:
 
 
 @triton.jit
-def publish_nothing(slot_ptr, epoch):
+def publish_nothing(peers, slot_byte, epoch):
     pass
 
 
@@ -61,19 +61,19 @@ def test_a_producer_that_never_publishes_is_named() -> None:
     def on_rank() -> None:
         interlace.all_reduce(torch.ones(3), algorithm="kernel")
 
-    with mock.patch.object(reduction, "publish", publish_nothing):
+    with mock.patch.object(reduction, "publish_to_all", publish_nothing):
         error = failure(on_rank, 2)
     assert isinstance(error, interlace.DeadlockError)
     programs = [blocked for blocked in error.blocked if "program" in blocked.who]
     assert {blocked.rank for blocked in programs} == {0, 1}
-    line = line_of(reduction.wait_contributions.fn, " wait(peers")
+    line = line_of(reduction.all_reduce_kernel.fn, " wait_sources(")
     for blocked in programs:
         assert (blocked.seen, blocked.expected) == (0, 1)
         assert blocked.who == "all_reduce_kernel program 0"
         assert re.fullmatch(r"slot at byte \d+ from rank 0", blocked.waiting_for)
         byte = int(re.findall(r"byte (\d+)", blocked.waiting_for)[0])
         assert byte == HEADER_WORDS * 8
-        assert blocked.where == f"reduction.py:{line} in wait_contributions"
+        assert blocked.where == f"reduction.py:{line} in all_reduce_kernel"
 
 
 def test_a_stream_that_waits_is_named() -> None:

@@ -42,9 +42,17 @@ from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]
 
-# Which functions of kernels/signal.py a pattern stands for.
+_WAITS = ("wait_all", "wait_sources", "wait_credits", "wait_credit", "finish_kernel")
+# Which functions of kernels/signal.py and kernels/slots.py a pattern stands for.
 MODELLED: dict[str, tuple[str, ...]] = {
-    "push": ("publish", "wait", "poll_slots", "wait_credit", "finish_kernel"),
+    "push": (
+        "publish_slots",
+        "publish_turn",
+        "publish_to_all",
+        "wait_slots",
+        "poll_slots",
+        *_WAITS,
+    ),
     "push on streams": ("publish_kernel", "wait_kernel", "wait_credit", "finish_kernel"),
     "pull": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
     "push after pull": ("publish", "wait", "wait_credits_kernel", "wait_credit", "finish_kernel"),
@@ -106,7 +114,7 @@ def test_patterns_of_several_processes_per_rank_are_reduced() -> None:
 
 # -- patterns and code -------------------------------------------------------------------------
 
-SIGNAL = (ROOT / "kernels/signal.py").read_text()
+SIGNAL = "".join((ROOT / f"kernels/{name}.py").read_text() for name in ("signal", "slots"))
 # What no pattern has a step for: addresses, the epoch (a constant), fences of one program, a publish
 # for users' kernels, what happens after a wait was given up, and words that are data and flag at once.
 NO_STEPS = {
@@ -153,8 +161,8 @@ def test_every_function_of_signal_is_modelled() -> None:
             "push_chunks",
             ["wait_credit", "copy_elements", "copy_rows", "copy_elements", "publish"],
         ),
-        ("kernels/signal.py", "wait_credits_kernel", ["wait_credit"]),
-        ("kernels/signal.py", "finish_kernel", ["publish", "store"]),
+        ("kernels/slots.py", "wait_credits_kernel", ["wait_credits", "linger"]),
+        ("kernels/slots.py", "finish_kernel", ["publish_to_all", "store"]),
         ("kernels/signal.py", "handle_barrier_kernel", ["put_flag", "wait_flag"]),
         (
             "kernels/signal.py",

@@ -2,9 +2,10 @@
 
 How steps correspond to code::
 
-    ``Publish`` of a slot               ``publish``, ``publish_kernel``: an atomic exchange
-    ``Wait`` for a slot                 ``wait``, ``wait_kernel``, ``poll_slots``: only the poll that ends
-                                        it is a step
+    ``Publish`` of a slot               ``publish``, ``publish_kernel``, ``publish_slots`` of several: an
+                                        atomic exchange
+    ``Wait`` for a slot                 ``wait``, ``wait_kernel``, ``wait_slots`` for several: only the poll
+                                        that ends it is a step
     ``Wait`` for a credit, epoch - 1    ``wait_credit``; for those of all ranks: ``wait_credits_kernel``
     ``Publish`` of all credits          ``finish_kernel``, the last item of an op on its stream
     ``BeginWrite`` ... ``EndRead``      stores and loads of a chunk, a tile or a staged tensor

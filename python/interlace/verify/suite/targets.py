@@ -21,7 +21,7 @@ from interlace.attention.decode import decode
 from interlace.fused.head_exchange import FORMS, HeadExchangeOptions
 from interlace.fused.norms import kernel_makes_fp8
 from interlace.groups.groups import default_group
-from interlace.kernels import signal
+from interlace.kernels import signal, slots
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
@@ -384,7 +384,7 @@ def _signals() -> None:
     peers = peers_of(buffer, world_size)
     place.allocate(8)  # the words are set on every rank before any kernel of a peer runs
     for call in range(CALLS):
-        signal.wait_credits_kernel[(1,)](peers)
+        slots.wait_credits_kernel[(1,)](peers)
         for peer in range(world_size):
             theirs = buffer.view(peer, words * 8 + rank * 64, (16,), torch.float32)
             theirs.copy_(_numbers(rank, call, 16))
@@ -396,7 +396,7 @@ def _signals() -> None:
             mine = buffer.view(rank, words * 8 + source * 64, (16,), torch.float32)
             if not torch.equal(mine, expected):
                 raise AssertionError(f"wrong data on rank {rank} in call {call}")
-        signal.finish_kernel[(1,)](peers)
+        slots.finish_kernel[(1,)](peers)
 
 
 def _target(op: str, start: Start, names: tuple[str, ...], *more: str) -> VerifyTarget:

@@ -1,0 +1,184 @@
+"""Many slots at once: who is waited for, and fences and looks that do not grow with tiles or ranks."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import interlace
+from interlace.kernels.arguments import Peers
+from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, HEADER_WORDS, SPIN_LIMIT_WORD
+from interlace.kernels.slots import publish_to_all, publish_turn, wait_sources
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD
+from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.tuning.configuration import override
+from support import run_alone
+
+SLOT_BYTE = tl.constexpr(HEADER_WORDS * WORD)
+EPOCH = 3
+
+
+@contextmanager
+def counted() -> Iterator[Counter[tuple[str, str]]]:
+    """What the first programs of rank 0 do inside the block, by kernel."""
+    found: Counter[tuple[str, str]] = Counter()
+    atomic, barrier = Scheduler.atomic, Scheduler.barrier
+
+    def note(scheduler: Any, what: str) -> None:
+        task = scheduler.current if scheduler.inside else None
+        program = None if task is None or task.rank else task.program
+        if program is not None and program.index == 0:
+            found[program.kernel, what] += 1
+
+    def noting_atomic(scheduler: Any, made: Any, perform: Any) -> Any:
+        note(scheduler, "releases" if made.releases else "looks")
+        return atomic(scheduler, made, perform)
+
+    def noting_barrier(scheduler: Any, threads: Any = None) -> None:
+        note(scheduler, "barriers")
+        barrier(scheduler, threads)
+
+    with (
+        mock.patch.object(Scheduler, "atomic", noting_atomic),
+        mock.patch.object(Scheduler, "barrier", noting_barrier),
+    ):
+        yield found
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def wait_alone(peers, missing_ptr, each, epoch):
+    tl.store(missing_ptr, wait_sources(peers, SLOT_BYTE, each, epoch))
+
+
+def waited(words: list[int], each: int = 1) -> tuple[int, list[int], Counter[tuple[str, str]]]:
+    """How many slots were missing of those that have ``words``, the record of giving up, and counts."""
+    memory = torch.zeros(HEADER_WORDS + len(words) * each, dtype=torch.int64)
+    memory[HEADER_WORDS::each] = torch.tensor(words)
+    memory[SPIN_LIMIT_WORD] = 10
+    table = torch.zeros(len(words), dtype=torch.int64)  # no other rank is mapped
+    table[0], missing = memory.data_ptr(), torch.empty(1, dtype=torch.int32)
+    arguments = {
+        "peers": Peers(table, 0, len(words)),
+        "missing_ptr": missing,
+        "each": each,
+        "epoch": EPOCH,
+    }
+    with counted() as counts:
+        run_alone(KernelLaunch(wait_alone, 1, arguments, "waits", num_warps=1))
+    assert bool(memory[ABORT_WORD]) == bool(memory[CLAIMED_WORD]) == bool(missing[0])
+    return int(missing), memory[CLAIMED_WORD + 1 : CLAIMED_WORD + 5].tolist(), counts
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 32, 33, 64])
+def test_all_that_have_come_are_seen_by_one_look(ranks: int) -> None:
+    missing, _, counts = waited([EPOCH + rank % 2 for rank in range(ranks)], each=2)
+    vectors = -(-ranks // 32)
+    assert missing == 0
+    assert counts == {("wait_alone", "looks"): vectors, ("wait_alone", "barriers"): vectors}
+
+
+@pytest.mark.parametrize("late", [[0], [2], [1, 2], [35], [2, 40]])
+def test_who_is_late_is_named(late: list[int]) -> None:
+    missing, record, _ = waited([1 if rank in late else EPOCH for rank in range(50)], each=3)
+    assert missing == len(late)
+    assert record == [late[0], (HEADER_WORDS + 3 * late[0]) * WORD, EPOCH, 1]
+
+
+# -- publishes -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def publish_alone(peers, first, end, programs, epoch):
+    publish_turn(peers, 1, SLOT_BYTE, first, end, programs, epoch)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "programs"), [(0, 1, 1), (2, 40, 3), (0, 80, 1), (5, 5, 2)]
+)
+def test_the_tiles_of_a_turn_are_published(first: int, end: int, programs: int) -> None:
+    memory = torch.zeros(HEADER_WORDS + 90, dtype=torch.int64)
+    peers = Peers(torch.tensor([0, memory.data_ptr()]), 0, 2)
+    arguments = {"peers": peers, "first": first, "end": end, "programs": programs, "epoch": EPOCH}
+    with counted() as counts:
+        run_alone(KernelLaunch(publish_alone, 1, arguments, "publishes", num_warps=1))
+    slots = memory[HEADER_WORDS:]
+    assert slots.nonzero().ravel().tolist() == list(range(first, end, programs))
+    assert set(slots.tolist()) <= {0, EPOCH}
+    assert counts["publish_alone", "releases"] == -(-len(range(first, end, programs)) // 32)
+
+
+@triton.jit
+def tell_all(peers, epoch):
+    publish_to_all(peers, SLOT_BYTE, epoch)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 33])
+def test_every_mapped_rank_is_told(ranks: int) -> None:
+    words = [torch.zeros(HEADER_WORDS + 1, dtype=torch.int64) for _ in range(ranks)]
+    table = torch.tensor([word.data_ptr() if rank != 1 else 0 for rank, word in enumerate(words)])
+    arguments = {"peers": Peers(table, 0, ranks), "epoch": EPOCH}
+    run_alone(KernelLaunch(tell_all, 1, arguments, "tells", num_warps=1))
+    assert [int(word.sum()) for word in words] == [EPOCH * (rank != 1) for rank in range(ranks)]
+
+
+# -- ops -------------------------------------------------------------------------------------------
+
+SIZE = 16
+SMALL = {f"block_{axis}": SIZE for axis in "mnk"} | {"block_elements": SIZE, "programs": 1}
+
+
+def matmul_reduce_scatter(ranks: int, tiles: int) -> None:
+    x = torch.ones(ranks * tiles * SIZE, SIZE)
+    interlace.matmul_reduce_scatter(x, torch.ones(SIZE, SIZE), algorithm="fused")
+
+
+def matmul_all_reduce(ranks: int, tiles: int) -> None:
+    x = torch.ones(tiles * SIZE, SIZE)
+    interlace.matmul_all_reduce(x, torch.ones(SIZE, SIZE), algorithm="fused")
+
+
+def reduce_scatter(ranks: int, tiles: int) -> None:
+    numbers = torch.ones(ranks * tiles * SIZE)
+    interlace.reduce_scatter(torch.empty(tiles * SIZE), numbers, algorithm="kernel")
+
+
+def all_reduce(ranks: int, tiles: int) -> None:
+    interlace.all_reduce(torch.ones(tiles * SIZE), algorithm="kernel")
+
+
+def multimem_all_gather(ranks: int, tiles: int) -> None:
+    numbers = torch.ones(tiles * SIZE)
+    interlace.all_gather(torch.empty(ranks * tiles * SIZE), numbers, algorithm="multimem")
+
+
+def multimem_reduce_scatter(ranks: int, tiles: int) -> None:
+    numbers = torch.ones(ranks * tiles * SIZE)
+    interlace.reduce_scatter(torch.empty(tiles * SIZE), numbers, algorithm="multimem")
+
+
+def releases(op: Callable[[int, int], None], ranks: int, tiles: int) -> int:
+    with override(**SMALL), counted() as counts:
+        interlace.run(lambda: op(ranks, tiles), ranks)
+    return counts[f"{op.__name__}_kernel", "releases"]
+
+
+@pytest.mark.parametrize("op", [matmul_reduce_scatter, reduce_scatter, multimem_reduce_scatter])
+def test_tiles_of_an_owner_share_a_release(op: Callable[[int, int], None]) -> None:
+    found = {(ranks, tiles): releases(op, ranks, tiles) for ranks in (2, 3) for tiles in (1, 5)}
+    assert found == {(ranks, tiles): ranks for ranks, tiles in found}
+
+
+@pytest.mark.parametrize("op", [matmul_all_reduce, all_reduce, multimem_all_gather])
+def test_all_ranks_are_told_by_one_release(op: Callable[[int, int], None]) -> None:
+    found = {(ranks, tiles): releases(op, ranks, tiles) for ranks in (2, 3) for tiles in (1, 3)}
+    assert found == {(ranks, tiles): tiles for ranks, tiles in found}
