@@ -73,7 +73,7 @@ def decode_attention_kernel(
     # Of this piece.
     high = tl.minimum(tl.minimum(lengths, most).to(tl.int32) - first, piece)
     rows = tl.maximum(tl.max(high), 0)
-    query = load_queries(queries, partials.rows, batch, head, tile_m, TILES)
+    query = load_queries(queries, partials.rows, batch, head, tile_m, False, TILES)
     key_ptr = keys.ptr + head.to(tl.int64) * keys.stride_h
     value_ptr = value.ptr + head.to(tl.int64) * value.stride_h
     acc = tl.full((TILES.BLOCK_M, TILES.BLOCK_V), 0.0, tl.float32)

@@ -61,29 +61,34 @@ def row_mask(offs_m, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(of, rows, batch, head, tile_m, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-              TILES: tl.constexpr):  # fmt: skip
-    """A tile of a head's rows of ``SIZE`` elements; zeros beyond the last."""
+              WHOLE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """A tile of a head's rows of ``SIZE`` elements, all there if ``WHOLE``; zeros beyond the last."""
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
+    there = tl.full((TILES.BLOCK_M,), True, tl.int1) if WHOLE else offs_m < rows
     pointers = row_elements(of, batch, head, offs_m, BLOCK)
-    return tl.load(pointers, mask=row_mask(offs_m, rows, SIZE, BLOCK), other=0.0)
+    return tl.load(pointers, mask=there[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
-def load_queries(queries, rows, batch, head, tile_m, TILES: tl.constexpr):
-    return load_rows(queries, rows, batch, head, tile_m, TILES.HEAD_DIM, TILES.BLOCK_D, TILES)
+def load_queries(queries, rows, batch, head, tile_m, WHOLE: tl.constexpr, TILES: tl.constexpr):
+    return load_rows(
+        queries, rows, batch, head, tile_m, TILES.HEAD_DIM, TILES.BLOCK_D, WHOLE, TILES
+    )
 
 
 @triton.jit
-def load_spans(spans, rows, batch, tile_m, TILES: tl.constexpr):
-    """(low, high) of each row of a tile; what sees nothing has a low that no position reaches.
-
-    Rows beyond the last see what that sees, so that a tile with them may go without masks.
-    """
-    offs_m = tl.minimum(tile_offsets(tile_m, TILES.BLOCK_M), rows - 1)
+def load_spans(spans, rows, batch, offs_m):
+    """(low, high) of each of the rows ``offs_m``; rows beyond the last see nothing."""
     lines = spans.ptr + batch.to(tl.int64) * spans.span_stride + offs_m * 2
-    low, high = tl.load(lines).to(tl.int32), tl.load(lines + 1).to(tl.int32)
-    # So the least of all is that of a row that does see something.
-    return tl.where(low < high, low, _FAR), high
+    low = tl.load(lines, mask=offs_m < rows, other=0)
+    high = tl.load(lines + 1, mask=offs_m < rows, other=0)
+    return low.to(tl.int32), high.to(tl.int32)
+
+
+@triton.jit
+def low_of_seeing(low, high):
+    """``low``, or one that no position reaches: the least of all is then that of a row that sees keys."""
+    return tl.where(low < high, low, _FAR)
 
 
 @triton.jit
@@ -100,12 +105,6 @@ def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
 
 
 @triton.jit
-def sees(low, high, positions):
-    """``[M, N]``: whether a row sees the key at a position."""
-    return (low[:, None] <= positions[None, :]) & (positions[None, :] < high[:, None])
-
-
-@triton.jit
 def between(low, high, COLUMNS: tl.constexpr):
     """``[M, COLUMNS]``: whether a column is one from a row's low on, to below its high.
 
@@ -119,20 +118,22 @@ def between(low, high, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def first_and_end(low, high, rows, position, TILES: tl.constexpr):
-    """The keys of a run that some row of a tile may see: from a whole tile of keys on, to below an end."""
-    first = tl.maximum(tl.min(low) - position, 0) // TILES.BLOCK_N * TILES.BLOCK_N
-    # low may be _FAR where nothing is seen; then high is 0, and there is no tile in between.
-    return first, tl.minimum(rows, tl.max(high) - position)
+def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
+    """What each row of a tile sees; from where on some row sees keys, all do, to below where all, some do.
+
+    All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score. Rows
+    beyond the last see what that sees, so that a tile with them may go without masks.
+    """
+    offs_m = tl.minimum(tile_offsets(tile_m, TILES.BLOCK_M), rows - 1)
+    low, high = load_spans(spans, rows, batch, offs_m)
+    return reach_of(low, high, scale)
 
 
 @triton.jit
 def reach_of(low, high, scale):
-    """What each row of a tile sees; from where on some row sees keys, all do, to below where all, some do.
-
-    All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score.
-    """
+    """``load_reach`` of rows that see from ``low`` to below ``high``."""
     to_all = tl.where(scale > 0, tl.min(high), 0)
+    low = low_of_seeing(low, high)
     return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
 
 
@@ -263,7 +264,7 @@ def store_partial(
 
 @triton.jit
 def key_operand(ptr, stride, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """Keys or values of a head as ``attend_run`` takes them; what is loaded beyond ``rows`` is zero."""
+    """Keys or values of a head as ``load_tile`` takes them; what is loaded beyond ``rows`` is zero."""
     operand = ptr
     if TILES.DESCRIPTORS:
         operand = tl.make_tensor_descriptor(ptr, [rows, SIZE], [stride, 1], [TILES.BLOCK_N, BLOCK])
@@ -277,9 +278,8 @@ def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, s
     rows = partials.rows
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
     tile_m, batch, head = place_of_tile(tile, tiles_m, heads)
-    query = load_queries(queries, rows, batch, head, tile_m, TILES)
-    low, high = load_spans(spans, rows, batch, tile_m, TILES)
-    reach = reach_of(low, high, scale)
+    query = load_queries(queries, rows, batch, head, tile_m, False, TILES)
+    reach = load_reach(spans, rows, batch, tile_m, scale, TILES)
     key_ptr, value_ptr = head_pointers(keys_ptr, heads, batch, key_head(heads, head), TILES)
     key_rows = part.rows + part.more_rows
     keys = key_operand(key_ptr, stride, key_rows, TILES.HEAD_DIM, TILES.BLOCK_D, TILES)

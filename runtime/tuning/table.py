@@ -85,7 +85,8 @@ class Shape(NamedTuple):
 class AttentionTile(NamedTuple):
     """``head_dim``: the largest head for which the row is; ``way``: "forward" or "backward".
 
-    From 9.0 on keys come by descriptor (TMA) in the forward, but of fp32.
+    Of a backward a program keeps ``block_m`` rows, of queries or of keys; ``block_n`` come by at a time.
+    From 9.0 on keys come by descriptor (TMA), but of fp32.
     """
 
     arch: int | str
@@ -163,9 +164,10 @@ _ATTENTION: tuple[tuple[Any, ...], ...] = (
     ((8,),   "16 bit", "forward",   128,  64,  64,  8,    2),
     ((ANY,), "16 bit", "forward",   128, 128,  32,  8,    3),
     ((ANY,), "16 bit", "forward",   256,  64,  32,  8,    1),
-    ((8,),   "16 bit", "backward",   64,  64,  32,  8,    2),
+    ((9,),   "16 bit", "backward",  128, 128,  64,  8,    2),
+    ((8,),   "16 bit", "backward",  128,  64,  32,  8,    2),
     ((ANY,), "16 bit", "backward",   64,  64,  64,  8,    2),
-    ((ANY,), "16 bit", "backward",  128,  64,  32,  8,    2),
+    ((ANY,), "16 bit", "backward",  128,  64,  32,  8,    3),
     ((ANY,), "16 bit", "backward",  256,  32,  32,  8,    1),
     # without tensor cores operands need registers too
     ((ANY,), "fp32",   "forward",    64,  16,  32,  4,    1),
@@ -173,7 +175,9 @@ _ATTENTION: tuple[tuple[Any, ...], ...] = (
     ((ANY,), "fp32",   "forward",   128,  16,  32,  8,    1),
     ((8,),   "fp32",   "forward",   256,  16,  16,  4,    1),
     ((ANY,), "fp32",   "forward",   256,  16,  32,  8,    2),
-    ((ANY,), "fp32",   "backward",   64,  32,  32,  8,    1),
+    ((8,),   "fp32",   "backward",  256,  16,  16,  8,    1),
+    ((ANY,), "fp32",   "backward",   64,  32,  32,  4,    1),
+    ((ANY,), "fp32",   "backward",  128,  32,  32,  8,    1),
     ((ANY,), "fp32",   "backward",  256,  16,  16,  8,    1),
 )
 ATTENTION = tuple(

@@ -4,14 +4,16 @@ Every count has a text or a kernel that differs in that one thing and must count
 """
 
 import pathlib
+import re
 from dataclasses import replace
 
 import pytest
 import triton
 import triton.language as tl
 
-from interlace.runtime.compiler.build import build
+from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.catalogue import entries
+from interlace.runtime.compiler.catalogue_attention import heads_kernels
 from interlace.runtime.compiler.lint.loops import Loop, loops
 from interlace.verify.lint_check.check import LintRequest, lint_many
 from mutants.mutations import Edit, Mutant, importable
@@ -268,6 +270,19 @@ MASKED = Mutant(
     "kernels/attention/tiles.py",
     (Edit("    if query.dtype == tl.float32:\n", "    if True:\n"),),
 )
+MASKED_BACKWARD = Mutant(
+    "masks for all tiles of the backward",
+    "kernels/attention/backward.py",
+    (
+        Edit("    if WIDE:\n        stop = start\n", "    if True:\n        stop = start\n"),
+        Edit("whole, many, scale, False,", "whole, many, scale, True,"),
+    ),
+)
+
+
+def fewest(report: BuildReport, where: str) -> int:
+    """Instructions of the shortest loop of a function; those of two poll an mbarrier."""
+    return min(n for loop in report.loops if where in loop.where and (n := loop.instructions) > 9)
 
 
 @pytest.mark.thorough
@@ -278,14 +293,42 @@ def test_tiles_of_attention_that_all_rows_see_take_few_instructions(tmp_path: pa
     module = shipped.module.replace("interlace.kernels", MASKED.package)
     with importable(tmp_path):
         reports = build([shipped, replace(shipped, module=module)])
-    counts = [
-        # those of two instructions poll an mbarrier
-        min(
-            n
-            for loop in report.loops
-            if "attend_run" in loop.where and (n := loop.instructions) > 9
-        )
-        for report in reports
-    ]
+    counts = [fewest(report, "attend_run") for report in reports]
     tiles = int(shipped.fixed["BLOCK_N"]) // 64
     assert counts[0] <= 330 * tiles < counts[1], counts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [64, 128])
+def test_backward_of_attention_takes_wide_products_and_few_instructions(
+    size: int, tmp_path: pathlib.Path
+) -> None:
+    """On 9.0 wgmma of 64 columns and more, and no mma, which smaller tiles have; per 64 keys and 64
+    queries at most so many instructions without masks, which a mutant has for all tiles."""
+    names = "attention_queries_backward_kernel", "attention_keys_backward_kernel"
+    every = {each.kernel: each for each in entries(90) if each.variant == f"bf16 head {size}"}
+    shipped = [every[name] for name in names]
+    MASKED_BACKWARD.write(tmp_path)
+    masked = [
+        replace(each, module=each.module.replace("interlace.kernels", MASKED_BACKWARD.package))
+        for each in shipped
+    ]
+    narrow = heads_kernels(90, "bf16", size, backward=True, block_n=32)
+    low = heads_kernels(90, "bf16", size, backward=True, block_m=32)
+    compiled = [*shipped, *masked, *narrow, *low]
+    stems = [str(tmp_path / str(number)) for number in range(len(compiled))]
+    with importable(tmp_path):
+        reports = build(compiled, artifacts=stems)
+    texts = [pathlib.Path(f"{stem}.ptx").read_text() for stem in stems]
+    columns = [
+        min(int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", text) or "0")
+        for text in texts
+    ]
+    others = ["mma.sync.aligned.m16" in text for text in texts]
+    assert [n >= 64 for n in columns] == [True] * 4 + [False] * 4, columns
+    assert others == [False] * 6 + [True] * 2
+    pairs = 128 * 64 // 64**2
+    for number, (where, most) in enumerate((("_take_keys", 150), ("_take_queries", 210))):
+        counts = [fewest(reports[number + by], where) for by in (0, 2)]
+        assert counts[0] <= most * pairs < counts[1], (where, counts)
+        assert not reports[number].spills

@@ -155,10 +155,12 @@ class KernelBlocks:
             kernel = backward.attention_queries_backward_kernel
             self._launch(kernel, (self.query_tiles, count), own)
         longest = packed.shape[0] if source is not None else max(self._problem.shards.lengths)
-        tiles = formulas.ceil_div(longest, self.tiles.BLOCK_N)
+        # as many keys stay as queries do there, and as many queries come by as keys
+        turned = self.tiles._replace(BLOCK_M=self.tiles.BLOCK_N, BLOCK_N=self.tiles.BLOCK_M)
+        tiles = formulas.ceil_div(longest, turned.BLOCK_N)
         of_heads = self.heads.batches * self.heads.key_heads
         if tiles * of_heads * count:
-            more = {"output_ptr": contribution, "factor": self._problem.scale}
+            more = {"output_ptr": contribution, "factor": self._problem.scale, "TILES": turned}
             kernel = backward.attention_keys_backward_kernel
             self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
 

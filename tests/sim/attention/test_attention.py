@@ -86,6 +86,7 @@ SOME_WHOLE = {
     "zigzag": replace(WHOLE, lengths=(134, 99), balance="zigzag", size=16),
     "window": replace(WHOLE, causal=False, window=(40, 25), size=16),
     "negative": replace(WHOLE, scale=-0.3),
+    "many": AttentionCase((600,), (1, 1), 16, batch=1, causal=False, window=(20, 9)),
 }
 
 
@@ -100,24 +101,33 @@ def test_tiles_that_all_rows_see_whole(name: str, method: str) -> None:
 _BOUNDS = "return first * TILES.BLOCK_N, start * TILES.BLOCK_N, stop * TILES.BLOCK_N, end"
 
 
+_SETS = "sets = tl.cdiv(sums.rows, TILES.BLOCK_M * _SET)"
+
+
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    ("name", "old", "new", "wrong"),
     [
-        ("causal", _BOUNDS, _BOUNDS.replace("stop *", "(stop + 1) *")),
-        ("window", _BOUNDS, _BOUNDS.replace("start *", "(start - 1) *")),
-        ("negative", "tl.where(scale > 0, tl.min(high), 0)", "tl.min(high)"),
+        ("causal", _BOUNDS, _BOUNDS.replace("stop *", "(stop + 1) *"), ("output", "query")),
+        ("window", _BOUNDS, _BOUNDS.replace("start *", "(start - 1) *"), ("output", "query")),
+        ("negative", "tl.where(scale > 0, tl.min(high), 0)", "tl.min(high)", ("output",)),
+        ("causal", "tl.min(high, 1) > last", "tl.max(high, 1) > last", ("key", "value")),
+        ("window", "tl.max(low, 1) <= first", "tl.min(low, 1) <= first", ("key", "value")),
+        ("many", _SETS, "sets = 1", ("key", "value")),
     ],
 )
 def test_control_tiles_without_masks_that_want_some(
-    name: str, old: str, new: str, tmp_path: pathlib.Path
+    name: str, old: str, new: str, wrong: tuple[str, ...], tmp_path: pathlib.Path
 ) -> None:
-    mutant = mutant_of("kernels/attention/tiles.py", f"too many whole, {name}", (old, new))
+    """And tiles that are left out."""
+    file = f"kernels/attention/{'backward' if 'key' in wrong else 'tiles'}.py"
+    mutant = mutant_of(file, f"too many whole, {name}", (old, new))
     case = SOME_WHOLE[name]
     # Of a negative scale the scores are so far apart that weights relative to the least of them overflow.
     case = replace(case, size=16, scale=case.scale and 20 * case.scale)
     with mutated(mutant, tmp_path):
-        found = interlace.run(attend, 2, case, "all_gather", "fused")
-    assert not ratios(case, found)["output"] <= 1
+        found = interlace.run(attend, len(case.lengths), case, "all_gather", "fused")
+    worst = ratios(case, found)
+    assert not any(worst[each] <= 1 for each in wrong), worst
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
