@@ -10,9 +10,10 @@ A group in Python (``process_group/group.py``) overrides methods of ``ProcessGro
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from datetime import timedelta
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -56,6 +57,14 @@ __all__ = [
     "_create_work_from_future",
     "_register_work",
 ]
+
+_synchronous = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
+
+
+def is_synchronous(frame: FrameType) -> bool:
+    """Whether it is that of an op of torch's which waits at once, and hands out no Work."""
+    return frame.f_code in _synchronous
+
 
 ProcessGroup: Any = dist.ProcessGroup  # torch calls it otherwise than its overloads say
 

@@ -226,7 +226,10 @@ class MessageEnd(Future[Outcome]):
 
 
 class _Callback:
-    """What is called once at the end of a message, though several threads, or one again, may tell that."""
+    """What is called at the end of a message until it has returned, whichever threads tell that.
+
+    Not twice at once; it bears to be called again after an exception, which may be a signal handler's.
+    """
 
     def __init__(self, function: Callable[[Future[Outcome]], object]) -> None:
         self.function = function
@@ -236,12 +239,15 @@ class _Callback:
         try:
             if vars(self).setdefault("caller", token) is token:
                 self.function(end)
-        except BaseException as error:
-            begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-            if begun and isinstance(error, Exception):
+        except Exception:
+            try:
+                self.function(end)
+            except Exception:  # its own, then
                 _log.exception("what was to be called at the end of a message failed")
                 return
-            if not begun and vars(self).get("caller") is token:
+            raise  # a signal handler's
+        except BaseException:
+            if vars(self).get("caller") is token:
                 del vars(self)["caller"]
             raise
 

@@ -251,12 +251,19 @@ class Communicator:
                 place.hold_current(made.event, f"the end of {op}")
                 place.check()
             return Work(op, place, Settled(made), outputs) if async_op else made.result
-        future = place.submit(functools.partial(self._started, op, start), asynchronous=async_op)
+        try:
+            future = place.submit(
+                functools.partial(self._started, op, start), asynchronous=async_op
+            )
+        except BaseException as error:
+            self._failed(op, error)
+            raise
         work = Work(op, place, future, outputs)
         if self.plans is not None:
             self.plans.learn(op, future.result().result)  # which is there: a GPU's host never waits
         if async_op:
             return work
+        work.kept = False
         work.wait()
         return future.result().result
 

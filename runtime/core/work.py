@@ -1,5 +1,7 @@
 """Work: the handle of an op that may still be running."""
 
+import sys
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -9,9 +11,11 @@ from typing import Any
 import torch
 
 from interlace.runtime.compat.torch_groups import Work as TorchWork
+from interlace.runtime.compat.torch_groups import is_synchronous
+from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.core.place import Place
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.stream import Continued, Outcome
 
 ZERO = timedelta(0)
 
@@ -32,6 +36,8 @@ class Work(TorchWork):
     """
 
     _future: torch.futures.Future[Any] | None = None
+    kept = True
+    """Whether its caller may wait again; of a synchronous op nobody can."""
 
     def __init__(
         self,
@@ -75,6 +81,12 @@ class Work(TorchWork):
             text = f"rank {self._place.rank}: {self._op} has not finished within {seconds} s"
             text += f"; it waits for ranks {list(late)}" if late else ""
             raise CollectiveTimeoutError(text, late) from error
+        except BaseException as error:
+            if not _settled(self._outcome):  # so it is a signal handler's, and the op goes on
+                self._given_up(
+                    f"{self._op} went on after {type(error).__name__} had ended its wait"
+                )
+            raise
         if outcome.event is not None:
             self._place.hold_current(outcome.event, f"the end of {self._op}")
         self._place.check()
@@ -87,6 +99,19 @@ class Work(TorchWork):
     def block_current_stream(self) -> None:
         """Make the current stream wait for the op; on a CPU the same as ``wait()``."""
         self.wait()
+
+    def _given_up(self, text: str) -> None:
+        """A wait was, in the midst of it: the group ends once nobody can wait again."""
+        assert self._outcome is not None
+        caller = sys._getframe(2)
+        # by names, for to look at a frame's variables keeps them alive
+        while caller.f_globals["__name__"].startswith("interlace.runtime.core.") and caller.f_back:
+            caller = caller.f_back
+        if self.kept and not is_synchronous(caller):
+            over = weakref.finalize(self, _abandon, self._outcome, self._place, text)
+            over.atexit = False
+        else:
+            self._place.abort(text)
 
     def is_completed(self) -> bool:
         """True once the result is there, or the op has failed. Never blocks."""
@@ -173,6 +198,19 @@ class Work(TorchWork):
     def __repr__(self) -> str:
         state = "completed" if self.is_completed() else "in progress"
         return f"<Work {self._op} on rank {self._place.rank}: {state}>"
+
+
+def _settled(outcome: Future[Outcome]) -> bool:
+    """Whether it is done; to look at it moves no messages."""
+    if isinstance(outcome, MessageEnd):
+        return outcome.settled
+    return Future.done(outcome) if isinstance(outcome, Continued) else outcome.done()
+
+
+def _abandon(outcome: Future[Outcome], place: Place, text: str) -> None:
+    """Nobody has its handle any more: nobody could know when its tensors may be used."""
+    if not _settled(outcome):
+        place.abort(f"{text}, and nobody has its handle")
 
 
 def _settle(future: torch.futures.Future[None]) -> None:

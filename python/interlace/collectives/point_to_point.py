@@ -172,7 +172,9 @@ def send(
     """
     communicator = resolve(group).on(tensor)
     peer = _peer("dst", dst, group_dst, communicator, other=True)
-    _isend(communicator, tensor, peer, tag).wait()
+    work = _isend(communicator, tensor, peer, tag)
+    work.kept = False
+    work.wait()
 
 
 def recv(
@@ -196,6 +198,7 @@ def recv(
     communicator = resolve(group).on(tensor)
     peer = _peer("src", src, group_src, communicator, other=True)
     work = _irecv(communicator, tensor, peer, tag)
+    work.kept = False
     work.wait()
     if peer is None:
         peer = work.source_rank()

@@ -22,6 +22,7 @@ import functools
 import hmac
 import math
 import os
+import socket
 import threading
 import time
 import weakref
@@ -105,7 +106,7 @@ class HostLinks:
         self._awaited, self._asking = awaited, threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._failure: InterlaceError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._ended = threading.Event()
         self._left: set[int] = set()
@@ -411,9 +412,11 @@ class HostLinks:
                     self._under_way[peer].append(self._gloo.send([message], peer, CONTROL))
 
     def forget_mail(self) -> None:
-        """Give the connections for messages back, which nobody uses any more."""
-        self.records.forget()
-        self.pieces.forget()
+        """Give the connections for messages back, which nobody uses any more, once all has come there."""
+        for wires in (self.records, self.pieces):
+            if self._failure is None:
+                wires.see_off(time.monotonic() + self.timeout)
+            wires.forget()
 
     def _sever(self) -> None:
         """Close all connections for packets: gloo does when a wait times out. One to a rank that is gone
@@ -435,8 +438,12 @@ class HostLinks:
             if (under_way := self._under_way[peer]) and self._listener(peer).is_alive():
                 with contextlib.suppress(RuntimeError):
                     under_way[-1].wait(_GOODBYE)  # and with it those before
-        for wires in self._by_name.values():
-            wires.sever()
+        self.wires.sever()
+        for wires in (
+            self.records,
+            self.pieces,
+        ):  # of good order: who closes its ear answers by a reset
+            wires.sever(socket.SHUT_WR if self._failure is None else socket.SHUT_RDWR)
         self._sever()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():

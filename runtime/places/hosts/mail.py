@@ -115,7 +115,7 @@ class FarPipe:
     """One direction of the connection for pieces; see ``boxes.Pipe``."""
 
     def __init__(self, wire: socket.socket, puts: bool) -> None:
-        self.wire, self.puts, self.ended = wire, puts, False
+        self.wire, self.puts, self.ended, self.broken = wire, puts, False, False
         self._memory: memoryview | None = None
         self._total, self._busy = 0, False
         # Bytes that have moved, and those by calls since: an exception of a signal handler may come after
@@ -163,7 +163,7 @@ class FarPipe:
         except BlockingIOError:
             return False
         except OSError:
-            self.ended = True
+            self.ended = self.broken = True
         finally:
             self._busy = False
         self.ended = self.ended or self._count() == moved
@@ -178,7 +178,7 @@ class FarBox:
     ) -> None:
         self.peer, self.wire, self._inline = peer, records, inline
         self.put_pipe, self.take_pipe = FarPipe(pieces, True), FarPipe(pieces, False)
-        self.readable = self.ended = False
+        self.readable = self.ended = self.broken = False
         self.begun = False
         self._unsent = b""  # of the record that leaves
         self._buffer = bytearray(_BUFFER)
@@ -204,7 +204,10 @@ class FarBox:
     def _push(self) -> bool:
         try:
             count = self.wire.send(self._unsent, _SEND)
-        except OSError:  # full, or ended: then there is nothing to be read either, and that is told
+        except BlockingIOError:
+            return False
+        except OSError:  # told once all that has come is read
+            self.broken = True
             return False
         self._unsent = self._unsent[count:]
         return not self._unsent
@@ -241,7 +244,7 @@ class FarBox:
         except BlockingIOError:
             count = -1
         except OSError:
-            count = 0
+            count, self.broken = 0, True
         self.ended = count == 0
         self.readable = count == len(room)
         self._last += max(count, 0)
@@ -252,15 +255,21 @@ class FarBox:
         return self.readable or self._last > self._first
 
     def over(self) -> bool:
-        """Whether nothing can come any more."""
-        if not self.ended or self.unread:
+        """Whether nothing can come any more: all is read, and one connection is broken, or both ended."""
+        self.readable = True  # look
+        if self.peek() is not None:
             return False
+        pipes = (self.put_pipe, self.take_pipe)
         try:
-            return not self.take_pipe.wire.recv(1, _RECEIVE | socket.MSG_PEEK)
+            more = self.take_pipe.wire.recv(1, _RECEIVE | socket.MSG_PEEK)
         except BlockingIOError:
-            return False
+            more = None
         except OSError:
-            return True
+            self.broken, more = True, b""
+        if more:
+            return False
+        broken = self.broken or any(pipe.broken for pipe in pipes)
+        return broken or (self.ended and more is not None)
 
 
 class SpanningBoxes:
@@ -275,6 +284,10 @@ class SpanningBoxes:
             for peer in links.peers
             if peer not in local
         }
+        self._records, self._by_number = select.poll(), dict[int, FarBox]()
+        for box in self.far.values():
+            self._by_number[number := box.wire.fileno()] = box
+            self._records.register(number, select.POLLIN)
         self._wanted, self._event = 0, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._event).atexit = False
 
@@ -292,6 +305,8 @@ class SpanningBoxes:
 
     def arrived(self) -> list[int]:
         near = [self._names[index] for index in self._near.arrived()]
+        for number, _ in self._records.poll(0):
+            self._by_number[number].readable = True
         return near + [peer for peer, box in self.far.items() if box.unread]
 
     def peek(self, peer: int) -> Record | None:

@@ -26,10 +26,12 @@ Both ends of a new connection prove that they know the job's secret.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import select
 import socket
 import struct
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -38,6 +40,7 @@ from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts.joining import UnconnectedError
 from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES
+from interlace.runtime.places.one_host.worker import Helper
 
 Buffer = bytes | bytearray | memoryview
 Proof = Callable[[int, int], bytes]
@@ -50,6 +53,7 @@ _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PIECES = 16  # of memory in one call of the kernel
 _POLL_SECONDS = 0.1
 _AHEAD = 16 << 10  # bytes; fewer are not received alone
+_TCP_CLOSE = 7  # of the kernel's tcp_states.h
 _DROPPED = 1 << 20  # bytes at once
 
 
@@ -283,11 +287,23 @@ class Wires:
 
     # -- ending --------------------------------------------------------------------------------
 
-    def sever(self) -> None:
+    def sever(self, how: int = socket.SHUT_RDWR) -> None:
         """End all connections; whoever waits for one, here or at its other end, stops waiting."""
         for wire in list(self._sockets.values()):
             with contextlib.suppress(OSError):
-                wire.shutdown(socket.SHUT_RDWR)
+                wire.shutdown(how)
+
+    def see_off(self, until: float) -> None:
+        """Leave it to a thread to close the connections when all that was sent has come to the peers.
+
+        A connection that is closed before answers what comes with a reset, and then forgets the rest.
+        """
+        sent = {peer: wire for peer, wire in self._sockets.items() if _under_way(wire)}
+        if sent:
+            with contextlib.suppress(RuntimeError):  # no thread: the kernel does what it can
+                Helper("interlace leaving", _see_off, ([*sent.values()], until)).start()
+                for peer in sent:
+                    del self._sockets[peer]
 
     def forget(self) -> None:
         """Give the descriptors back. Nobody waits any more; what another process has of them lives on."""
@@ -306,6 +322,31 @@ def read_address(data: bytes, count: int) -> tuple[str, list[int]]:
         raise plain.UnreadableError(f"these bytes are no address: {found!r:.99}")
     host, *ports = found
     return host, ports
+
+
+def _under_way(wire: socket.socket) -> bool:
+    """Whether something that was sent has not come to the peer, and can; what comes here is let go."""
+    try:
+        while wire.recv(_DROPPED, _NOW):
+            pass
+    except BlockingIOError:
+        pass
+    except OSError:
+        return False
+    ended = wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
+    return not ended and any(fcntl.ioctl(wire, termios.TIOCOUTQ, bytes(4)))
+
+
+def _see_off(wires: list[socket.socket], until: float) -> None:
+    nap = 1e-3
+    while wires and time.monotonic() < until:
+        time.sleep(nap := min(2 * nap, 0.05))
+        for wire in [*wires]:
+            if not _under_way(wire):
+                wire.close()
+                wires.remove(wire)
+    for wire in wires:
+        wire.close()
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:

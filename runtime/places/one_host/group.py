@@ -107,7 +107,7 @@ class HostGroup:
         self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
-        self._abort_lock = threading.Lock()
+        self._abort_lock = threading.RLock()
         self.pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_values, self.pidfds).atexit = False
         self.pids: dict[int, int] = {rank: os.getpid()}

@@ -278,7 +278,7 @@ class Rendezvous:
 
     def close(self) -> None:
         self._close_listener()
-        for connection in self._connections.values():
+        for connection in [*self._connections.values()]:
             connection.close()
         self._connections.clear()
 

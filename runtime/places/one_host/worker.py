@@ -95,13 +95,17 @@ class OrderedWorker:
         with self._lock:
             if self._closed:
                 raise AbortedError(f"{self._name} is closed")
-            self.unfinished += 1
-            self._items.put(functools.partial(self._perform, future, function, context))
-            if self._thread is None:
+            if self._thread is None:  # started first: without it nothing is queued
                 own = weakref.ref(self)
                 at_work = lambda: (worker := own()) is not None and worker.unfinished  # noqa: E731
                 self._thread = Helper(self._name, _run, (self._items,), at_work)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # there can be no more threads
+                    self._thread = None
+                    raise
+            self.unfinished += 1
+            self._items.put(functools.partial(self._perform, future, function, context))
         return future
 
     def drain(self) -> None:

@@ -155,6 +155,12 @@ class Mail:
                 self._messages.advance(message)
                 if self._thread is None:
                     self._see_to_it(self._messages)
+        except BaseException as error:
+            if future in self._futures():  # under way, and nobody will have its handle
+                self._group.abort(
+                    f"{future.doing} had begun, and then {type(error).__name__}: {error}"
+                )
+            raise
         finally:
             self._entering.discard(future)
 
@@ -239,7 +245,11 @@ class Mail:
         """Have a thread move what is under way, if there is anything."""
         if self._thread is None and messages.futures():
             self._thread = Helper("interlace mail", self._run, at_work=self._at_work)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # there can be no more threads
+                self._thread = None
+                raise
 
     @property
     def awaited(self) -> bool:
@@ -327,8 +337,9 @@ class Mail:
             text = f"{future.doing} has waited {future.bound:g} s for ranks {[*late[peer]]}"
             error = CollectiveTimeoutError(f"rank {group.name}: {text}", late[peer])
         if error is not None and future.suspect:
-            if future.waited or not isinstance(error, CollectiveTimeoutError):
-                group.blame.ended(error)  # what nobody waits for any more ends alone
+            late_alone = isinstance(error, CollectiveTimeoutError) and not future.waited
+            if not late_alone or (self._messages and self._messages.has_begun_to_leave(future)):
+                group.blame.ended(error)  # else nobody waits for it any more, and it ends alone
             self._fail(future, error)
         future.suspect = error is not None or time.monotonic() - future.started > future.bound
 

@@ -216,6 +216,14 @@ class Messages:
             if self._ends and self._ends[0] is end:
                 self._ends.popleft()
 
+    def has_begun_to_leave(self, future: MessageEnd) -> bool:
+        """Whether its receiver has a part of it, and the rest is still the caller's tensor."""
+        return any(
+            sending.future is future
+            for peer, t in [*self._traffic.items()]
+            for sending in (*t.leaving, *([*t.outgoing][:1] if self.boxes.begun(peer) else ()))
+        )
+
     def fail(self, future: MessageEnd, error: InterlaceError) -> None:
         """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
         self._receiving = [r for r in self._receiving if r.future is not future]

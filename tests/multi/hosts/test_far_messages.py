@@ -364,3 +364,56 @@ def test_a_box_is_over_once_all_has_been_read(boxes: tuple[FarBox, socket.socket
     assert not box.over()  # bytes of messages may come
     box.take_pipe.wire.shutdown(socket.SHUT_RDWR)
     assert box.over()
+
+
+def test_a_sender_hears_of_a_misfit_though_it_only_sends(groups: list[Communicator]) -> None:
+    target, short = torch.zeros(5), torch.zeros(4)
+    groups[0].engine.send(CALL, short, 2, 0).result(LONG)
+    with pytest.raises(ValueError, match="number of elements differs"):
+        groups[2].engine.recv(CALL, target, 0, 0).result(LONG)
+    with pytest.raises(ValueError, match="number of elements differs"):
+        while True:
+            groups[0].engine.send(CALL, short, 2, 1).result(LONG)
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    with listener:
+        return one, listener.accept()[0]
+
+
+@pytest.mark.parametrize("reset", ["records", "pieces"])
+def test_one_connection_of_two_that_is_reset_is_the_end(reset: str) -> None:
+    """After what has come whole; a part of a record is not waited for."""
+    records, pieces = connected(), connected()
+    box = FarBox(1, records[0], pieces[0], 4096)
+    whole = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
+    records[1].sendall(whole + whole[:10])
+    select.select([box.wire], [], [])
+    assert not box.over()
+    ended = {"records": records, "pieces": pieces}[reset][1]
+    ended.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    ended.close()
+    record = box.peek()
+    assert record is not None and not box.over()
+    box.take(record)
+    while not box.over():
+        pass
+    for each in (*records, *pieces):
+        each.close()
+
+
+def test_the_end_of_both_connections_is_the_end_though_half_a_record_has_come() -> None:
+    records, pieces = connected(), connected()
+    box = FarBox(1, records[0], pieces[0], 4096)
+    records[1].sendall(_RECORD.pack(0, 1, _NUMBER[torch.uint8], 1))
+    records[1].close()
+    while box.peek() is not None or not box.ended:
+        box.readable = True
+    assert not box.over()
+    pieces[1].close()
+    while not box.over():
+        pass
+    for each in (records[0], pieces[0]):
+        each.close()

@@ -34,14 +34,15 @@ def test_what_is_done_after_may_fail() -> None:
     assert whole.done() and isinstance(whole.exception(0), ZeroDivisionError)
 
 
-def test_an_end_calls_each_function_once_though_an_exception_comes_meanwhile() -> None:
+def test_an_end_calls_each_function_until_it_returns_though_an_exception_comes_meanwhile() -> None:
     """As of a signal's handler: what it has kept from being called is called when the end is told again."""
     message, called = MessageEnd(), []
     message.refused = deque()
 
     def interrupted(_: object) -> None:
         called.append("first")
-        raise KeyboardInterrupt
+        if len(called) == 1:
+            raise KeyboardInterrupt
 
     message.add_done_callback(interrupted)
     message.add_done_callback(lambda _: called.append("second"))
@@ -50,7 +51,27 @@ def test_an_end_calls_each_function_once_though_an_exception_comes_meanwhile() -
     assert message.settled and called == ["first"]
     message.tell()
     message.add_done_callback(lambda _: called.append("third"))
-    assert called == ["first", "second", "third"]
+    assert called == ["first", "first", "second", "third"]
+
+
+def test_what_is_called_at_an_end_may_be_ended_by_a_signal_or_fail(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The handler's exception is the caller's; what is called has an exception again, and it is logged."""
+    message, called = MessageEnd(), []
+    message.refused = deque()
+
+    def interrupted(_: object) -> None:
+        called.append("interrupted")
+        if len(called) == 1:
+            raise LookupError
+
+    message.add_done_callback(interrupted)
+    with pytest.raises(LookupError):
+        message.set_result(Outcome(None, None))
+    assert called == ["interrupted"] * 2 and not caplog.records
+    message.add_done_callback(lambda _: called[9])
+    assert "what was to be called" in caplog.text
 
 
 def test_an_end_wakes_threads_that_wait_for_it() -> None:
