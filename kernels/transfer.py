@@ -17,6 +17,10 @@ from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait,
 
 TRANSFER_COLUMNS = 5
 _COLUMNS = tl.constexpr(TRANSFER_COLUMNS)
+# What a program that copies much has on its way: with less, its share of a link waits for memory to answer.
+IN_FLIGHT_BYTES = 64 << 10
+_IN_FLIGHT = tl.constexpr(IN_FLIGHT_BYTES)
+_MOST_STAGES = tl.constexpr(9)
 
 
 @triton.jit
@@ -55,8 +59,13 @@ def aligned_pointer(ptr):
 
 
 @triton.jit
-def copy_elements(to_ptr, from_ptr, elements, BLOCK: tl.constexpr):
-    """Copy ``elements``, both sides contiguous: whole blocks by 16 bytes where both are aligned."""
+def copy_elements(to_ptr, from_ptr, elements, BLOCK: tl.constexpr, IN_FLIGHT: tl.constexpr = 0):
+    """Copy ``elements``, both sides contiguous: whole blocks by 16 bytes where both are aligned.
+
+    ``IN_FLIGHT``: bytes that are loaded ahead, into shared memory, where there are many blocks.
+    """
+    ITEM: tl.constexpr = max(1, from_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    STAGES: tl.constexpr = min(1 + IN_FLIGHT // (BLOCK * ITEM), _MOST_STAGES)
     # A 0 of the same type as `elements`: what a branch assigns must have one type on both sides.
     whole = elements - elements
     # Asked at run time: a pointer into the middle of a tensor may have any alignment. A mask would take
@@ -65,7 +74,7 @@ def copy_elements(to_ptr, from_ptr, elements, BLOCK: tl.constexpr):
         whole = elements // BLOCK * BLOCK
         aligned_to_ptr = aligned_pointer(to_ptr)
         aligned_from_ptr = aligned_pointer(from_ptr)
-        for first in range(0, whole, BLOCK):
+        for first in tl.range(0, whole, BLOCK, num_stages=STAGES):
             offsets = first + tl.arange(0, BLOCK)
             tl.store(aligned_to_ptr + offsets, tl.load(aligned_from_ptr + offsets))
     for first in range(whole, elements, BLOCK):
@@ -90,6 +99,18 @@ def copy_rows(to_ptr, to_stride, from_ptr, from_stride, rows, columns,
 
 
 @triton.jit
+def copy_chunk(to_ptr, from_ptr, from_stride, rows, columns,
+               BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
+    """Copy rows to where they lie densely; where they do so here, as one piece, loaded ahead."""
+    if from_stride == columns:
+        # int64 before the product: it may pass 2**31 elements.
+        elements = (rows + tl.zeros((), tl.int64)) * columns
+        copy_elements(to_ptr, from_ptr, elements, BLOCK_ROWS * BLOCK_COLUMNS, _IN_FLIGHT)
+    else:
+        copy_rows(to_ptr, columns, from_ptr, from_stride, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+
+
+@triton.jit
 def push_chunks(workspace, input, sends, columns, epoch, COPIES: tl.constexpr,
                 row_scale_ptr=None, scale_offset=0, SCALED: tl.constexpr = False):  # fmt: skip
     """Do every ``COPIERS``-th send of the table: wait for the peer's credit, copy, publish.
@@ -106,10 +127,10 @@ def push_chunks(workspace, input, sends, columns, epoch, COPIES: tl.constexpr,
             to_ptr = data_pointer(workspace, peer, input.ptr) + gathered_row * columns
             from_ptr = input.ptr + first_row * input.stride
             if COPIES.COPY_ROWS == 0:
-                copy_elements(to_ptr, from_ptr, rows, COPIES.COPY_COLUMNS)
+                copy_elements(to_ptr, from_ptr, rows, COPIES.COPY_COLUMNS, _IN_FLIGHT)
             else:
-                copy_rows(to_ptr, columns, from_ptr, input.stride, rows, columns,
-                          COPIES.COPY_ROWS, COPIES.COPY_COLUMNS)  # fmt: skip
+                copy_chunk(to_ptr, from_ptr, input.stride, rows, columns,
+                           COPIES.COPY_ROWS, COPIES.COPY_COLUMNS)  # fmt: skip
             if SCALED:
                 # Before the signal, which tells of both: a consumer waits once per chunk.
                 scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
@@ -154,4 +175,4 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
             if source != workspace.rank:
                 wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 from_ptr = gathered_ptr + gathered_row
-            copy_elements(output_ptr + gathered_row, from_ptr, rows, BLOCK)
+            copy_elements(output_ptr + gathered_row, from_ptr, rows, BLOCK, _IN_FLIGHT)

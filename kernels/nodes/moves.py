@@ -29,7 +29,12 @@ from interlace.kernels.signal import (
     wait,
     wait_credit,
 )
-from interlace.kernels.transfer import copy_elements, copy_rows, data_pointer
+from interlace.kernels.transfer import (
+    IN_FLIGHT_BYTES,
+    copy_chunk,
+    copy_elements,
+    data_pointer,
+)
 
 _COLUMNS = tl.constexpr(order.MOVE_COLUMNS)
 _SEND = tl.constexpr(order.SEND)
@@ -40,6 +45,7 @@ _CREDIT = tl.constexpr(CREDIT_WORDS)
 _SET = tl.constexpr(nvshmem.SIGNAL_SET)
 _GE = tl.constexpr(nvshmem.COMPARE_GE)
 _LANES = tl.constexpr(32)
+_IN_FLIGHT = tl.constexpr(IN_FLIGHT_BYTES)
 
 
 @triton.jit
@@ -163,14 +169,14 @@ def move_kernel(
                 to_ptr = data_pointer(workspace, peer, input.ptr) + to_row * columns
                 if kind == _FORWARD:
                     from_ptr = own_ptr + from_row * columns
-                    copy_elements(to_ptr, from_ptr, elements, AT_ONCE)
+                    copy_elements(to_ptr, from_ptr, elements, AT_ONCE, _IN_FLIGHT)
                 elif kind == _SEND:
                     from_ptr = input.ptr + from_row * input.stride
                     if FLAT:
-                        copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS)
+                        copy_elements(to_ptr, from_ptr, elements, BLOCK_COLUMNS, _IN_FLIGHT)
                     else:
-                        copy_rows(to_ptr, columns, from_ptr, input.stride, rows, columns,
-                                  BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
+                        copy_chunk(to_ptr, from_ptr, input.stride, rows, columns,
+                                   BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
                 # LAND copies nothing here: it tells this rank's own readers, who then need not know of
                 # puts.
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)

@@ -11,6 +11,7 @@ import pytest
 import triton
 import triton.language as tl
 
+from interlace.kernels.transfer import IN_FLIGHT_BYTES
 from interlace.runtime.compiler.build import BuildReport, build
 from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.catalogue_attention import heads_kernels
@@ -263,6 +264,23 @@ def test_no_loop_over_tiles_or_ranks_publishes(arch: int) -> None:
         found = [loop.where for loop in report.loops if (loop.fences, loop.barriers) == (1, 1)]
         publish = [where for where in found if "give_up" not in where]
         assert publish and all(" in publish_" in where for where in publish), report
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", (80, 90, 100))
+def test_copiers_have_64_kib_on_their_way(arch: int) -> None:
+    """Loaded ahead of the stores, whatever the block; collectors of a plain gather, too."""
+    chosen = ("all_gather bf16", "all_gather fp32", "all_gather_matmul bf16 kn pointers copiers")
+    found = [entry for entry in entries(arch) if entry.name in chosen]
+    assert len(found) == len(chosen)
+    for entry, report in zip(found, build(found), strict=True):
+        assert report.problems() == [] and report.spills == 0
+        threads = 32 * entry.num_warps
+        copies = [loop for loop in report.loops if " in copy_elements" in loop.where]
+        # 16 bytes each, where the others are for what is left behind whole blocks, an element at a time
+        whole = [loop for loop in copies if loop.loaded_bytes >= 32 and loop.instructions < 100]
+        in_flight = max(16 * threads * loop.loads_in_flight for loop in whole)
+        assert in_flight >= IN_FLIGHT_BYTES, report
 
 
 MASKED = Mutant(

@@ -128,7 +128,7 @@ class Checker:
         return checked
 
 
-def typed_range(*bounds: Any) -> Iterator[Any]:
+def typed_range(*bounds: Any, **hints: Any) -> Iterator[Any]:
     """``range`` with the compiler's types: int32 unless a bound is int64."""
     values, wide = [], False
     for bound in bounds:
@@ -167,6 +167,7 @@ def run_programs(memory: Memory, launch: KernelLaunch, tiles: int) -> Checker:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "range", typed_range, create=True))
         builder = stack.enter_context(session(checker, shortcuts=False))
+        stack.enter_context(mock.patch.object(tl, "range", typed_range))
         wrapped = checker.wrapping(builder.binary_op)
         stack.enter_context(mock.patch.object(builder, "binary_op", wrapped))
         body = program_function(launch.kernel, arguments)

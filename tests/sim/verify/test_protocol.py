@@ -159,7 +159,7 @@ def test_every_function_of_signal_is_modelled() -> None:
         (
             "kernels/transfer.py",
             "push_chunks",
-            ["wait_credit", "copy_elements", "copy_rows", "copy_elements", "publish"],
+            ["wait_credit", "copy_elements", "copy_chunk", "copy_elements", "publish"],
         ),
         ("kernels/slots.py", "wait_credits_kernel", ["wait_credits", "linger"]),
         ("kernels/slots.py", "finish_kernel", ["publish_to_all", "store"]),
