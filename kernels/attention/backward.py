@@ -178,7 +178,8 @@ def _tiles_that_see(spans, rows, batch, base, first, last, TILES: tl.constexpr):
     low, high = load_spans(spans, rows, batch, offs_m.to(tl.int64))
     low = low_of_seeing(low, high)
     some = (begins < rows) & (tl.min(low, 1) <= last) & (tl.max(high, 1) > first)
-    whole = some & (tl.max(low, 1) <= first) & (tl.min(high, 1) > last)
+    inside = begins + TILES.BLOCK_M <= rows
+    whole = some & inside & (tl.max(low, 1) <= first) & (tl.min(high, 1) > last)
     partly = some & (whole == 0)
     bits = tl.full((_SET,), 1, tl.uint32) << tile
     counts = tl.sum(tl.where(whole, 1, tl.where(partly, 1 << 16, 0)))

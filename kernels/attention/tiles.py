@@ -78,11 +78,9 @@ def load_queries(queries, rows, batch, head, tile_m, WHOLE: tl.constexpr, TILES:
 
 @triton.jit
 def load_spans(spans, rows, batch, offs_m):
-    """(low, high) of each of the rows ``offs_m``; rows beyond the last see nothing."""
-    lines = spans.ptr + batch.to(tl.int64) * spans.span_stride + offs_m * 2
-    low = tl.load(lines, mask=offs_m < rows, other=0)
-    high = tl.load(lines + 1, mask=offs_m < rows, other=0)
-    return low.to(tl.int32), high.to(tl.int32)
+    """(low, high) of each of the rows ``offs_m``; rows beyond the last see what that sees."""
+    lines = spans.ptr + batch.to(tl.int64) * spans.span_stride + tl.minimum(offs_m, rows - 1) * 2
+    return tl.load(lines).to(tl.int32), tl.load(lines + 1).to(tl.int32)
 
 
 @triton.jit
@@ -121,11 +119,9 @@ def between(low, high, COLUMNS: tl.constexpr):
 def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
     """What each row of a tile sees; from where on some row sees keys, all do, to below where all, some do.
 
-    All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score. Rows
-    beyond the last see what that sees, so that a tile with them may go without masks.
+    All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score.
     """
-    offs_m = tl.minimum(tile_offsets(tile_m, TILES.BLOCK_M), rows - 1)
-    low, high = load_spans(spans, rows, batch, offs_m)
+    low, high = load_spans(spans, rows, batch, tile_offsets(tile_m, TILES.BLOCK_M))
     return reach_of(low, high, scale)
 
 
