@@ -176,7 +176,7 @@ _ATTENTION: tuple[tuple[Any, ...], ...] = (
     ((8,),   "fp32",   "forward",   256,  16,  16,  4,    1),
     ((ANY,), "fp32",   "forward",   256,  16,  32,  8,    2),
     ((8,),   "fp32",   "backward",  256,  16,  16,  8,    1),
-    ((ANY,), "fp32",   "backward",   64,  32,  32,  4,    1),
+    ((9,),   "fp32",   "backward",   64,  32,  32,  4,    1),
     ((ANY,), "fp32",   "backward",  128,  32,  32,  8,    1),
     ((ANY,), "fp32",   "backward",  256,  16,  16,  8,    1),
 )
