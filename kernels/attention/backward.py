@@ -204,9 +204,14 @@ def _product_of_keys(key, query, TILES: tl.constexpr):
 
 
 @triton.jit
-def _take_queries(of_key, of_value, key, value, positions, queries, grads, spans, sums, heads, batch, head,
-                  base, bits, rounds, scale, MASKED: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """``of_key`` and ``of_value`` with what the tiles of queries of a set, ``bits``, give, lowest first."""
+def _take_queries(of_key, of_value, kept, tiles, queries, grads, spans, sums, heads, batch, head, scale,
+                  MASKED: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """``of_key`` and ``of_value`` with what the tiles of queries of a set give, lowest first.
+
+    ``kept``: keys, values, positions. ``tiles``: the first that may be in the set, its bits, how many.
+    """
+    key, value, positions = kept
+    base, bits, rounds = tiles
     for _ in range(rounds):
         tile_m = base + _lowest(bits)
         bits &= bits - 1
@@ -264,6 +269,7 @@ def attention_keys_backward_kernel(
     first_head = tl.maximum(of_head * heads.per_key - heads.first_head, 0)
     end_head = tl.minimum((of_head + 1) * heads.per_key - heads.first_head, heads.heads)
     sets = tl.cdiv(sums.rows, TILES.BLOCK_M * _SET)
+    kept = (key, value, positions)
     of_key = tl.full((TILES.BLOCK_N, TILES.BLOCK_D), 0.0, tl.float32)
     of_value = tl.full((TILES.BLOCK_N, TILES.BLOCK_V), 0.0, tl.float32)
     for number in range(first_head * sets, end_head * sets):
@@ -272,12 +278,11 @@ def attention_keys_backward_kernel(
         if key.dtype == tl.float32:
             some, more = whole | some, many + more
         else:
-            of_key, of_value = _take_queries(of_key, of_value, key, value, positions, queries, grads, spans,
-                                             sums, heads, batch, head, base, whole, many, scale, False,
+            of_key, of_value = _take_queries(of_key, of_value, kept, (base, whole, many), queries, grads,
+                                             spans, sums, heads, batch, head, scale, False,
                                              TILES)  # fmt: skip
-        of_key, of_value = _take_queries(of_key, of_value, key, value, positions, queries, grads, spans,
-                                         sums, heads, batch, head, base, some, more, scale, True,
-                                         TILES)  # fmt: skip
+        of_key, of_value = _take_queries(of_key, of_value, kept, (base, some, more), queries, grads, spans,
+                                         sums, heads, batch, head, scale, True, TILES)  # fmt: skip
     output = output_ptr + row * keys.stride
     key_ptr, value_ptr = head_pointers(output, heads, batch, of_head, TILES)
     pointers = key_ptr + (places[:, None] + tl.arange(0, TILES.BLOCK_D)[None, :])

@@ -293,7 +293,7 @@ MASKED_BACKWARD = Mutant(
     "kernels/attention/backward.py",
     (
         Edit("    if WIDE:\n        stop = start\n", "    if True:\n        stop = start\n"),
-        Edit("whole, many, scale, False,", "whole, many, scale, True,"),
+        Edit("head, scale, False,", "head, scale, True,"),
     ),
 )
 
