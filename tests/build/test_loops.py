@@ -75,6 +75,21 @@ def test_loads_in_flight(instructions: tuple[str, ...], in_flight: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("instructions", "size"),
+    [
+        ((LOAD, USE), 16),
+        ((LOAD, NEXT.replace("128", "64"), USE), 24),
+        ((LOAD, USE, NEXT), 32),
+        ((COPY, COPY, GROUP, "DEPBAR.LE SB0, 0x1"), 64),
+        ((TMA, LOAD, USE), 16),
+        ((POLL, USE), 0),
+    ],
+)
+def test_bytes_in_flight(instructions: tuple[str, ...], size: int) -> None:
+    assert in_loop(*instructions).bytes_in_flight == size
+
+
+@pytest.mark.parametrize(
     ("count", "instruction", "other"),
     [
         ("tensor_maps", "UTMACCTL.IV [UR54]", "UTMACCTL.PF [UR54]"),

@@ -23,9 +23,10 @@ class Loop:
     ``where`` is the line of the branch back. What follows counts what is in this loop and in none inside
     it: ``tensor_maps`` made; ``barriers`` of a program's threads; ``fences`` of system scope, each a wait
     until all stores so far have arrived; ``loads_in_flight``, the most loads of global memory, by thread or
-    by descriptor, that nothing has waited for, in the order in which they stand; ``loaded_bytes`` by one
-    thread without a descriptor. Of those by descriptor the ones between two waits count, which is one
-    stage of a pipeline. Polls of signals are no loads.
+    by descriptor, that nothing has waited for, in the order in which they stand; ``bytes_in_flight`` and
+    ``loaded_bytes``, of one thread without a descriptor, on their way at once and in the whole round. Of
+    loads by descriptor those between two waits count, which is one stage of a pipeline. Polls of signals
+    are no loads.
     """
 
     where: str
@@ -37,6 +38,7 @@ class Loop:
     wgmma_waits: int = 0
     loads_in_flight: int = 0
     loaded_bytes: int = 0
+    bytes_in_flight: int = 0
 
 
 def loops(sass: str) -> tuple[Loop, ...]:
@@ -64,7 +66,8 @@ def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop
         count("WARPGROUP", "DEPBAR"),
     )
     loaded = sum(_bytes(one) for one in code)
-    return Loop(where, depth, len(code), *counts, _in_flight(code, rounds), loaded)
+    loads, size = _in_flight(code, rounds)
+    return Loop(where, depth, len(code), *counts, loads, loaded, size)
 
 
 def _bytes(one: Operation) -> int:
@@ -73,25 +76,29 @@ def _bytes(one: Operation) -> int:
     return next((size for word, size in _SIZES.items() if word in one.modifiers), 4)
 
 
-def _in_flight(code: list[Operation], rounds: int) -> int:
-    registers: list[set[int]] = []  # of each load that nothing has used yet
-    groups, most = [0], 0  # copies into shared memory by group, the last one open
+def _in_flight(code: list[Operation], rounds: int) -> tuple[int, int]:
+    """The most loads that are on their way at once, and the most bytes of one thread."""
+    registers: list[tuple[set[int], int]] = []  # of loads that nothing has used yet; their bytes
+    groups: list[list[int]] = [[]]  # bytes of copies into shared memory by group, the last one open
+    most = most_bytes = 0
     waits = any(one.name == "DEPBAR" and _KEPT.match(one.operands) for one in code)
     for _ in range(rounds):
         stage = 0
-        groups = groups if waits else [0]
+        groups = groups if waits else [[]]
         for one in code:
             named = [int(number) for number in _REGISTER.findall(one.operands)]
-            registers = [load for load in registers if load.isdisjoint(named)]
-            if one.name == "LDG" and _bytes(one):
-                registers.append(set(range(named[0], named[0] + max(1, _bytes(one) // 4))))
-            groups[-1] += one.name == "LDGSTS"
+            registers = [load for load in registers if load[0].isdisjoint(named)]
+            if one.name == "LDG" and (size := _bytes(one)):
+                registers.append((set(range(named[0], named[0] + max(1, size // 4))), size))
+            if one.name == "LDGSTS":
+                groups[-1].append(_bytes(one))
             stage += one.name == "UTMALDG"
             if one.name == "LDGDEPBAR":
-                groups.append(0)
+                groups.append([])
             elif one.name == "SYNCS" and "PHASECHK" in one.modifiers:
                 stage = 0
             elif one.name == "DEPBAR" and (kept := _KEPT.match(one.operands)):
                 groups = groups[-1 - int(kept.group(1), 16) :]
-            most = max(most, len(registers) + sum(groups) + stage)
-    return most
+            sizes = [size for _, size in registers] + [size for group in groups for size in group]
+            most, most_bytes = max(most, len(sizes) + stage), max(most_bytes, sum(sizes))
+    return most, most_bytes
