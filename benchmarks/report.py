@@ -9,6 +9,7 @@ In ``README.md`` and ``docs/performance.md`` a table stands between ``<!-- table
     hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
     gpu       the records of gpu.py
     loops     loop_counts.py: what a round of some loops does, before and now
+    rows      rows_in_flight.py: what kernels that move rows have on their way, before and now
     messages  messages: interlace beside gloo and OpenMPI, by op and size
     crowds    crowds: a step beside busy loops, through gloo and through interlace
 
@@ -198,25 +199,50 @@ def loops(document: Document) -> str:
     """A line per loop and architecture, of the kernels as they were and as they are."""
     counts = ("instructions", "tensor_maps", "barriers", "fences", "wgmma_waits", "loads_in_flight")
 
+    def shown(loop: dict[str, Any]) -> tuple[Any, ...]:
+        # what was counted before there were fences among it has none
+        numbers = [loop["registers"], *(loop.get(each, 0) for each in counts), loop["loaded_bytes"]]
+        return loop["kernel"], loop["arch"], loop["where"].split(" in ")[-1], *numbers
+
     def rows() -> Rows:
-        old, new = document["before"]["loops"], document["loops"]
+        old, new = (
+            [shown(loop) for loop in each["loops"]] for each in (document["before"], document)
+        )
         both = [("both" if loop in new else "before", loop) for loop in old]
         both += [("now", loop) for loop in new if loop not in old]
-        kernels = list(dict.fromkeys(loop["kernel"] for _, loop in both))
-        both.sort(key=lambda pair: (kernels.index(pair[1]["kernel"]), pair[1]["arch"]))
-        for when, loop in both:
-            name = loop["where"].split(" in ")[-1]
-            # loops that were counted before there were fences among them have none
-            numbers = [
-                loop["registers"],
-                *(loop.get(each, 0) for each in counts),
-                loop["loaded_bytes"],
-            ]
-            yield [loop["kernel"], f"sm_{loop['arch']}", when, f"`{name}`", *map(str, numbers)]
+        kernels = list(dict.fromkeys(loop[0] for _, loop in both))
+        both.sort(key=lambda pair: (kernels.index(pair[1][0]), pair[1][1]))
+        for when, (kernel, arch, function, *numbers) in both:
+            yield [kernel, f"sm_{arch}", when, f"`{function}`", *map(str, numbers)]
 
     head = [
         "kernel", "chip", "", "loop of", "registers", "instructions", "tensor maps", "barriers",
         "fences", "wgmma waits", "loads in flight", "bytes loaded",
+    ]  # fmt: skip
+    return _table(head, rows())
+
+
+def rows_in_flight(document: Document) -> str:
+    """A line per kernel, of the first of its variants, and loop, as it was and as it is."""
+
+    def rows() -> Rows:
+        both = [("before", row) for row in document["before"]["rows"]]
+        both += [("now", row) for row in document["rows"]]
+        first: dict[str, str] = {}  # variant of each kernel
+        for _, row in both:
+            first.setdefault(row["kernel"].split()[0], row["kernel"])
+        shown = [pair for pair in both if pair[1]["kernel"] in first.values()]
+        shown.sort(key=lambda pair: list(first.values()).index(pair[1]["kernel"]))
+        for when, row in shown:
+            numbers = ("registers", "threads", "programs", "bytes_of_thread")
+            yield [
+                row["kernel"], when, f"`{row['function']}`", *(str(row[each]) for each in numbers),
+                f"{row['bytes'] / 1024:.0f}", str(row["barriers"]), f"{row['barriers_per_row']:.2f}",
+            ]  # fmt: skip
+
+    head = [
+        "kernel", "", "loop of", "registers", "threads", "programs of a multiprocessor",
+        "bytes on their way, of a thread", "KiB of a multiprocessor", "barriers", "per row",
     ]  # fmt: skip
     return _table(head, rows())
 
@@ -228,6 +254,7 @@ KINDS: dict[str, Callable[[Document], str]] = {
     "gpu": gpu,
     "loops": loops,
     "messages": messages,
+    "rows": rows_in_flight,
     "crowds": crowds,
     "hosts": hosts,
 }

@@ -165,14 +165,15 @@ class Combined(NamedTuple):
 class SlotRows(NamedTuple):
     """Constants of kernels whose tokens have ``TOPK`` slots: how much a program moves at a time.
 
-    ``EXPERTS``: a power of two, as many as a rank has, or more. ``SCALED``, ``WEIGHTED``: whether there
-    are scales and weights.
+    ``EXPERTS``: a power of two, as many as a rank has, or more. ``SUM_ROWS``: tokens that are summed at a
+    time. ``SCALED``, ``WEIGHTED``: whether there are scales and weights.
     """
 
     TOPK: int
     EXPERTS: int
     BLOCK_ROWS: int
     BLOCK_COLUMNS: int
+    SUM_ROWS: int
     SCALED: bool
     WEIGHTED: bool
 

@@ -55,26 +55,69 @@ def reciprocal_deviation(squares, N, TAIL: tl.constexpr):
 
 
 @triton.jit
-def store_sum(total, norm, output_ptr, offsets, mask, TAIL: tl.constexpr):
+def load_residual(norm, offsets, mask, TAIL: tl.constexpr):
+    """The residual, if there is one: loaded before the sum, so that both are on their way at once."""
+    residual = mask  # which nobody looks at
+    if TAIL.RESIDUAL:
+        residual = tl.load(norm.residual_ptr + offsets, mask=mask, other=0.0)
+    return residual
+
+
+@triton.jit
+def store_sum(total, residual, output_ptr, offsets, mask, TAIL: tl.constexpr):
     """Add the residual, round, store; the rounded numbers in fp32, 0 where ``mask`` is false."""
     if TAIL.RESIDUAL:
-        total += tl.load(norm.residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     rounded = total.to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + offsets, rounded, mask=mask)
     return tl.where(mask, rounded.to(tl.float32), 0.0)
 
 
 @triton.jit
-def normed(x, mean, deviation, norm, offs_n, N, TAIL: tl.constexpr):
-    """y of columns ``offs_n`` of whole rows, in fp32."""
-    y = (x - mean[:, None]) * deviation[:, None]
+def _load_vectors(norm, offs_n, mask, N, TAIL: tl.constexpr):
+    weight, bias = mask, mask  # which nobody looks at
     if TAIL.NORM_WEIGHT:
         weight = tl.load(norm.norm_weight_ptr + offs_n, mask=offs_n < N, other=0.0)
-        y *= weight.to(tl.float32)[None, :]
     if TAIL.NORM_BIAS:
         bias = tl.load(norm.norm_bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+    return weight, bias
+
+
+@triton.jit
+def load_blocks(x_ptr, norm, offs_m, first, rows, N, TAIL: tl.constexpr):
+    """Two blocks of columns from ``first`` on, of whole rows at ``x_ptr``: what ``normed`` takes of each.
+
+    All are loaded before one is used, or stored: a load does not go ahead of a store, which may be of the
+    same memory. A block is (columns, mask, x, weight, bias); these mean nothing where there are none.
+    """
+    offs_n = first + tl.arange(0, TAIL.COLUMNS)
+    after_n = offs_n + TAIL.COLUMNS
+    mask_m = (offs_m < rows)[:, None]
+    mask, after_mask = mask_m & (offs_n < N)[None, :], mask_m & (after_n < N)[None, :]
+    pointers = x_ptr + offs_m[:, None] * N + offs_n[None, :]
+    x = tl.load(pointers, mask=mask, other=0.0)
+    after_x = tl.load(pointers + TAIL.COLUMNS, mask=after_mask, other=0.0)
+    weight, bias = _load_vectors(norm, offs_n, mask, N, TAIL)
+    after_weight, after_bias = _load_vectors(norm, after_n, mask, N, TAIL)
+    block = offs_n, mask, x, weight, bias
+    return block, (after_n, after_mask, after_x, after_weight, after_bias)
+
+
+@triton.jit
+def normed(block, mean, deviation, TAIL: tl.constexpr):
+    """y of one of ``load_blocks``, in fp32."""
+    _, _, x, weight, bias = block
+    y = (x.to(tl.float32) - mean[:, None]) * deviation[:, None]
+    if TAIL.NORM_WEIGHT:
+        y *= weight.to(tl.float32)[None, :]
+    if TAIL.NORM_BIAS:
         y += bias.to(tl.float32)[None, :]
     return y
+
+
+@triton.jit
+def _sizes(block, mean, deviation, TAIL: tl.constexpr):
+    return tl.where(block[1], tl.abs(normed(block, mean, deviation, TAIL)), 0.0)
 
 
 @triton.jit
@@ -82,10 +125,9 @@ def scale_of_rows(output_ptr, mean, deviation, norm, offs_m, rows, N, TAIL: tl.c
     """The scale of each row: what its largest number is divided by to be the largest of float8_e4m3fn."""
     ROWS: tl.constexpr = TAIL.ROWS
     largest = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, N, TAIL.COLUMNS):
-        offs_n = first + tl.arange(0, TAIL.COLUMNS)
-        mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
-        x = tl.load(output_ptr + offs_m[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
-        y = normed(x.to(tl.float32), mean, deviation, norm, offs_n, N, TAIL)
-        largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(y), 0.0), axis=1))
+    for first in range(0, N, 2 * TAIL.COLUMNS):
+        block, after = load_blocks(output_ptr, norm, offs_m, first, rows, N, TAIL)
+        sizes = _sizes(block, mean, deviation, TAIL)
+        sizes = tl.maximum(sizes, _sizes(after, mean, deviation, TAIL))
+        largest = tl.maximum(largest, tl.max(sizes, axis=1))
     return tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)

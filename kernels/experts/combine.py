@@ -29,7 +29,7 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
     ``home``: the rows that have come back, ``[rows, N]``. A token without any row is 0.
     """
     TOPK: tl.constexpr = SLOTS.TOPK
-    ROWS: tl.constexpr = SLOTS.BLOCK_ROWS
+    ROWS: tl.constexpr = SLOTS.SUM_ROWS
     COLUMNS: tl.constexpr = SLOTS.BLOCK_COLUMNS
     # All waits before the sums: a token's rows come from any rank, by any of its programs. What has not
     # come is not looked at, as the sum would be no sum; the op has failed then.
@@ -43,8 +43,9 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
             mask = token < combined.own_tokens
             inside = (column < N)[None, :]
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            # By slot, not by arrival: fp32 sums depend on the order.
-            for slot in range(TOPK):
+            # By slot, not by arrival: fp32 sums depend on the order. Unrolled, so that the rows of several
+            # slots are on their way before the first is added.
+            for slot in tl.range(TOPK, loop_unroll_factor=4):
                 row = tl.load(combined.inverse_ptr + token * TOPK + slot, mask=mask, other=-1)
                 there = (row >= 0)[:, None] & inside
                 pointers = home_ptr + row[:, None] * N + column[None, :]

@@ -36,16 +36,26 @@ SEGMENT_NUMBERS = 3  # of a segment: its first row here, its rows, and the first
 COUNT_NUMBERS = 2  # before the counts by expert: tokens, and the first row at home
 _SEGMENT = tl.constexpr(SEGMENT_NUMBERS)
 _COUNT = tl.constexpr(COUNT_NUMBERS)
+_AT_ONCE = tl.constexpr(2)  # slots of a token that are looked up together
 
 
 @triton.jit
-def copy_listed_rows(to_ptr, to_rows, from_ptr, from_rows, mask, words, BLOCK: tl.constexpr):
-    """Row ``to_rows[i]`` = row ``from_rows[i]`` where ``mask[i]``; rows of ``words``, int64 numbers."""
+def copy_listed_rows(to_ptr, places, from_ptr, from_rows, mask, words, BLOCK: tl.constexpr,
+                     PLACES: tl.constexpr):  # fmt: skip
+    """Copy row ``from_rows[i]`` where ``mask[i]`` to each of its ``PLACES`` places; below 0 is none.
+
+    ``places``: a tuple of as many tensors. A row of ``words`` is loaded once for all of them.
+    """
     for first in range(0, words, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        both = mask[:, None] & (columns < words)[None, :]
-        block = tl.load(from_ptr + from_rows[:, None] * words + columns[None, :], mask=both)
-        tl.store(to_ptr + to_rows[:, None] * words + columns[None, :], block, mask=both)
+        inside = (columns < words)[None, :]
+        pointers = from_ptr + from_rows[:, None] * words + columns[None, :]
+        block = tl.load(pointers, mask=mask[:, None] & inside)
+        for number in tl.static_range(PLACES):
+            place = places[number]
+            # int64 before the product: all rows may pass 2**31 words.
+            pointers = to_ptr + place.to(tl.int64)[:, None] * words + columns[None, :]
+            tl.store(pointers, block, mask=(place >= 0)[:, None] & inside)
 
 
 @triton.jit
@@ -65,15 +75,17 @@ def _send_tokens(workspace, rows, tokens_ptr, tokens, peer, sender, regions, siz
         number = first + tl.arange(0, SLOTS.BLOCK_ROWS)
         mask = number < tokens
         listed = tl.load(tokens_ptr + number, mask=mask, other=0)
-        to_rows = first_row + number
-        copy_listed_rows(x_ptr, to_rows, rows.x_ptr, listed, mask, rows.x_words,
-                         SLOTS.BLOCK_COLUMNS)  # fmt: skip
+        # In a tuple, as if a row had several places.
+        places = (tl.where(mask, first_row + number, -1),)
+        copy_listed_rows(x_ptr, places, rows.x_ptr, listed, mask, rows.x_words,
+                         SLOTS.BLOCK_COLUMNS, 1)  # fmt: skip
         if SLOTS.SCALED:
             scales_ptr = _region(workspace, peer, regions.scales_byte, rows.scales_ptr)
             copy_listed_rows(
-                scales_ptr, to_rows, rows.scales_ptr, listed, mask, rows.scale_words, 32
+                scales_ptr, places, rows.scales_ptr, listed, mask, rows.scale_words, 32, 1
             )
-        copy_listed_rows(facts_ptr, to_rows, rows.facts_ptr, listed, mask, 3 * SLOTS.TOPK, 32)
+        words = 3 * SLOTS.TOPK
+        copy_listed_rows(facts_ptr, places, rows.facts_ptr, listed, mask, words, 32, 1)
 
 
 @triton.jit
@@ -160,30 +172,51 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
 
 
 @triton.jit
+def _place(fact_ptr, mask, source, segments_ptr, workspace, sizes, TOPK: tl.constexpr):
+    """Rows of the result of tokens in the slot at ``fact_ptr``; -1 where that has no expert here."""
+    expert = tl.load(fact_ptr, mask=mask, other=-1) - workspace.rank * sizes.experts
+    position = tl.load(fact_ptr + TOPK, mask=mask, other=-1)
+    here = (expert >= 0) & (expert < sizes.experts) & (position >= 0)
+    segment = (expert * workspace.world_size + source) * _SEGMENT
+    first = tl.load(segments_ptr + segment, mask=here, other=0)
+    # Rows are less than 2**31; those of a thread have a register for each slot.
+    return tl.where(here, first.to(tl.int32) + position, -1)
+
+
+@triton.jit
 def _sort_tokens(workspace, rows, result, number, mask, source, segments_ptr, regions, sizes,
                  SLOTS: tl.constexpr):  # fmt: skip
-    """Copy tokens ``number`` of ``source``'s region to their rows of the result."""
+    """Copy tokens ``number`` of ``source``'s region to their rows of the result.
+
+    Where they go is looked up for some slots before they are loaded, once for all of these: most slots of
+    a token have their experts elsewhere, and slot by slot most of a program's loads would be masked out.
+    """
     TOPK: tl.constexpr = SLOTS.TOPK
+    PLACES: tl.constexpr = TOPK if TOPK < _AT_ONCE else _AT_ONCE
     rank = workspace.rank
     x_ptr = _region(workspace, rank, regions.x_byte, rows.x_ptr)
     facts_ptr = _region(workspace, rank, regions.facts_byte, rows.facts_ptr)
     from_rows = tl.cast(source, tl.int64) * sizes.most_tokens + number
-    for slot in range(TOPK):
-        fact_ptr = facts_ptr + from_rows * (3 * TOPK) + slot
-        expert = tl.load(fact_ptr, mask=mask, other=-1) - rank * sizes.experts
-        position = tl.load(fact_ptr + TOPK, mask=mask, other=-1)
-        here = (expert >= 0) & (expert < sizes.experts) & (position >= 0)
-        segment = (expert * workspace.world_size + source) * _SEGMENT
-        to_rows = tl.load(segments_ptr + segment, mask=here, other=0) + position
-        copy_listed_rows(result.rows_ptr, to_rows, x_ptr, from_rows, here, rows.x_words,
-                         SLOTS.BLOCK_COLUMNS)  # fmt: skip
+    for first in range(0, TOPK, PLACES):
+        fact_ptr = facts_ptr + from_rows * (3 * TOPK) + first
+        places = (_place(fact_ptr, mask, source, segments_ptr, workspace, sizes, TOPK),)
+        some = places[0] >= 0
+        for slot in tl.static_range(1, PLACES):
+            there = mask & (first + slot < TOPK)
+            place = _place(fact_ptr + slot, there, source, segments_ptr, workspace, sizes, TOPK)
+            places += (place,)  # type: ignore[assignment]
+            some = some | (place >= 0)
+        copy_listed_rows(result.rows_ptr, places, x_ptr, from_rows, some, rows.x_words,
+                         SLOTS.BLOCK_COLUMNS, PLACES)  # fmt: skip
         if SLOTS.SCALED:
             scales_ptr = _region(workspace, rank, regions.scales_byte, rows.scales_ptr)
-            copy_listed_rows(result.row_scales_ptr, to_rows, scales_ptr, from_rows, here,
-                             rows.scale_words, 32)  # fmt: skip
+            copy_listed_rows(result.row_scales_ptr, places, scales_ptr, from_rows, some,
+                             rows.scale_words, 32, PLACES)  # fmt: skip
         if SLOTS.WEIGHTED:
-            weight = tl.load(fact_ptr + 2 * TOPK, mask=here, other=0)
-            tl.store(result.row_weights_ptr + to_rows, weight, mask=here)
+            for slot in tl.static_range(PLACES):
+                place = places[slot]
+                weight = tl.load(fact_ptr + 2 * TOPK + slot, mask=place >= 0, other=0)
+                tl.store(result.row_weights_ptr + place, weight, mask=place >= 0)
 
 
 @triton.jit(do_not_specialize=["workspace", "sizes"])

@@ -18,7 +18,13 @@ from interlace.kernels.collectives.low_latency import (
     send_to_all,
 )
 from interlace.kernels.fused.row_norms import store_normed
-from interlace.kernels.norms import no_statistics, reciprocal_deviation, store_sum, with_block
+from interlace.kernels.norms import (
+    load_residual,
+    no_statistics,
+    reciprocal_deviation,
+    store_sum,
+    with_block,
+)
 from interlace.kernels.signal import count_program
 
 
@@ -113,7 +119,8 @@ def low_latency_norm_kernel(
             # A sum without a rank is no sum: the output stays as it was.
             mask = (offs_n < N)[None, :] & (missing == 0)
             offsets = offs_m[:, None] * N + offs_n[None, :]
-            x = store_sum(total, norm, output_ptr, offsets, mask, TAIL)
+            residual = load_residual(norm, offsets, mask, TAIL)
+            x = store_sum(total, residual, output_ptr, offsets, mask, TAIL)
             mean, squares = with_block(mean, squares, x, mask, first, N, TAIL)
             lost += missing
             end_block(epoch_ptr, epoch, missing)

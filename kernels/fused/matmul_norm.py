@@ -65,7 +65,7 @@ def matmul_reduce_scatter_norm_kernel(
     norm_rows(workspace, own_ptr, epilogue.bias_ptr, norm, gathered, output_ptr, first_row, rows, N,
               epoch, AVERAGE, TAIL, TILES)  # fmt: skip
     if TAIL.GATHER != "":
-        collect_rows(workspace, norm, gathered, output_ptr, segments_ptr, N, epoch, TAIL)
+        collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL)
 
 
 @triton.jit(do_not_specialize=["workspace", "M"])

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.collectives.reduction import SEGMENT_COLUMNS
-from interlace.kernels.fused.row_norms import collect_rows, norm_rows
+from interlace.kernels.fused.row_norms import IN_FLIGHT, collect_rows, norm_rows
 from interlace.kernels.signal import current_epoch, wait_credit
 from interlace.kernels.slots import publish_turn
 from interlace.kernels.tiling import first_tile
-from interlace.kernels.transfer import copy_elements, data_pointer, table_line
+from interlace.kernels.transfer import copy_rows, data_pointer, table_line
 
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
+_IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 
 @triton.jit(do_not_specialize=["workspace", "gathered"])
@@ -48,11 +49,14 @@ def reduce_norm_kernel(
     """
     epoch = current_epoch(workspace)
     program, programs, rank = tl.program_id(0), tl.num_programs(0), workspace.rank
-    BLOCK: tl.constexpr = TAIL.ROWS * TAIL.COLUMNS
+    BITS: tl.constexpr = input_ptr.dtype.element_ty.primitive_bitwidth
+    ROWS: tl.constexpr = TILES.BLOCK_M
+    WIDEST: tl.constexpr = _IN_FLIGHT * 8 // (ROWS * BITS)
+    COLUMNS: tl.constexpr = TILES.BLOCK_N if TILES.BLOCK_N < WIDEST else WIDEST
     for line in range(workspace.world_size):
         owner, first_row, rows, start = table_line(segments_ptr, line, _SEGMENT)
         start = start.to(tl.int32)
-        tiles = tl.cdiv(rows, TILES.BLOCK_M).to(tl.int32)
+        tiles = tl.cdiv(rows, ROWS).to(tl.int32)
         first = first_tile(start, program, programs)
         # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
@@ -61,10 +65,10 @@ def reduce_norm_kernel(
                 to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
                 for number in range(first, start + tiles, programs):
                     # tl.cast: a loop's variable has no .to() in the interpreter.
-                    row = tl.cast(number - start, tl.int64) * TILES.BLOCK_M
-                    count = min(rows - row, TILES.BLOCK_M) * N
+                    row = tl.cast(number - start, tl.int64) * ROWS
+                    count = min(rows - row, ROWS)
                     from_ptr = input_ptr + (first_row + row) * N
-                    copy_elements(to_ptr + row * N, from_ptr, count, BLOCK)
+                    copy_rows(to_ptr + row * N, N, from_ptr, N, count, N, ROWS, COLUMNS)
                 # All at once: a publish waits until all stores so far have arrived.
                 slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
                 publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
@@ -75,4 +79,4 @@ def reduce_norm_kernel(
     norm_rows(workspace, own_ptr, bias_ptr, norm, gathered, output_ptr, first_row, rows, N, epoch,
               AVERAGE, TAIL, TILES)  # fmt: skip
     if TAIL.GATHER != "":
-        collect_rows(workspace, norm, gathered, output_ptr, segments_ptr, N, epoch, TAIL)
+        collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL)

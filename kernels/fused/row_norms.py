@@ -24,6 +24,8 @@ from interlace.kernels.collectives.reduction import SEGMENT_COLUMNS, sum_contrib
 from interlace.kernels.epilogue import activate, add_bias
 from interlace.kernels.matmul import tile_offsets
 from interlace.kernels.norms import (
+    load_blocks,
+    load_residual,
     no_statistics,
     normed,
     reciprocal_deviation,
@@ -34,10 +36,12 @@ from interlace.kernels.norms import (
 from interlace.kernels.signal import wait
 from interlace.kernels.slots import publish_to_all, wait_slots
 from interlace.kernels.tiling import tile_number
-from interlace.kernels.transfer import copy_elements, region_pointer, table_line
+from interlace.kernels.transfer import copy_elements, copy_rows, region_pointer, table_line
 
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 _SLOTS = tl.constexpr(128)  # that are looked at at once
+IN_FLIGHT = 32 << 10  # bytes that a program has on their way: it has a multiprocessor to itself
+_IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 
 @triton.jit
@@ -70,15 +74,41 @@ def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
         offs_n = first + tl.arange(0, TAIL.COLUMNS)
         offsets = offs_m[:, None] * N + offs_n[None, :]
         mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
+        residual = load_residual(norm, offsets, mask, TAIL)
         total = sum_contributions(
             workspace.world_size, own_ptr, elements_per_source, offsets, mask, AVERAGE
         )
         tile_n = block + tl.zeros((), tl.int32)
         total = add_bias(total, bias_ptr, slice_m, tile_n, rows, N, TAIL.ROWS, TAIL.COLUMNS, TILES)
         total = activate(total, TILES)
-        x = store_sum(total, norm, output_ptr, offsets, mask, TAIL)
+        x = store_sum(total, residual, output_ptr, offsets, mask, TAIL)
         mean, squares = with_block(mean, squares, x, mask, first, N, TAIL)
     return mean, squares
+
+
+@triton.jit
+def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, block, N, free,
+                 mean, deviation, scale, TAIL: tl.constexpr):  # fmt: skip
+    """Norm one of ``load_blocks``, of rows ``offs_m``; store it here, and at peers if they are ``free``."""
+    offs_n, mask, x, _, _ = block
+    # Stored as it was loaded, 8 numbers a thread: of fp8 it would be 16, by way of shared memory.
+    offsets = tl.max_contiguous(offs_m[:, None] * N + offs_n[None, :], [1, 8])
+    y = normed(block, mean, deviation, TAIL)
+    if TAIL.QUANTIZE:
+        y = y / scale[:, None]
+    y = y.to(norm.normed_ptr.dtype.element_ty)
+    tl.store(norm.normed_ptr + offsets, y, mask=mask)
+    if TAIL.GATHER != "":
+        # The next rank first, so that no rank is the target of all others at once.
+        for step in range(1, workspace.world_size):
+            peer = (workspace.rank + step) % workspace.world_size
+            byte = workspace.data_offset + gathered.normed_byte
+            to_ptr = region_pointer(workspace, peer, byte, norm.normed_ptr)
+            tl.store(to_ptr + first_row * N + offsets, y, mask=mask & free)
+            if TAIL.GATHER == "both":
+                byte = workspace.data_offset + gathered.sum_byte
+                to_ptr = region_pointer(workspace, peer, byte, output_ptr)
+                tl.store(to_ptr + first_row * N + offsets, x, mask=mask & free)
 
 
 @triton.jit
@@ -92,27 +122,13 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
     if TAIL.QUANTIZE:
         scale = scale_of_rows(output_ptr, mean, deviation, norm, offs_m, rows, N, TAIL)
         tl.store(norm.scale_ptr + offs_m, scale, mask=mask_m)
-    for first in range(0, N, TAIL.COLUMNS):
-        offs_n = first + tl.arange(0, TAIL.COLUMNS)
-        offsets = offs_m[:, None] * N + offs_n[None, :]
-        mask = mask_m[:, None] & (offs_n < N)[None, :]
-        x = tl.load(output_ptr + offsets, mask=mask, other=0.0)
-        y = normed(x.to(tl.float32), mean, deviation, norm, offs_n, N, TAIL)
-        if TAIL.QUANTIZE:
-            y = y / scale[:, None]
-        y = y.to(norm.normed_ptr.dtype.element_ty)
-        tl.store(norm.normed_ptr + offsets, y, mask=mask)
-        if TAIL.GATHER != "":
-            # The next rank first, so that no rank is the target of all others at once.
-            for step in range(1, workspace.world_size):
-                peer = (workspace.rank + step) % workspace.world_size
-                byte = workspace.data_offset + gathered.normed_byte
-                to_ptr = region_pointer(workspace, peer, byte, norm.normed_ptr)
-                tl.store(to_ptr + first_row * N + offsets, y, mask=mask & free)
-                if TAIL.GATHER == "both":
-                    byte = workspace.data_offset + gathered.sum_byte
-                    to_ptr = region_pointer(workspace, peer, byte, output_ptr)
-                    tl.store(to_ptr + first_row * N + offsets, x, mask=mask & free)
+    for first in range(0, N, 2 * TAIL.COLUMNS):
+        block, after = load_blocks(output_ptr, norm, offs_m, first, rows, N, TAIL)
+        _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, block, N, free,
+                     mean, deviation, scale, TAIL)  # fmt: skip
+        if first + TAIL.COLUMNS < N:
+            _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, after, N, free,
+                         mean, deviation, scale, TAIL)  # fmt: skip
     if TAIL.GATHER != "" and TAIL.QUANTIZE:
         for step in range(1, workspace.world_size):
             peer = (workspace.rank + step) % workspace.world_size
@@ -129,34 +145,40 @@ def publish_slice(workspace, gathered, slice_m, epoch):
 
 
 @triton.jit
-def collect_rows(workspace, norm, gathered, output_ptr, segments_ptr, N, epoch,
-                 TAIL: tl.constexpr):  # fmt: skip
-    """Copy the rows of all other ranks out of the own workspace, slice by slice, as they come."""
-    BLOCK: tl.constexpr = TAIL.ROWS * TAIL.COLUMNS
-    data = workspace.data_offset
+def _copy_out(workspace, byte, to_ptr, row, rows, N, TAIL: tl.constexpr):
+    """Copy ``rows`` from ``row`` on out of the own workspace, IN_FLIGHT bytes at a time."""
+    BITS: tl.constexpr = to_ptr.dtype.element_ty.primitive_bitwidth
+    ROWS: tl.constexpr = _IN_FLIGHT * 8 // (TAIL.COLUMNS * BITS)
+    byte = workspace.data_offset + byte
+    from_ptr = region_pointer(workspace, workspace.rank, byte, to_ptr)
+    copy_rows(to_ptr + row * N, N, from_ptr + row * N, N, rows, N, ROWS, TAIL.COLUMNS)
+
+
+@triton.jit
+def collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL: tl.constexpr):
+    """Copy the rows of all other ranks out of the own workspace, some slices at a time, as they come."""
+    BITS: tl.constexpr = norm.normed_ptr.dtype.element_ty.primitive_bitwidth
+    SLICES: tl.constexpr = _IN_FLIGHT * 8 // (TAIL.ROWS * TAIL.COLUMNS * BITS)
     # The last line is this rank's own.
     for line in range(workspace.world_size - 1):
         owner, first_row, rows, _ = table_line(segments_ptr, line, _SEGMENT)
         slices = tl.cdiv(rows, TAIL.ROWS).to(tl.int32)
-        for slice_m in range(tl.program_id(0), slices, tl.num_programs(0)):
-            slot = owner * gathered.slices + slice_m
-            wait(workspace, owner, workspace.slot_offset + gathered.slots_byte + slot * 8, epoch)
-            row = first_row + tl.cast(slice_m, tl.int64) * TAIL.ROWS
-            count = min(first_row + rows - row, TAIL.ROWS)
-            from_ptr = region_pointer(
-                workspace, workspace.rank, data + gathered.normed_byte, norm.normed_ptr
-            )
-            copy_elements(gathered.all_normed_ptr + row * N, from_ptr + row * N, count * N, BLOCK)
+        groups = tl.cdiv(slices, SLICES)
+        for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+            first = group * SLICES
+            for slice_m in range(first, min(first + SLICES, slices)):
+                byte = gathered.slots_byte + (owner * gathered.slices + slice_m) * 8
+                wait(workspace, owner, workspace.slot_offset + byte, epoch)
+            done = tl.cast(first, tl.int64) * TAIL.ROWS
+            row, count = first_row + done, min(rows - done, SLICES * TAIL.ROWS)
+            _copy_out(workspace, gathered.normed_byte, gathered.all_normed_ptr, row, count, N, TAIL)
             if TAIL.GATHER == "both":
-                from_ptr = region_pointer(
-                    workspace, workspace.rank, data + gathered.sum_byte, output_ptr
-                )
-                copy_elements(gathered.all_sums_ptr + row * N, from_ptr + row * N, count * N, BLOCK)
+                _copy_out(workspace, gathered.sum_byte, gathered.all_sums_ptr, row, count, N, TAIL)
             if TAIL.QUANTIZE:
-                from_ptr = region_pointer(
-                    workspace, workspace.rank, data + gathered.scale_byte, norm.scale_ptr
-                )
-                copy_elements(gathered.all_scales_ptr + row, from_ptr + row, count, TAIL.ROWS)
+                byte = workspace.data_offset + gathered.scale_byte
+                from_ptr = region_pointer(workspace, workspace.rank, byte, norm.scale_ptr)
+                to_ptr = gathered.all_scales_ptr + row
+                copy_elements(to_ptr, from_ptr + row, count, SLICES * TAIL.ROWS)
 
 
 @triton.jit

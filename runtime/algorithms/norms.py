@@ -18,6 +18,7 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Gathered, NormOperands, Tail
 from interlace.kernels.fused import low_latency_norm, matmul_norm, reduce_norm
+from interlace.kernels.fused.row_norms import IN_FLIGHT
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import low_latency, matmul_reduce, operands, plain
 from interlace.runtime.algorithms.operands import Linear
@@ -45,17 +46,27 @@ class WholeRows(NamedTuple):
         return [each for each in self if each is not None]
 
 
-def slice_blocks(columns: int, configuration: Configuration) -> tuple[int, int]:
+def slice_blocks(columns: int, configuration: Configuration, itemsize: int) -> tuple[int, int]:
     """(rows, columns) that a kernel looks at at once: powers of two, ``block_elements`` together at most.
 
-    Nor are they more than 8 for each thread, 16 bytes of 16 bit: of twice as many ptxas spills.
+    Nor are they more than 32 bytes for each thread, of each of four ranks: of twice as many ptxas spills.
 
-    >>> slice_blocks(100, Configuration()), slice_blocks(8192, Configuration())
-    ((16, 128), (1, 2048))
+    >>> slice_blocks(100, Configuration(), 2), slice_blocks(8192, Configuration(), 2)
+    ((16, 128), (1, 4096))
     """
-    elements = min(configuration.block_elements, 8 * 32 * configuration.num_warps)
+    elements = min(configuration.block_elements, 32 * 32 * configuration.num_warps // itemsize)
     wide = min(1 << (columns - 1).bit_length(), elements)
     return min(elements // wide, configuration.block_m, MOST_ROWS), wide
+
+
+def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
+    """Rows of a tile that is sent and signalled as one: a slice, or as many whole ones as IN_FLIGHT takes.
+
+    >>> sent_rows(4096, 1, 2), sent_rows(100, 16, 2), sent_rows(65536, 1, 2)
+    (4, 16, 1)
+    """
+    most = IN_FLIGHT // (itemsize << (columns - 1).bit_length())
+    return max(slice_rows, min(most, MOST_ROWS))
 
 
 def tail_arguments(
@@ -136,10 +147,10 @@ def matmul_reduce_scatter_fused(
     columns, block_m = linear.weight.shape[1], configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     rows = [count for _, count in segments]
-    row_bytes = columns * linear.output.element_size()
-    layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
+    itemsize = linear.output.element_size()
+    layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, columns * itemsize)
     known = operands.product(communicator, configuration, input, linear, published=True)
-    tail = tail_arguments(linear, slice_blocks(columns, configuration), whole)
+    tail = tail_arguments(linear, slice_blocks(columns, configuration, itemsize), whole)
     arguments = {
         **known,
         **operands.epilogue(linear),
@@ -161,14 +172,14 @@ def matmul_all_reduce_fused(
     """One-shot: one kernel, every tile to every rank, all of which norm all rows."""
     (rows, columns), block_m = linear.output.shape, configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
-    row_bytes = columns * linear.output.element_size()
-    layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
+    itemsize = linear.output.element_size()
+    layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, columns * itemsize)
     known = operands.product(communicator, configuration, input, linear)
     # A tile is stored into every rank's memory in turn: a descriptor is for one place.
     known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
     arguments = {
         **known,
-        **tail_arguments(linear, slice_blocks(columns, configuration)),
+        **tail_arguments(linear, slice_blocks(columns, configuration, itemsize)),
         "bias_ptr": operands.bias_or_none(linear),
         "M": rows,
         "AVERAGE": linear.average,
@@ -204,25 +215,26 @@ def reduce_fused(
 ) -> Event:
     """One kernel: the own rows of ``input``, which is dense, summed over ranks and normed."""
     columns = linear.output.shape[1]
-    tail = tail_arguments(linear, slice_blocks(columns, configuration), whole)
-    block_m = tail["TAIL"].ROWS
+    itemsize = linear.output.element_size()
+    tail = tail_arguments(linear, slice_blocks(columns, configuration, itemsize), whole)
+    slice_rows = tail["TAIL"].ROWS
+    block_m = sent_rows(columns, slice_rows, itemsize)
     rows = [count for _, count in segments]
-    row_bytes = columns * linear.output.element_size()
-    layout = plain.pushed_layout(communicator, rows, block_m, 1, row_bytes)
+    layout = plain.pushed_layout(communicator, rows, block_m, 1, columns * itemsize)
     arguments = {
         "input_ptr": input,
         "bias_ptr": operands.bias_or_none(linear),
         "output_ptr": linear.output,
         "N": columns,
         **tail,
-        **gathering(communicator, layout, segments, block_m, linear, whole),
+        **gathering(communicator, layout, segments, slice_rows, linear, whole),
         "segments_ptr": plain.segment_table(communicator, segments, block_m, 1),
         "AVERAGE": linear.average,
         "TILES": operands.whole_rows(block_m, columns, linear),
     }
-    slices = sum(formulas.ceil_div(count, block_m) for count in rows)
+    slices = formulas.tiles_of(rows, slice_rows, 1)
     grid = formulas.persistent_grid(0, slices, plain.resident_programs(communicator, configuration))
-    options = {"num_warps": configuration.num_warps, "options": {"maxnreg": 128}}
+    options = {"num_warps": configuration.num_warps, "options": {"maxnreg": 168}}
     return plain.enqueue_kernel(
         communicator, op, layout, reduce_norm.reduce_norm_kernel, grid, arguments, options
     )

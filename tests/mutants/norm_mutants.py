@@ -22,6 +22,8 @@ CASES = [
      "rank * gathered.slices")), "schedules", _ALL),
     Case(mutant_of(_ROWS, "rows collected unasked", ("            wait(workspace, owner, workspace",
      "            (workspace, owner, workspace")), "races", _ALL),
+    Case(mutant_of(_ROWS, "the first slice of several waited for", ("range(first, min(first + SLICES, slices))",
+     "range(first, first + 1)")), "races", _ALL),
     Case(mutant_of(_SIGNAL, "slots looked at relaxed", ('nothing, mask=valid, sem="acquire"',
      'nothing, mask=valid, sem="relaxed"')), "races", _SCATTER),
     Case(mutant_of(_LOW, "all blocks of a row in the same words", ("row * blocks + number", "row")),

@@ -23,11 +23,10 @@ from interlace.fused.routing import (
 )
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.combine import Combine, Home
-from interlace.runtime.algorithms.experts.dispatch import Bounds, HostRoutes
+from interlace.runtime.algorithms.experts.dispatch import Bounds, HostRoutes, row_moves
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 COMBINE = "combine"
@@ -115,7 +114,7 @@ def _on_device(
             senders = senders_of(communicator, COMBINE)
             bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
             columns = rows.shape[1]
-            chosen = configuration.choose(communicator.place, rows.dtype, 16, columns, columns)
+            chosen = row_moves(communicator.place, max(1, columns * rows.element_size() // 4))
             problem = rows.dtype, most * inverse.shape[1], columns
             chosen = measured(communicator, COMBINE, *problem, "fused").over(chosen)
             event = Combine(communicator, rows, home).fused(segments, bounds, chosen)

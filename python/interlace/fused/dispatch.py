@@ -26,12 +26,12 @@ from interlace.runtime.algorithms.experts.dispatch import (
     Dispatch,
     DispatchResult,
     HostRoutes,
+    row_moves,
 )
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration
 
 DISPATCH = "dispatch"
 Tensor = torch.Tensor
@@ -107,7 +107,7 @@ def _fused(
     senders = senders_of(communicator, DISPATCH)
     bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
     words = max(1, op.x.shape[1] * op.x.element_size() // 4)
-    chosen = configuration.choose(communicator.place, op.x.dtype, 16, words, words)
+    chosen = row_moves(communicator.place, words)
     problem = op.x.dtype, rows, op.x.shape[1]
     chosen = measured(communicator, DISPATCH, *problem, "fused").over(chosen)
     return op.fused(sent, bounds, chosen)

@@ -19,6 +19,7 @@ from interlace.kernels.experts import combine as kernels
 from interlace.kernels.tiling import owner_order
 from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.experts.dispatch import (
+    MAX_REGISTERS,
     Bounds,
     HostRoutes,
     RowExchange,
@@ -95,7 +96,12 @@ class Combine:
         experts, world_size, _ = segments.shape
         (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
         slots = slot_rows(
-            configuration, topk, experts, scaled=False, weighted=self.home.weights is not None
+            configuration,
+            self.rows.element_size(),
+            topk,
+            experts,
+            scaled=False,
+            weighted=self.home.weights is not None,
         )
         row_bytes = columns * self.rows.element_size()
         layout = Layout(world_size * bounds.senders, bounds.most_tokens * topk * row_bytes)
@@ -112,7 +118,8 @@ class Combine:
         grid = formulas.persistent_grid(
             0, world_size * bounds.senders, communicator.place.program_limit
         )
-        options = {"num_warps": configuration.num_warps, "num_stages": 1}
+        own = {"options": {"maxnreg": MAX_REGISTERS}}
+        options: dict[str, Any] = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
 
         def body(workspace: Workspace) -> None:
             launch = workspace.kernel_launch(kernels.combine_kernel, grid, arguments, **options)

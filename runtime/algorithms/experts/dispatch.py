@@ -25,11 +25,13 @@ from interlace.runtime.algorithms.experts.assignment import (
 from interlace.runtime.algorithms.plain import agreed_call, sources
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event
-from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration, choose
+from interlace.runtime.tuning.table import FEW_ROWS
 
 Tensor = torch.Tensor
-MAX_REGISTERS = 96
+MAX_REGISTERS = 192
 WORDS = (torch.int32, torch.int16, torch.int8)
 
 
@@ -90,11 +92,26 @@ def next_power(number: int) -> int:
 
 
 def slot_rows(
-    configuration: Configuration, topk: int, experts: int, *, scaled: bool, weighted: bool
+    configuration: Configuration,
+    itemsize: int,
+    topk: int,
+    experts: int,
+    *,
+    scaled: bool,
+    weighted: bool,
 ) -> SlotRows:
-    # Half the rows of a copy: each has an address of its own on both sides, and is looked up.
-    blocks = max(1, configuration.copy_rows // 2), configuration.copy_columns
-    return SlotRows(topk, next_power(experts), *blocks, scaled, weighted)
+    """``copy_rows`` rows of ``copy_columns`` words of 4 bytes at a time; ``itemsize``: of an element.
+
+    Of a sum it has fewer rows, as those of up to four slots are on their way at once.
+    """
+    rows, columns = configuration.copy_rows, configuration.copy_columns * 4 // itemsize
+    of_sum = max(1, rows // min(4, 1 << (topk.bit_length() - 1)))
+    return SlotRows(topk, next_power(experts), rows, columns, of_sum, scaled, weighted)
+
+
+def row_moves(place: Place, words: int) -> Configuration:
+    """The default of kernels that move rows of ``words`` of 4 bytes, few or many."""
+    return choose(place, torch.bfloat16, FEW_ROWS + 1, words, words)
 
 
 def sender_programs(communicator: Communicator, configuration: Configuration) -> int:
@@ -124,6 +141,7 @@ class Dispatch:
             places.append(layout.add_data(world_size * bounds.most_tokens * row_bytes))
         slots = slot_rows(
             configuration,
+            4,  # narrower words are those of odd rows, whose elements are moved one by one
             facts.shape[1] // 3,
             experts,
             scaled=self.scales is not None,

@@ -81,7 +81,12 @@ class GroupedMatmulCombine:
         flatten = known["TILES"].FLATTEN and configuration.num_warps > 4
         tiles = known["TILES"]._replace(OUT_DESCRIPTOR=False, SUBTILE=parts, FLATTEN=flatten)
         slots = slot_rows(
-            configuration, topk, experts, scaled=False, weighted=home.weights is not None
+            configuration,
+            home.output.element_size(),
+            topk,
+            experts,
+            scaled=False,
+            weighted=home.weights is not None,
         )
         arguments: dict[str, Any] = {
             **known,
@@ -95,7 +100,10 @@ class GroupedMatmulCombine:
         }
         row_bytes = home.output.shape[1] * home.output.element_size()
         layout = Layout(world_size * grid, most_home_rows * row_bytes)
-        options = operands.launch_options(configuration)
+        options: dict[str, Any] = {**operands.launch_options(configuration)}
+        if self.input.element_size() == 4:
+            # Left alone, ptxas takes fewer for the sake of occupancy, and spills on 8.0.
+            options["options"] = {"maxnreg": 160}
 
         def body(workspace: Workspace) -> None:
             kernel = kernels.grouped_matmul_combine_kernel

@@ -208,7 +208,7 @@ OPS = {
     "reduce_norm": BundleOp(
         _reduce_norm,
         ("columns", *_NORM, "gather"),
-        _one("reduce_norm", "persistent_grid(0, tiles_of(rows, BLOCK_M, 1), resident)"),
+        _one("reduce_norm", "persistent_grid(0, tiles_of(rows, ROWS, 1), resident)"),
         _scattered("1"),
         {"segments_ptr": "segments"},
         (*RANKS, *ROWS, "N <= BLOCK_N"),
