@@ -156,8 +156,9 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
     phase = 0
     output_place = 0
     output_phase = 0
+    # Not cleared for each tile: what its first product adds to is not looked at.
+    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
     for _ in range(tiles):
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
         for k in range(0, K, TILES.BLOCK_K):
             mbarrier.wait(ring.full.index(place), phase)
             b = ring.b.index(place)

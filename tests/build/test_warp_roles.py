@@ -112,6 +112,9 @@ def test_those_who_multiply_do_nothing_per_part(op: str) -> None:
     per_part = [loop for loop in reference.loops if loop.tensor_maps]
     assert any(loop.depth == 1 and loop.tensor_maps == 2 for loop in per_part)
     assert not any(loop.tensor_maps for loop in roles.loops if " in multiply" in loop.where)
+    # A thread has 128 accumulators, and clears none of them for a tile.
+    per_tile = max(loop.instructions for loop in roles.loops if " in multiply" in loop.where)
+    assert per_tile < 128
 
 
 @thorough

@@ -135,6 +135,15 @@ class Sums:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.tensor, self.under_way = torch.zeros(shape), []
 
+    @classmethod
+    def of(cls, acc: Sums | torch.Tensor) -> Sums:
+        """``acc``, or new ones with what it has: a sum that was waited for goes on as accumulators."""
+        if isinstance(acc, Sums):
+            return acc
+        made = cls(tuple(acc.shape))
+        made.tensor = acc
+        return made
+
     def begin(self, a: Place, b: Place, use_acc: bool) -> Sums:
         self.under_way.append((a, b, bool(use_acc)))
         return self
@@ -259,7 +268,7 @@ class Program:
         )
         hopper = SimpleNamespace(
             fence_async_shared=lambda: None,
-            warpgroup_mma=lambda a, b, acc, use_acc, is_async: acc.begin(a, b, use_acc),
+            warpgroup_mma=lambda a, b, acc, use_acc, is_async: Sums.of(acc).begin(a, b, use_acc),
             warpgroup_mma_wait=lambda left, deps: deps[0].wait(left),
         )
         return {

@@ -207,6 +207,7 @@ MUTANTS = {
     "products do not wait for loads": (r" +mbarrier.wait\(ring.full.*\n", ""),
     "a part is overwritten before it is stored": (r" +mbarrier.wait\(output.empty.*\n", ""),
     "rows of the next part are stored": (r"\[rows, N\], \[N, 1\]", "[rows + 9, N], [N, 1]"),
+    "sums go on from tile to tile": (r"use_acc=k > 0", "use_acc=True"),
 }
 OF_ONE = {
     "all_gather_matmul": {
