@@ -1,4 +1,4 @@
-"""What kernels that move, sum or norm rows have on their way, by SASS, is what a multiprocessor needs."""
+"""Bytes that kernels which move, sum or norm rows have on their way, by SASS: as many as are needed."""
 
 import pathlib
 from dataclasses import replace

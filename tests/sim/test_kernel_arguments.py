@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime.jit import mangle_type
 
 import interlace
-from interlace.kernels import signal, transfer
+from interlace.kernels import slots, transfer
 from interlace.kernels.arguments import Peers, Rows, Table, Workspace
 from interlace.kernels.fused import matmul_all_reduce
 from interlace.runtime.core.kernel_arguments import (
@@ -45,11 +45,11 @@ def _tritons(value: Any) -> Any:
 def test_ranks_share_a_compilation(rank: int) -> None:
     """With the control that Triton by itself compiles rank 1 in."""
     launch = {"peers": Peers(TABLE, rank, 32)}
-    compiled = compiled_with(signal.finish_kernel, launch)["peers"]
+    compiled = compiled_with(slots.finish_kernel, launch)["peers"]
     assert _tritons(compiled) == ("*i64", "i32", "i32")
-    assert compiled == compiled_with(signal.finish_kernel, {"peers": Peers(TABLE, 3, 5)})["peers"]
+    assert compiled == compiled_with(slots.finish_kernel, {"peers": Peers(TABLE, 3, 5)})["peers"]
     assert (_tritons(launch["peers"]) == _tritons(compiled)) == (rank != 1)
-    types, constants, divisible = specialised(signal.finish_kernel, launch)
+    types, constants, divisible = specialised(slots.finish_kernel, launch)
     assert (list(types.values()), constants) == (["*i64", "i32", "i32"], {})
     assert divisible == ("peers.peers_ptr",)
 

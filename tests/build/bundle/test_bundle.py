@@ -133,13 +133,13 @@ def test_divisibility_is_that_of_the_build(
 
 
 def test_contracts_are_the_docstrings(bundles: dict[str, pathlib.Path]) -> None:
-    from interlace.kernels import signal
+    from interlace.kernels import slots
     from interlace.kernels.collectives import reduction
 
     contracts = manifest_of(bundles["all_reduce"])["contracts"]
     # "as reduce_scatter_kernel": what a text refers to is there too
     assert set(contracts) == {"all_reduce_kernel", "reduce_scatter_kernel", "finish_kernel"}
-    for kernel, module in (("reduce_scatter_kernel", reduction), ("finish_kernel", signal)):
+    for kernel, module in (("reduce_scatter_kernel", reduction), ("finish_kernel", slots)):
         text = " ".join(getattr(module, kernel).fn.__doc__.split())
         assert f"Ordering: {contracts[kernel]['ordering']} Example:" in text
 

@@ -1,4 +1,4 @@
-"""What rank 0 of two gives up in the midst of it, for test_given_up.py; on one host or on two."""
+"""Ops that one rank of two gives up in the midst of them, for test_given_up.py; on one host or on two."""
 
 import os
 import signal

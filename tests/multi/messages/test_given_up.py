@@ -1,4 +1,4 @@
-"""What a rank gives up in the midst of it: all hear of it, and nobody takes other data for his."""
+"""Ops that a rank gives up in the midst of them: all hear of it, and nobody takes other data for his."""
 
 from pathlib import Path
 
