@@ -122,14 +122,13 @@ def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
     All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score.
     """
     low, high = load_spans(spans, rows, batch, tile_offsets(tile_m, TILES.BLOCK_M))
-    return reach_of(low, high, scale)
+    return reach_of(low_of_seeing(low, high), high, scale)
 
 
 @triton.jit
 def reach_of(low, high, scale):
     """``load_reach`` of rows that see from ``low`` to below ``high``."""
     to_all = tl.where(scale > 0, tl.min(high), 0)
-    low = low_of_seeing(low, high)
     return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
 
 
