@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ from torch.distributed import FileStore
 import interlace
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.places.one_host.worker import Helper
+from interlace.runtime.places.shm import mail
 from interlace.runtime.start.connect import connect_place
 
 LARGE = 16 << 20  # numbers; more than leave before they are asked for
-AFTER = 0.05  # seconds until a signal
 
 
 class LateError(Exception):
@@ -30,19 +31,29 @@ def raises(*_: Any) -> None:
     raise LateError
 
 
+def send_signal() -> None:
+    """Once a message is waited for, not before."""
+
+    def send() -> None:
+        while not any(each.awaited for each in list(mail._mails)):
+            time.sleep(1e-3)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    threading.Thread(target=send).start()
+
+
 @contextmanager
 def signalled() -> Iterator[None]:
     """A signal comes while the block waits; what its handler raises ends the block."""
 
     before = signal.signal(signal.SIGALRM, raises)
     try:
-        signal.setitimer(signal.ITIMER_REAL, AFTER)
+        send_signal()
         yield
         raise AssertionError("it has not waited")
     except LateError:
         pass
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -53,10 +64,6 @@ def joined(path: str, hosts: int) -> Iterator[Communicator]:
     host = f"host {rank % hosts}"
     place = connect_place(store, rank, 2, timeout=600, name="given up", host=host)
     group = Communicator(place, range(2))
-    if rank == 0:  # what is made with the first message takes longer than AFTER
-        interlace.send(torch.zeros(1), group_dst=1, group=group)
-    else:
-        interlace.recv(torch.zeros(1), group_src=0, group=group)
     try:
         yield group
     finally:
@@ -93,6 +100,8 @@ def without_threads(path: str, hosts: int, message: bool) -> list[str]:
     with joined(path, hosts) as group, pytest.MonkeyPatch.context() as patch:
         group.barrier()
         first = ""
+        while any(each._thread for each in list(mail._mails)):  # of messages before
+            time.sleep(1e-3)
         if group.rank == 0:
             patch.setattr(Helper, "start", refuse)
             first = said(begin)
@@ -113,14 +122,11 @@ def of_torch(path: str) -> str:
     rank, tensor = interlace.get_rank(), torch.zeros(1)
     dist.init_process_group("interlace", init_method=f"file://{path}", rank=rank, world_size=2)
     try:
-        if rank == 0:
-            dist.send(tensor, 1)
-        else:
-            dist.recv(tensor, 0)
+        if rank == 1:
             work: Any = dist.irecv(tensor, 0)
             return said(lambda: work.wait(timedelta(seconds=600)))
         signal.signal(signal.SIGALRM, raises)
-        signal.setitimer(signal.ITIMER_REAL, AFTER)
+        send_signal()
         try:
             dist.recv(tensor, 1)
         except LateError:
@@ -146,7 +152,7 @@ def asynchronous(path: str, hosts: int) -> tuple[float, str]:
         work.wait()
         work = interlace.irecv(torch.zeros(1), group_src=1, group=group)
         signal.signal(signal.SIGALRM, raises)
-        signal.setitimer(signal.ITIMER_REAL, AFTER)
+        send_signal()
         try:  # no block with ``signalled``, which would leave a circle with the exception in it
             work.wait()
         except LateError:
@@ -157,6 +163,7 @@ def asynchronous(path: str, hosts: int) -> tuple[float, str]:
 
 def late_alone(path: str, hosts: int) -> tuple[str, list[float]]:
     """Nobody waits for rank 0's message, which is asked for too late; what is said, and what comes."""
+    store = FileStore(path + ".late", 2)
     with joined(path, hosts) as group:
         if group.rank == 0:
             group.set_timeout(0.5)
@@ -164,8 +171,9 @@ def late_alone(path: str, hosts: int) -> tuple[str, list[float]]:
             while not work.is_completed():
                 time.sleep(0.01)
             tensor.fill_(2)
+            store.set("late", "")
             return said(lambda: interlace.send(tensor, group_dst=1, group=group)), []
-        time.sleep(2)
+        store.wait(["late"])
         target = torch.zeros(LARGE)
         text = said(lambda: interlace.recv(target, group_src=0, group=group))
         return text, target.unique().tolist() if not text else []
