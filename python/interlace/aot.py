@@ -101,9 +101,8 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
     wanted = str(arch).removeprefix("sm_")
     try:
         if wanted not in manifest["arches"]:
-            raise ValueError(
-                f"arch is {wanted}; {folder} was built for {', '.join(manifest['arches'])}"
-            )
+            built = ", ".join(sorted(manifest["arches"], key=lambda arch: (len(arch), arch)))
+            raise ValueError(f"arch is {wanted}; {folder} was built for {built}")
         return Bundle(folder, manifest, wanted)
     except (LookupError, TypeError, AttributeError, OSError) as error:
         raise BundleError(

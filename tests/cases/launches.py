@@ -7,6 +7,7 @@ were passed.
 """
 
 import ast
+import builtins
 import contextlib
 import ctypes
 import json
@@ -51,7 +52,8 @@ def _launches(call: ast.Call, jitted: set[str]) -> bool:
     if isinstance(called, ast.Subscript):
         kernel = ast.unparse(called.value).rpartition(".")[2]
         grid = isinstance(called.slice, ast.Tuple) or re.search("grid|extents", ast.unparse(called))
-        return not kernel.isupper() and bool(grid or "kernel" in kernel or kernel in jitted)
+        generic = kernel.isupper() or hasattr(builtins, kernel)  # dict[int, str]()
+        return not generic and bool(grid or "kernel" in kernel or kernel in jitted)
     first = call.args[0] if call.args else called
     spread = isinstance(first, ast.Starred) and len(call.args) > 2
     return spread and bool(re.search("grid|extents", ast.unparse(first)))

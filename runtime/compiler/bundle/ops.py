@@ -389,5 +389,7 @@ WORDS_SPACE = {"buffer_bytes": f"words_offset + blocks * 2 * world_size * {BLOCK
 def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
     """Conditions that descriptors (TMA) put on the operands, besides multiples of 16."""
     rows_of_weight = {"kn": "weight_stride_k >= N", "nk": "weight_stride_n >= K"}
-    path = entry.fixed.get("DESCRIPTORS", "")
-    return ("K > 0", "input_stride >= K", rows_of_weight[str(path)]) if path else ()
+    path = entry.fixed.get("DESCRIPTORS")
+    if path in rows_of_weight:
+        return "K > 0", "input_stride >= K", rows_of_weight[path]
+    return ("keys_stride >= batches * key_heads * (HEAD_DIM + VALUE_DIM)",) if path else ()

@@ -22,7 +22,7 @@ import stub_libcuda
 stub = stub_libcuda.install(Path(sys.argv[2]))
 import torch
 from interlace.kernels.collectives import reduction
-from interlace.kernels import signal
+from interlace.kernels import slots
 from interlace.kernels.arguments import Peers, Workspace
 from interlace.runtime.compat import triton_launcher
 from interlace.runtime.places.cuda import launch as cuda_launch
@@ -38,7 +38,7 @@ def launches(direct):
     found = []
     table, data = torch.zeros(4, dtype=torch.int64), torch.zeros(64)
     for launch in (
-        KernelLaunch(signal.finish_kernel, 1,
+        KernelLaunch(slots.finish_kernel, 1,
             {"peers": Peers(table, 3, 4)}, "a", num_warps=1),
         KernelLaunch(reduction.all_reduce_kernel, (5, 1, 1),
             {"workspace": Workspace(table, 3, 4, 8192, 1 << 33),
