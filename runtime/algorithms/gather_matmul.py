@@ -151,7 +151,7 @@ def all_gather_matmul_fused(
                 kernel, extents = roles.all_gather_matmul_roles_kernel, (rows[rank], total, tiles)
                 stages = configuration.num_stages
                 arguments = operands.with_roles(kernel, arguments, extents, stages)
-            options = operands.launch_options(configuration)
+            options = operands.launch_options(configuration, input)
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
             copiers = 0
         if not any(linear.weight.shape[1] for linear in linears):

@@ -89,7 +89,7 @@ class GroupedMatmul:
             grid = formulas.persistent_grid(copiers, tiles, resident)
             kernel, options = (
                 grouped_matmul.grouped_matmul_kernel,
-                operands.launch_options(configuration),
+                operands.launch_options(configuration, input),
             )
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
             if not tiles:

@@ -73,7 +73,10 @@ def to_heads_fused(
         formulas.tiles_of([max(rows)], block_m, tiles_n),
     )
     grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
-    kernel, options = kernels.matmul_all_to_all_kernel, operands.launch_options(configuration)
+    kernel, options = (
+        kernels.matmul_all_to_all_kernel,
+        operands.launch_options(configuration, input),
+    )
     return plain.enqueue_kernel(communicator, TO_HEADS, layout, kernel, grid, arguments, options)
 
 
@@ -186,7 +189,7 @@ def from_heads_fused(
             arguments = {**known, **operands.copies(configuration, copiers)}
             kernel, options = (
                 kernels.all_to_all_matmul_kernel,
-                operands.launch_options(configuration),
+                operands.launch_options(configuration, input),
             )
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
         else:

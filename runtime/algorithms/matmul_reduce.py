@@ -63,7 +63,7 @@ def matmul_reduce_scatter_fused(
     }
     kernel = matmul_reduce_scatter_kernels.matmul_reduce_scatter_kernel
     grid = formulas.persistent_grid(0, tiles, resident)
-    options = operands.launch_options(configuration)
+    options = operands.launch_options(configuration, input)
     op, then = "matmul_reduce_scatter", []
     if operands.may_have_roles(configuration, input, known):
         # Gluon is a language of its own, which most processes never need.
@@ -174,7 +174,7 @@ def matmul_all_reduce_fused(
     arguments = {**known, "bias_ptr": bias, "M": rows, "AVERAGE": average}
     kernel = matmul_all_reduce_kernels.matmul_all_reduce_kernel
     grid = formulas.persistent_grid(0, tiles, resident)
-    options = operands.launch_options(configuration)
+    options = operands.launch_options(configuration, input)
     return plain.enqueue_kernel(
         communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
     )

@@ -124,7 +124,10 @@ def matmul_reduce_scatter(
             "segments_ptr": segments_table,
             "AVERAGE": linear.average,
         }
-        kernel, options = kernels.matmul_node_reduce_scatter_kernel, launch_options(configuration)
+        kernel, options = (
+            kernels.matmul_node_reduce_scatter_kernel,
+            launch_options(configuration, input),
+        )
         communicator.compute.launch(workspace.kernel_launch(kernel, grid, products, **options))
         far.quiet(communicator.copying, workspace, quiet_slot)
         far.put_credits(workspace)

@@ -288,5 +288,12 @@ def copies(configuration: Configuration, copiers: int, multicast: str = "") -> d
     return {"COPIES": Copies(copiers, *sizes, multicast)}
 
 
-def launch_options(configuration: Configuration) -> dict[str, int]:
-    return {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+def launch_options(
+    configuration: Configuration, input: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """How a kernel is compiled; ``input``: of a product, if it has one."""
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    if input is None or input.element_size() != 4:
+        return options
+    # Products without tensor cores: left alone, ptxas takes fewer for the sake of occupancy, and spills.
+    return {**options, "options": {"maxnreg": 144}}

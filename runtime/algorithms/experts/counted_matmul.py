@@ -130,7 +130,7 @@ class CountedMatmul:
         tiles *= formulas.ceil_div(columns, configuration.block_n)
         resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
         grid = formulas.persistent_grid(copiers, tiles, resident)
-        options = operands.launch_options(configuration)
+        options = operands.launch_options(configuration, self.input)
 
         def body(workspace: Workspace) -> None:
             kernel = kernels.counted_grouped_matmul_kernel

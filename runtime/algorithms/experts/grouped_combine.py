@@ -100,10 +100,7 @@ class GroupedMatmulCombine:
         }
         row_bytes = home.output.shape[1] * home.output.element_size()
         layout = Layout(world_size * grid, most_home_rows * row_bytes)
-        options: dict[str, Any] = {**operands.launch_options(configuration)}
-        if self.input.element_size() == 4:
-            # Left alone, ptxas takes fewer for the sake of occupancy, and spills on 8.0.
-            options["options"] = {"maxnreg": 160}
+        options = operands.launch_options(configuration, self.input)
 
         def body(workspace: Workspace) -> None:
             kernel = kernels.grouped_matmul_combine_kernel
