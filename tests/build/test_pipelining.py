@@ -31,6 +31,7 @@ SIGNALS = Mutant(
     "a signal after every tile",
     "kernels/fused/matmul_reduce_scatter.py",
     (
+        Edit("current_epoch, wait_credit\n", "current_epoch, publish, wait_credit\n"),
         Edit(
             "N, TILES, PARTIAL)\n",
             "N, TILES, PARTIAL)\n"

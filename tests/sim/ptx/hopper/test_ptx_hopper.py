@@ -65,7 +65,7 @@ def test_every_variant_is_that_of_sim(variant: str, dtype: torch.dtype, turned: 
 # -- mutants ---------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "wait_group 0 made .read": (r"wait_group\s+0", "wait_group.read 0", "write-read"),
+    "wait_group 0 made .read": (r"bulk\.wait_group\s+0", "bulk.wait_group.read 0", "write-read"),
     "no fence.proxy.async": (r"fence\.proxy\.async[\w.:]*\s*;", "", "no proxy fence"),
     "no mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete[^;]*;", "", "write-read"),
     "no bar.sync": (r"bar\.sync\s+0(, \d+)?;", "", "write-read"),
