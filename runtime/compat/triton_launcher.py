@@ -11,6 +11,7 @@ What differs by release, and how it is used::
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
@@ -29,7 +30,7 @@ with needed("Triton", "Triton's compiler"):
     from triton._C import libtriton
     from triton.backends import backends
     from triton.runtime import _allocation
-    from triton.runtime.jit import mangle_type
+    from triton.runtime.jit import DependenciesFinder, mangle_type
 
 __all__ = ["knobs", "mangle_type"]
 
@@ -141,8 +142,28 @@ def tool(name: str) -> Any:
     return getattr(knobs.nvidia, name)
 
 
+_MERGE = DependenciesFinder._update_hash
+_one_at_a_time = threading.RLock()
+
+
+def cache_key(kernel: Any) -> str:
+    """The key of ``kernel`` in Triton's cache, the same whatever this process has compiled before.
+
+    Triton's own depends on that: a function that is called adds its constants to the key of the caller only
+    if its own key is known already. Here it always is.
+    """
+
+    def merge_known(finder: Any, called: Any) -> None:
+        _ = called.cache_key
+        _MERGE(finder, called)
+
+    with _one_at_a_time, replaced((DependenciesFinder, "_update_hash", merge_known)):
+        return getattr(kernel, "cache_key", "")  # an autotuner has none of its own
+
+
 def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
     """``kernel`` compiled for these arguments and loaded, not run: Triton's ``CompiledKernel``."""
+    cache_key(kernel)
     made = kernel.warmup(**arguments, **{**FUSED, **options})
     if hasattr(made, "result"):  # compiled in the background
         made = made.result()
