@@ -1,5 +1,6 @@
 """Arguments that a schema does not take, or that are asked for before it: refused by their names."""
 
+import pathlib
 import re
 from typing import Any
 
@@ -20,6 +21,19 @@ TAKEN: dict[str, Any] = {
 def taken(kind: str) -> Any:
     """What a schema takes for an argument of that kind."""
     return None if kind.endswith("?") else [] if kind.endswith("[]") else TAKEN[kind]
+
+
+def schemas() -> list[str]:
+    """All schemas of ``torch.ops.interlace``, with those that write into ``out`` or into their input."""
+    names = [f"{op.name}{form}" for op in OPS for form in ("", "_out", "_")]
+    there = [name for name in ("group_size", *names) if hasattr(torch.ops.interlace, name)]
+    return [str(getattr(torch.ops.interlace, name).default._schema) for name in there]
+
+
+def test_schemas_are_those_of_saved_graphs() -> None:
+    """A program that torch has exported names ops by their schemas."""
+    listed = pathlib.Path(__file__).with_name("schemas.txt").read_text().splitlines()
+    assert schemas() == listed
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -1,0 +1,54 @@
+"""Names that users import, as ``public_names.txt`` lists them: none goes, and a new one is a decision."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+from collections.abc import Iterable
+
+import torch
+
+from documents.test_docstrings import names as shown
+from documents.test_site import PUBLIC
+from interlace.ops.library import OPS
+
+LIST = pathlib.Path(__file__).with_name("public_names.txt")
+# Whole files that users import from; others are found by a module's __all__ or in the reference.
+FILES = (
+    "interlace.kernels.arguments",
+    "interlace.kernels.launch_formulas",
+    "interlace.kernels.signal",
+    "interlace.kernels.slots",
+    "interlace.kernels.tiling",
+    "interlace.kernels.transfer",
+    "interlace.reference",
+)
+
+
+def defined(module: str) -> list[str]:
+    """The functions and classes that the file of ``module`` defines under public names."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    kinds = ast.FunctionDef, ast.ClassDef
+    found = [node.name for node in tree.body if isinstance(node, kinds)]
+    return [name for name in found if not name.startswith("_")]
+
+
+def public() -> set[str]:
+    """Dotted names that there are; ops of torch by their names, with ``_out`` and in-place forms."""
+    listed = {f"{m}.{name}" for m in PUBLIC for name in importlib.import_module(m).__all__}
+    listed |= {f"{module}.{name}" for module in FILES for name in defined(module)}
+    ops = [f"{op.name}{form}" for op in OPS for form in ("", "_out", "_")]
+    there = {f"torch.ops.interlace.{op}" for op in ops if hasattr(torch.ops.interlace, op)}
+    return {*shown(), *listed, *there}
+
+
+def missing(listed: Iterable[str], there: set[str]) -> list[str]:
+    return sorted({*listed} - there)
+
+
+def test_public_names_are_those_of_the_list() -> None:
+    listed, there = LIST.read_text().splitlines(), public()
+    assert missing(listed, there) == [], "a name that users import is gone"
+    assert missing(there, {*listed}) == [], f"a new name belongs into {LIST.name}"
+    assert listed == sorted(listed)
+    assert missing(["interlace.nothing"], there) == ["interlace.nothing"]
