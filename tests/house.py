@@ -72,7 +72,7 @@ FOLDERS = {
         "runtime/algorithms runtime/algorithms/attention runtime/compiler runtime/core runtime/tuning"
     ),
     "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
-    "runtime/places/cuda": "runtime/compat runtime/core runtime/engines runtime/tuning",
+    "runtime/places/cuda": "runtime/compat runtime/core runtime/engines",
     "runtime/places/cuda_processes": (
         "runtime/compat runtime/core runtime/places/cuda runtime/places/one_host runtime/record"
     ),
@@ -140,8 +140,7 @@ FOLDERS = {
         "interlace/arguments interlace/attention interlace/functional interlace/fused "
         "interlace/groups interlace/ops interlace/ops/eager "
         "runtime/algorithms/attention runtime/compat runtime/core runtime/numerics "
-        "runtime/places/cuda runtime/places/sim "
-        "runtime/scheduler runtime/start runtime/tuning"
+        "runtime/places/cuda runtime/places/sim runtime/scheduler runtime/start"
     ),
     "interlace/experts": (
         "interlace interlace/arguments interlace/functional interlace/fused interlace/groups "

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args, 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
 from interlace.groups import groups
+from interlace.runtime.core.context import Overrides, context_with, current
 from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.cuda.available import gpu_problem
-from interlace.runtime.tuning import configuration
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -109,7 +109,7 @@ def run(  # type: ignore[misc]
         from interlace.runtime.start.pool import default_pool
 
         install = _install_on_gpu if place == "cuda" else _install
-        setup = functools.partial(install, configuration.OVERRIDE.get(), seconds)
+        setup = functools.partial(install, current().overrides, seconds)
         how: Any = {"world_size": world_size, "timeout": seconds, "setup": setup}
         try:
             return default_pool.run(fn, args, kwargs, **how)
@@ -182,14 +182,14 @@ def _complete(result: Any) -> Any:
     return pytree.tree_unflatten([wait(leaf) for leaf in leaves], spec)
 
 
-def _install(overrides: configuration.Override, timeout: float, place: Place) -> Place:
+def _install(overrides: Overrides, timeout: float, place: Place) -> Place:
     """Set a new process up for a run as the caller's context is."""
-    configuration.OVERRIDE.set(overrides)
+    context_with(overrides=overrides).__enter__()  # whose end is that of the run
     groups.install(place, all_threads=True)
     return place
 
 
-def _install_on_gpu(overrides: configuration.Override, timeout: float, place: Place) -> Place:
+def _install_on_gpu(overrides: Overrides, timeout: float, place: Place) -> Place:
     """Set up a process as :func:`_install` does, on one of the host's GPUs."""
     import torch
 

@@ -17,8 +17,9 @@ from interlace.fused import gather, norms
 from interlace.groups.groups import resolve
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.call import Terms, needing
+from interlace.runtime.core.call import Terms
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import needing
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import unrounded

@@ -4,11 +4,10 @@ import hashlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,48 +29,8 @@ Start = Callable[[], Outcome | Event | None]
 """The launch side of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
 
 
-NEEDED, UNTOLD = "what requires a gradient", "?"
-needed: ContextVar[str | None] = ContextVar("needed", default=None)
-"""For which arguments' gradients the backward of the op that is called now communicates, in words.
-
-``UNTOLD`` fits to all: a compiled graph has no tensors that require gradients, and ranks may have compiled
-differently.
-"""
-
-
-@contextmanager
-def needing(what: str) -> Iterator[None]:
-    """Within it this is ``needed``."""
-    token = needed.set(what)
-    try:
-        yield
-    finally:
-        needed.reset(token)
-
-
-BESIDE = "beside"
-beside: ContextVar[Terms] = ContextVar("beside", default=())
-"""What ranks compare besides, of the op that is called now: what its forms need not be told.
-
-And as far as both say it: a compiled graph knows none of it, and ranks may have compiled differently.
-"""
-
-
-@contextmanager
-def comparing(*terms: tuple[str, Any]) -> Iterator[None]:
-    """Within it ranks compare these terms ``beside`` those of whatever op is called."""
-    token = beside.set((*beside.get(), *terms))
-    try:
-        yield
-    finally:
-        beside.reset(token)
-
-
-def told(terms: Terms) -> Terms:
-    """``terms`` with what is ``needed``: who alone needs a gradient would wait for others in backward."""
-    what, more = needed.get(), beside.get()
-    terms = ((BESIDE, more), *terms) if more else terms
-    return ((NEEDED, what), *terms) if what else terms
+NEEDED, UNTOLD, BESIDE = "what requires a gradient", "?", "beside"
+"""Names of terms that ``context.py`` adds, and what fits to all other gradients."""
 
 
 @dataclass(eq=False, slots=True)

@@ -15,19 +15,18 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from interlace.runtime.compat import torch_modes
 from interlace.runtime.core.call import Call, Start
+from interlace.runtime.core.context import OpRanges, profile_range
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.work import ZERO, Work
 
@@ -104,30 +103,6 @@ class Form(NamedTuple):
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
 _profiled = False
-profiled_op: ContextVar[OpRanges | None] = ContextVar("profiled op", default=None)
-"""The op whose launch side runs here, while a profile is taken; who chooses its algorithm tells it."""
-
-
-class OpRanges:
-    """What one op has chosen: ranges in a profile, in whichever thread it does so."""
-
-    def __init__(self, op: str) -> None:
-        self._op, self._open = op, contextlib.ExitStack()
-        self.names: list[str] = []
-
-    def begin(self, algorithm: str) -> None:
-        """By ``algorithm`` until the launch side ends."""
-        self.names.append(f"{self._op}:{algorithm}")
-        self._open.enter_context(_range(self.names[-1]))
-
-    def around(self, start: Start) -> Any:
-        """``start``, the launch side of the op."""
-        token = profiled_op.set(self)
-        try:
-            with self._open:
-                return start()
-        finally:
-            profiled_op.reset(token)
 
 
 class OpHooks:
@@ -223,7 +198,8 @@ class OpHooks:
         begun: list[Hook] = []  # of which each gets its after
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
-            with _range(f"{call.op} on {_listed(call.group.ranks)}") if profiled else _NOTHING:
+            whole = f"{call.op} on {_listed(call.group.ranks)}"
+            with profile_range(whole) if profiled else _NOTHING:
                 try:
                     for hook in hooks:
                         (hook.before or _nothing)(call)
@@ -317,10 +293,10 @@ class WatchedWork(Work):
         try:
             with contextlib.ExitStack() as stack:
                 for name in self._names[known - 1 : known]:
-                    stack.enter_context(_range(name))
+                    stack.enter_context(profile_range(name))
                 result = super().wait(timeout)
             for name in self._names[known:]:  # chosen meanwhile
-                with _range(name):
+                with profile_range(name):
                     pass
             ordered = True
         finally:
@@ -350,10 +326,6 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, each in enumerate(value):
             yield from _tensors(f"{name}[{index}]", each)
-
-
-def _range(what: str) -> contextlib.AbstractContextManager[Any]:
-    return profiler.record_function(f"interlace:{what}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,6 +1,5 @@
 """The interface of a place, for one rank. Places differ in this and nowhere else."""
 
-import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.kernels.nodes import order
+from interlace.runtime.core.context import context_with
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
@@ -23,11 +23,6 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 300.0
 MOST_SECONDS = 1e6  # what waits of the system take; eleven days
-
-BOUND: contextvars.ContextVar[float | None] = contextvars.ContextVar(
-    "interlace_bound", default=None
-)
-"""Seconds that bound each wait of the ops that the caller starts, instead of their group's timeout."""
 
 
 def positive_seconds(name: str, value: Any) -> float:
@@ -60,11 +55,8 @@ def timeout(seconds: timedelta | float) -> Iterator[None]:
     >>> interlace.run(on_rank, 2)[0]
     [0, 1]
     """
-    token = BOUND.set(positive_seconds("seconds", seconds))
-    try:
+    with context_with(bound_seconds=positive_seconds("seconds", seconds)):
         yield
-    finally:
-        BOUND.reset(token)
 
 
 PUTS = ("nvshmem", "stores", "late")

@@ -23,8 +23,8 @@ from interlace.kernels.tiling import split_rows
 from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.engine import Engine, Tensors
-from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.engines.streams import StreamEngine
@@ -43,8 +43,7 @@ class HierarchicalEngine(StreamEngine):
 
     def _verify(self, call: Call) -> None:
         super()._verify(call)
-        if op_ranges := profiled_op.get():
-            op_ranges.begin("hierarchical")
+        name_algorithm("hierarchical")
 
     def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)

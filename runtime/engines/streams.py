@@ -42,13 +42,13 @@ from interlace.runtime.algorithms.plain import KERNEL_DTYPES, Staged, Taken
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import current, name_algorithm
 from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.engines import single_kernel as kernels
-from interlace.runtime.tuning import auto, configuration
+from interlace.runtime.tuning import auto
 
 PART_ALIGNMENT = 16
 
@@ -74,9 +74,9 @@ class StreamEngine(Engine):
 
     def _verify(self, call: Call) -> None:
         """Raise unless all ranks agree on ``call``, which a kernel may do, and on how it would do it."""
-        explicit = configuration.OVERRIDE.get()
-        told = replace(call, terms=(*call.terms, ("configuration", explicit))) if explicit else call
-        told.verify(self._communicator.messages(told))
+        if overrides := current().overrides:
+            call = replace(call, terms=(*call.terms, ("configuration", overrides)))
+        call.verify(self._communicator.messages(call))
 
     def _told(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine``, once all agree on the call."""
@@ -91,8 +91,7 @@ class StreamEngine(Engine):
     def _verify_copies(self, call: Call) -> None:
         """Raise unless all ranks agree on ``call``, which copies do."""
         call.verify(self._communicator.messages(call))
-        if op_ranges := profiled_op.get():
-            op_ranges.begin("copy")
+        name_algorithm("copy")
 
     def _chosen(
         self,
@@ -115,8 +114,7 @@ class StreamEngine(Engine):
                 kernel=supported,
                 multicast=lambda: reduction is None and self._communicator.arena.multicast(),
             )
-        if op_ranges := profiled_op.get():
-            op_ranges.begin(algorithm)
+        name_algorithm(algorithm)
         return algorithm
 
     def _allowed(self, call: Call, dtype: torch.dtype, reduction: str | None) -> str:
@@ -189,11 +187,9 @@ class StreamEngine(Engine):
             place = self._communicator.place
             algorithm = auto.choose_collective(place, tensor.nbytes, kernel=False)
         if algorithm == "low_latency" and tensor.numel():
-            if op_ranges := profiled_op.get():
-                op_ranges.begin(algorithm)
+            name_algorithm(algorithm)
             return kernels.broadcast(self._communicator, tensor, root)
-        if op_ranges := profiled_op.get():
-            op_ranges.begin("copy")
+        name_algorithm("copy")
         data = bytes_of(tensor)
         is_root = self.rank == root
         staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []

@@ -6,7 +6,7 @@ import torch
 
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
-from interlace.runtime.tuning.configuration import OVERRIDE, Configuration, capability_of
+from interlace.runtime.tuning.configuration import Configuration, capability_of, with_overrides
 
 METHODS = ("all_gather", "ring", "ulysses")
 LARGEST_HEAD = 256
@@ -70,4 +70,4 @@ def choose_attention(
         chosen = gpu_attention(capability, dtype, head_dim, backward=backward)
         if decode:
             chosen = for_decoding(chosen, dtype)
-    return replace(chosen, **dict(OVERRIDE.get()))  # type: ignore[arg-type]
+    return with_overrides(chosen)

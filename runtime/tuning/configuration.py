@@ -4,7 +4,6 @@ The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops o
 and the cost model; plain collectives and offline builds take :func:`choose` and :func:`gpu_default`.
 """
 
-import contextvars
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from interlace.runtime.core.context import Overrides, context_with, current
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
 
@@ -145,13 +145,6 @@ def check_values(values: Mapping[str, object]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be {text}")
 
 
-Override = tuple[tuple[str, int | bool], ...]
-OVERRIDE: contextvars.ContextVar[Override] = contextvars.ContextVar(
-    "interlace_configuration", default=()
-)
-"""What :func:`override` has set here, sorted, to be compared; () for nothing."""
-
-
 @contextmanager
 def override(**values: int | bool) -> Iterator[None]:
     """Within the block, every configuration has these values; ``interlace.configured``.
@@ -167,11 +160,13 @@ def override(**values: int | bool) -> Iterator[None]:
     [tensor(128.), tensor(128.)]
     """
     check_values(values)
-    token = OVERRIDE.set(tuple(sorted({**dict(OVERRIDE.get()), **values}.items())))
-    try:
+    with context_with(overrides=tuple(sorted({**dict(current().overrides), **values}.items()))):
         yield
-    finally:
-        OVERRIDE.reset(token)
+
+
+def with_overrides(base: Configuration, values: Overrides = ()) -> Configuration:
+    """``base`` with ``values``, and with the values of :func:`override`, which win over them."""
+    return replace(base, **{**dict(values), **dict(current().overrides)})  # type: ignore[arg-type]
 
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
@@ -235,4 +230,4 @@ def choose(
         chosen = interpreted_default(*extents)
     else:
         chosen = gpu_default(capability, dtype, *extents, grouped=grouped)
-    return replace(chosen, **dict(OVERRIDE.get()))  # type: ignore[arg-type]
+    return with_overrides(chosen)

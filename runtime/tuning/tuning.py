@@ -37,6 +37,7 @@ import torch
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import Overrides, current
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import cache, calibration, configuration, cost_model
 from interlace.runtime.tuning import table as tuning_table
@@ -312,11 +313,11 @@ class Measured:
     """
 
     algorithm: str = ""
-    values: configuration.Override = ()
+    values: Overrides = ()
 
     def over(self, base: Configuration) -> Configuration:
         """``base``, which has the overrides already, with these values behind them."""
-        return replace(base, **{**dict(self.values), **dict(configuration.OVERRIDE.get())})  # type: ignore[arg-type]
+        return configuration.with_overrides(base, self.values)
 
 
 UNMEASURED = Measured()
@@ -361,7 +362,7 @@ def _found(
 def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
     """For ``problem`` by ``algorithm``, the same on every rank. Collective at the first call of a kind."""
     agreed = _agreed(communicator, problem)
-    explicit = configuration.OVERRIDE.get()
+    explicit = current().overrides
     key = (problem, algorithm, explicit)
     choice: Choice | None = agreed.chosen.get(key)
     if choice is None:
@@ -373,7 +374,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             named, source = by_calibration(problem, gather)
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
-            made = replace(choice.configuration, **dict(explicit))  # type: ignore[arg-type]
+            made = configuration.with_overrides(choice.configuration)
             if agreed.capability and (why := valid.without_effect(made, agreed.capability)):
                 raise ValueError(f"{problem.op}: {why}, on all ranks")
             choice = replace(choice, configuration=made, source="explicit")

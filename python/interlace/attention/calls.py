@@ -26,10 +26,10 @@ from interlace.runtime.algorithms.attention.shards import (
 )
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import attention as tuned_attention
-from interlace.runtime.tuning import configuration, tuning
+from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.table import threshold
@@ -212,7 +212,6 @@ def _agreed(
         ("balance", options.balance),
         ("algorithm", call.algorithm),
         ("cu_seqlens", documents),
-        ("configuration", configuration.OVERRIDE.get()),
     )
     ranks, own = None, rows
     if call.method == HEADS:
@@ -286,8 +285,7 @@ def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
             found = tuning.measured(problem.communicator, named).algorithm
             method, algorithm = _faster(call, found, method, algorithm, shards.world_size)
         measured = tuning.measured(problem.communicator, named, _name(method, algorithm))
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(f"{method} {algorithm}")
+    name_algorithm(f"{method} {algorithm}")
     return Way(method, algorithm, measured)
 
 

@@ -15,9 +15,9 @@ from interlace.runtime.algorithms.attention.decode import (
 )
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.tuning import configuration, tuning
+from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
@@ -104,7 +104,6 @@ def prepared_decode(
             ("the size of heads of kv_cache[1]", value_size),
             ("scale", problem.scale),
             ("algorithm", algorithm),
-            ("configuration", configuration.OVERRIDE.get()),
         )
         communicator.parts(communicator.call_of(OP, terms, None))
         queries, world_size = query.shape[0] * query.shape[1], communicator.world_size
@@ -120,8 +119,7 @@ def prepared_decode(
             chosen = "fused" if kernels else "unfused"
             if kernels and place.nodes is None:
                 chosen = tuning.measured(communicator, named).algorithm or chosen
-        if op_ranges := profiled_op.get():
-            op_ranges.begin(chosen)
+        name_algorithm(chosen)
         event = None
         if math.prod(grouped.shape):
             if chosen == "fused":

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.fused.dispatch import begins
 from interlace.fused.routing import (
     Routing,
     agreed,
@@ -26,6 +25,7 @@ from interlace.runtime.algorithms.experts.combine import Combine, Home
 from interlace.runtime.algorithms.experts.dispatch import Bounds, HostRoutes, row_moves
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
@@ -110,7 +110,7 @@ def _on_device(
         home = home_of(rows, inverse, weights, outputs)
         event = None
         if most:
-            begins("fused")
+            name_algorithm("fused")
             senders = senders_of(communicator, COMBINE)
             bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
             columns = rows.shape[1]
@@ -146,7 +146,7 @@ def _with_counts(
             problem = rows.dtype, int(counts.sum(1).max()), rows.shape[1]
             named = measured(communicator, COMBINE, *problem).algorithm
             way = named if named in BY_TORCH else way
-        begins(way)
+        name_algorithm(way)
         routes = HostRoutes(assignment, counts, routing.expert_rows(communicator.world_size))
         home = home_of(rows, assignment.inverse, weights, outputs)
         op = Combine(communicator, rows, home)

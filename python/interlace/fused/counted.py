@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from interlace.arguments import checks
-from interlace.fused.dispatch import begins
 from interlace.fused.grouped import (
     EXCHANGE,
     Checked,
@@ -35,6 +34,7 @@ from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration
 
@@ -145,7 +145,7 @@ def _on_device(
         terms = terms_of(input, sizes.world_size * sizes.experts, dtype, options)
         terms = (*terms, ("n of weight", weight.shape[2]))
         communicator.parts(communicator.call_of(EXCHANGE, terms, None))
-        begins("fused")
+        name_algorithm("fused")
         linear = Linear(weight, bias, output, activation=activation)
         op = CountedMatmul(communicator, input, linear, segments)
         return Outcome([output, segments], op.fused(sends, lines, sizes, chosen))

@@ -30,7 +30,7 @@ from interlace.runtime.algorithms.experts.dispatch import (
 )
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 
 DISPATCH = "dispatch"
@@ -113,12 +113,6 @@ def _fused(
     return op.fused(sent, bounds, chosen)
 
 
-def begins(algorithm: str) -> None:
-    """Say so in a profile."""
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(algorithm)
-
-
 def _on_device(
     communicator: Communicator,
     x: Tensor,
@@ -136,7 +130,7 @@ def _on_device(
     def start() -> Outcome:
         shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
-        begins("fused")
+        name_algorithm("fused")
         op = Dispatch(communicator, x, scales, _named(made, scales is not None, weighted))
         rows = most * shape[1]
         event = _fused(communicator, op, SentTokens(facts, tokens, lines), most, rows, routing)
@@ -174,7 +168,7 @@ def _with_counts(
         rows = int(counts.sum(1).max())
         if routing.algorithm == "auto" and communicator.place.nodes is None and x.shape[1]:
             way = measured(communicator, DISPATCH, x.dtype, rows, x.shape[1]).algorithm or way
-        begins(way)
+        name_algorithm(way)
         if way == "fused":
             event = _fused(communicator, op, assignment.sent(weights), most, rows, routing)
         else:

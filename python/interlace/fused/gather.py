@@ -16,9 +16,9 @@ from interlace.runtime.algorithms import gather_matmul as algorithms
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration, tuning
+from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 OP = "all_gather_matmul"
@@ -126,7 +126,6 @@ def _agreed(
         ("out_dtype", operands.dtype),
         ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
         ("return_gathered", bool(return_gathered)),
-        ("configuration", configuration.OVERRIDE.get()),
     )
     answers = communicator.parts(communicator.call_of(OP, terms, mine))
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
@@ -154,8 +153,7 @@ def _rows(
         algorithm = choose_algorithm(
             communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
         )
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(algorithm)
+    name_algorithm(algorithm)
     if algorithm == "unfused":
         whole = shard.new_empty(total, inner) if gathered is None else gathered
         return algorithms.all_gather_matmul_unfused(communicator, shard, linears, rows, whole)

@@ -26,9 +26,9 @@ from interlace.collectives.all_to_all import whole_numbers
 from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
 from interlace.runtime.algorithms.grouped_routes import Routes
 from interlace.runtime.algorithms.operands import Linear
-from interlace.runtime.core.call import Call, PreparedCall, Terms, told
+from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm, with_context
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -127,8 +127,7 @@ def started(
             algorithm = "unfused"
     made = GroupedMatmul(communicator, op, input, linear, routes, received)
     checks.one_node(algorithm, communicator)
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(algorithm)
+    name_algorithm(algorithm)
     if algorithm == "unfused":
         return made.unfused()
     if algorithm == "pipelined":
@@ -237,7 +236,6 @@ def terms_of(
         ("out_dtype", dtype),
         ("return_received", options.return_received),
         ("num_max_rows_per_rank", options.max_rows or None),
-        ("configuration", configuration.OVERRIDE.get()),
     )
 
 
@@ -251,7 +249,7 @@ def agree(
     op, rank, world_size = options.op, communicator.rank, communicator.world_size
     terms = terms_of(call.input, len(call.input_splits), call.dtype, options)
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
-    answers = communicator.parts(Call(op, told((*terms, *more)), part=mine))
+    answers = communicator.parts(Call(op, with_context((*terms, *more)), part=mine))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size

@@ -12,7 +12,6 @@ import torch
 
 from interlace.arguments import checks
 from interlace.fused.combine import checked_segments, home_of
-from interlace.fused.dispatch import begins
 from interlace.fused.grouped import counts as splits_of
 from interlace.fused.grouped import rows_and_experts
 from interlace.fused.routing import (
@@ -28,8 +27,9 @@ from interlace.runtime.algorithms.experts.dispatch import HostRoutes
 from interlace.runtime.algorithms.experts.grouped_combine import OP, GroupedMatmulCombine
 from interlace.runtime.algorithms.operands import Linear
 from interlace.runtime.algorithms.plain import resident_programs
-from interlace.runtime.core.call import Call, PreparedCall, Terms, told
+from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
+from interlace.runtime.core.context import name_algorithm, with_context
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -153,15 +153,10 @@ def agree(
 ) -> Tensor:
     """All ranks' rows by expert; raises alike on all. ``more``: on what else they have to agree."""
     world_size, experts = communicator.world_size, call.weight.shape[0]
-    terms = (
-        *call.terms(),
-        ("k of topk_idx", call.assignment.topk_idx.shape[1]),
-        ("configuration", configuration.OVERRIDE.get()),
-        *more,
-    )
+    terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]), *more)
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
     part = tuple(splits), home, call.assignment.topk_idx.numel()
-    answers = communicator.parts(Call(OP, told(terms), part=part))
+    answers = communicator.parts(Call(OP, with_context(terms), part=part))
     received = torch.tensor([each for each, *_ in answers]).view(world_size, experts, world_size)
     counts = received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
     for rank, (_, home, slots) in enumerate(answers):
@@ -238,7 +233,7 @@ def _with_splits(
         routes = HostRoutes(call.assignment, agree(communicator, call, splits), 0)
         algorithm = _chosen(communicator, call, most := int(routes.counts.sum(1).max()))
         op = _op(communicator, call, call.assignment.inverse, outputs)
-        begins(algorithm)
+        name_algorithm(algorithm)
         if algorithm == "fused":
             chosen, resident = _configured(communicator, call, int(routes.counts.max()))
             grid = formulas.persistent_grid(0, op.tiles(routes, chosen), resident)
@@ -265,7 +260,7 @@ def _with_counts(
         assert counts is not None
         routes = HostRoutes(call.assignment, counts, routing.expert_rows(communicator.world_size))
         op = _op(communicator, call, call.assignment.inverse, outputs)
-        begins(algorithm)
+        name_algorithm(algorithm)
         event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
         return Outcome(None if outputs else op.home.output, event)
 
@@ -292,7 +287,7 @@ def _on_device(
         tokens, _ = agreed(communicator, OP, routing, inverse.shape, terms)
         most, segment_count = tokens * inverse.shape[1], segments.shape[0] * segments.shape[1]
         op = _op(communicator, call, inverse, outputs)
-        begins("fused")
+        name_algorithm("fused")
         chosen, resident = _configured(communicator, call, max(1, most // routing.num_experts))
         rows = routing.bound(inverse.shape[1], communicator.world_size)
         tiles = rows // chosen.block_m + segment_count  # one of each segment may not be full

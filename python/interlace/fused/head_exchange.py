@@ -16,7 +16,7 @@ from interlace.runtime.algorithms.head_exchange import FROM_HEADS, TO_HEADS
 from interlace.runtime.algorithms.operands import Linear, rows_of
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
@@ -115,7 +115,6 @@ def prepared(
             ("the shape of weight", tuple(call.weight.shape)),
             ("bias", call.bias is not None),
             ("algorithm", call.algorithm),
-            ("configuration", configuration.OVERRIDE.get()),
         )
         whole = output.shape[0] if op == TO_HEADS else call.input.shape[0]
         parts = communicator.parts(communicator.call_of(op, terms, (call.own, whole)))
@@ -158,8 +157,7 @@ def _started(
         tuned = tuning.measured(communicator, problem).algorithm
         algorithm = choose_algorithm(place, input.dtype, sum(rows), moved, empty=False, tuned=tuned)
     checks.one_node(algorithm, communicator)
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(algorithm)
+    name_algorithm(algorithm)
     if algorithm == "fused":
         tiles = configuration.choose(place, input.dtype, max(rows), columns, inner)
         tiles = tuning.measured(communicator, problem, algorithm).over(tiles)

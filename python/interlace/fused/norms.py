@@ -26,7 +26,7 @@ from interlace.runtime.algorithms.norms import WholeRows
 from interlace.runtime.algorithms.operands import Linear, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning import configuration, tuning
@@ -94,12 +94,6 @@ def normed_rows(
     part = slice(own[0], own[0] + count)
     tail = NormTail(norm, residual, normed[part], None if scale is None else scale[part])
     return NormedRows(total, tail, WholeRows(normed, scale, None))
-
-
-def _told(algorithm: str) -> None:
-    """Tell a profile which algorithm runs."""
-    if op_ranges := profiled_op.get():
-        op_ranges.begin(algorithm)
 
 
 def kernel_makes_fp8(communicator: Communicator) -> bool:
@@ -237,7 +231,7 @@ class NormedReduce(reduce.CheckedReduce):
         choice = self.choice(f"{SCATTER}_norm", max(count for _, count in segments), columns)
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
         if algorithm == "fused":
-            _told(algorithm)
+            name_algorithm(algorithm)
             return algorithms.matmul_reduce_scatter_fused(
                 self.communicator, left, linear, segments, choice.configuration, whole
             )
@@ -254,11 +248,11 @@ class NormedReduce(reduce.CheckedReduce):
         choice = self.choice(f"{ALL_REDUCE}_norm", rows, columns)
         algorithm = self.chosen(rows, columns, choice.algorithm)
         if algorithm == "unfused" and self._by_words(output):
-            _told("low_latency")
+            name_algorithm("low_latency")
             return algorithms.product_in_words(communicator, left, linear)
         one_shot = communicator.place.nodes is None and output.nbytes <= ONE_SHOT_BYTES
         if algorithm == "fused" and one_shot:
-            _told("fused")
+            name_algorithm("fused")
             return algorithms.matmul_all_reduce_fused(
                 communicator, left, linear, choice.configuration
             )
@@ -407,7 +401,6 @@ class _CheckedRows:
             ("reduce_op", self.reduction),
             ("algorithm", self.algorithm),
             ("whether there is a bias", self.bias is not None),
-            ("configuration", configuration.OVERRIDE.get()),
             *arguments.terms(self.norm, self.residual, self.options),
         )
         communicator, columns = self.communicator, self.columns
@@ -434,7 +427,7 @@ class _CheckedRows:
         average = self.reduction == "avg"
         linear = Linear(nothing, self.bias, rows.sum, average=average, tail=rows.tail)
         algorithm, measured = self._measured()
-        _told(algorithm)
+        name_algorithm(algorithm)
         event = algorithms.RowReduction(
             communicator, self.op, left, linear, segments, rows.whole, measured
         ).run(algorithm)

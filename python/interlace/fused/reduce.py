@@ -20,9 +20,9 @@ from interlace.runtime.algorithms import plain
 from interlace.runtime.algorithms.operands import Linear, factors, rows_of, unrows
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration, tuning
+from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 from interlace.runtime.tuning.table import threshold
 
@@ -172,7 +172,6 @@ class CheckedReduce:
             ("out_dtype", self.dtype),
             ("whether there is a bias", self.bias is not None),
             ("activation", self.activation or None),
-            ("configuration", configuration.OVERRIDE.get()),
             *self.more_terms,
         )
         call = self.communicator.call_of(self.op, terms, inner)
@@ -204,8 +203,7 @@ class CheckedReduce:
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(SCATTER, max(count for _, count in segments), columns)
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
-        if op_ranges := profiled_op.get():
-            op_ranges.begin(algorithm)
+        name_algorithm(algorithm)
         if algorithm == "fused":
             return algorithms.matmul_reduce_scatter_fused(
                 communicator, left, linear, segments, choice.configuration
@@ -222,8 +220,7 @@ class CheckedReduce:
         choice = self.choice(ALL_REDUCE, rows, columns)
         algorithm = self.chosen(rows, columns, choice.algorithm)
         if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
-            if op_ranges := profiled_op.get():
-                op_ranges.begin("fused")
+            name_algorithm("fused")
             return algorithms.matmul_all_reduce_fused(
                 communicator, left, linear, choice.configuration
             )

@@ -18,8 +18,9 @@ import torch
 from interlace.arguments import checks
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.algorithms.experts.dispatch import sender_programs
-from interlace.runtime.core.call import Call, Terms, comparing, told
+from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import comparing, current, with_context
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
@@ -226,7 +227,7 @@ def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> i
 
     To be called when ranks have agreed on their configuration.
     """
-    key = what, configuration.OVERRIDE.get()
+    key = what, current().overrides
     if key not in communicator.numbers:
         communicator.numbers[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
     return communicator.numbers[key]
@@ -281,14 +282,13 @@ def agreed(
         ("capacity", routing.capacity),
         ("whether it is low latency", routing.packed),
         ("algorithm", routing.algorithm),
-        ("configuration", configuration.OVERRIDE.get()),
     )
     if counts is None and known:
         terms = (*terms, ("tokens of the rank with most", known))
         communicator.parts(communicator.call_of(op, terms, None))
         return known, None
     part = shape[0], None if counts is None else tuple(counts.tolist())
-    parts = communicator.parts(Call(op, told(terms), part=part))
+    parts = communicator.parts(Call(op, with_context(terms), part=part))
     most = max(tokens for tokens, _ in parts)
     communicator.numbers[MOST] = max(most, most_dispatched(communicator))
     most = routing.max_tokens or most

@@ -23,8 +23,9 @@ from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
 from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.ops.undispatched import Op
-from interlace.runtime.core.call import UNTOLD, needed
+from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import current, needing
 from interlace.runtime.core.errors import InterlaceError
 
 Tensor = torch.Tensor
@@ -304,12 +305,9 @@ def _kernel(op: Op) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         *own, size, name = args
-        told = needed.get()
-        token = needed.set(UNTOLD if told is None else told)
-        try:
+        needs = current().needs
+        with needing(UNTOLD if needs is None else needs):
             started = start(_bound(name, size), *own)
-        finally:
-            needed.reset(token)
         register_work(started)
         # what the op still writes must not count as a change of what autograd saves: own versions
         return started.outputs[0].data if single else [each.data for each in started.outputs]

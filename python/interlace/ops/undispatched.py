@@ -33,8 +33,8 @@ from interlace.runtime.compat.torch_modes import (
     modes_active,
     transforms_active,
 )
-from interlace.runtime.core.call import needed
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import needing
 
 _dispatched: Any = torch.ops.interlace
 
@@ -79,13 +79,10 @@ KNOWN: dict[str, Op] = {}
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group."""
     *own, size, group = args
-    token = needed.set(KNOWN[name].needs(own))
-    try:
+    with needing(KNOWN[name].needs(own)):
         if not _simulated(own):
             return _through(name, name, args)
         return _run(KNOWN[name], specs.bind(group, size), own, size, group)
-    finally:
-        needed.reset(token)
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:

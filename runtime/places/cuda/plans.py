@@ -25,8 +25,9 @@ from typing import Any, Protocol
 import torch
 
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
-from interlace.runtime.core.call import Call, beside, needed
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import current
 from interlace.runtime.core.hooks import Form
 from interlace.runtime.core.kernel_arguments import ALIGNMENT
 from interlace.runtime.core.memory import CHANNELS, Workspace
@@ -45,7 +46,6 @@ from interlace.runtime.places.cuda.plan_recorder import (
     viewed,
 )
 from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point, StreamTarget
-from interlace.runtime.tuning import configuration
 
 MOST_PLANS = 512
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
@@ -125,9 +125,7 @@ class Plans:
             op,
             self._communicator.arena.turn % CHANNELS,
             options,
-            configuration.OVERRIDE.get(),
-            needed.get(),
-            beside.get(),
+            current().key,
         ]
         try:
             for given in tensors:

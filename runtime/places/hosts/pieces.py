@@ -37,8 +37,8 @@ import torch
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.hooks import profiled_op
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks
@@ -240,8 +240,7 @@ class HostsOps:
         place, refused = self._place, None
         with place.lock:
             number = record.began(place.group, call.message)
-            if op_ranges := profiled_op.get():
-                op_ranges.begin("hosts")
+            name_algorithm("hosts")
             with place.guarded(call.op), self._links.moving(call.op):
                 try:
                     self._run(call, pieces)

@@ -18,6 +18,7 @@ from typing import Any
 
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.core.call import CALLS
+from interlace.runtime.core.context import current
 from interlace.runtime.core.errors import (
     DIED,
     OF_PARENT,
@@ -29,7 +30,6 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.core.place import BOUND
 from interlace.runtime.places.one_host import meetings, rendezvous
 from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
 from interlace.runtime.places.one_host.blame import Blame, aborted_by
@@ -350,7 +350,7 @@ class HostGroup:
         """Seconds that bound a wait of the op that runs now."""
         options = self.options
         own = options.timeout.total_seconds() if options is not None else 0.0
-        return own if own > 0 else BOUND.get() or self.timeout
+        return own if own > 0 else current().bound_seconds or self.timeout
 
     def idle_hook(self) -> Callable[[BlockedWait], None]:
         """For one launch: to be called whenever all its programs wait for peers.

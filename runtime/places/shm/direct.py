@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.places.one_host.control import MET, SMALL_DATA
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.message_steps import HostSteps
@@ -68,8 +68,8 @@ class Direct:
         direct = number > 0 and all(
             control.where(peer, sequence)[0] == number for peer in control.peers
         )
-        if direct and (op_ranges := profiled_op.get()):
-            op_ranges.begin("direct")
+        if direct:
+            name_algorithm("direct")
         return direct
 
     def _address(self, peer: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import current
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.one_host.control import (
     AREA,
@@ -200,7 +200,7 @@ class HostSteps:
         None if there are none; then the message is unsent.
         """
         self.call = call
-        if op_ranges := profiled_op.get():
+        if op_ranges := current().op_ranges:
             op_ranges.begin("message")
         message = call.message
         self.control, self.sequence = control, sequence = self._group.begin(message)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from interlace.runtime.core.hooks import profiled_op
+from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
 from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm import message_steps
@@ -263,8 +263,7 @@ class Rounds:
         """Rounds 0 to ``count`` - 1; ``sources``: from whom is collected."""
         steps = self._steps
         op, control, late = steps.call.op, steps.control, None
-        if op_ranges := profiled_op.get():
-            op_ranges.begin("rings")
+        name_algorithm("rings")
         if not steps.machine_code or count > MOST // self._world_size:
             key = None
         how = f"{op} by Python" if key is None else op

@@ -20,7 +20,7 @@ from interlace.cli.tune.options import TuneOptions
 from interlace.runtime.algorithms import head_exchange
 from interlace.runtime.algorithms.experts.combine import Combine
 from interlace.runtime.algorithms.experts.dispatch import Dispatch
-from interlace.runtime.core import hooks
+from interlace.runtime.core.context import context_with
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow
 
@@ -85,11 +85,10 @@ def told(op: str, file: str, **how: Any) -> list[str]:
     with mock.patch.dict(os.environ, {cache.VARIABLE: file}):
         tuning.forget()
         ranges: Any = SimpleNamespace(begin=said.append)
-        token = hooks.profiled_op.set(ranges)
         try:
-            tree_map(lambda each: each.sum(), call(op, **how))
+            with context_with(op_ranges=ranges):
+                tree_map(lambda each: each.sum(), call(op, **how))
         finally:
-            hooks.profiled_op.reset(token)
             tuning.forget()
     return said
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.tuning import configuration, table
+from interlace.runtime.core.context import current
+from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.runtime.tuning.table import GROUPED, INTERPRETED, SHAPES, TILES
 
@@ -44,7 +45,7 @@ def test_a_value_that_cannot_be_is_named(name: str, value: Any, error: type[Exce
     with pytest.raises(error) as said:  # noqa: SIM117 - of entering, not of what is in it
         with interlace.configured(**{name: value}):
             entered = True
-    assert not entered and configuration.OVERRIDE.get() == ()
+    assert not entered and current().overrides == ()
     text = str(said.value)
     assert text.startswith(f"{name} is {value!r}") and "must be" in text
 

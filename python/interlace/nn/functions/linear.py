@@ -36,8 +36,8 @@ from interlace.nn.functions.linear_gradients import (
 )
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
 from interlace.ops.simulated_backward import prepare
-from interlace.runtime.core.call import needing
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import needing
 
 Tensor = torch.Tensor
 

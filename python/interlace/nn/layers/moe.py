@@ -20,7 +20,8 @@ from interlace.nn.layers.linear import check_features
 from interlace.nn.layers.router import Router
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible, positive
-from interlace.runtime.core.call import Terms, comparing
+from interlace.runtime.core.call import Terms
+from interlace.runtime.core.context import comparing
 from interlace.runtime.numerics.activations import activate
 
 Tensor = torch.Tensor

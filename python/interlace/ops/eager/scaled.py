@@ -34,8 +34,8 @@ from interlace.runtime.algorithms import plain as collective_algorithms
 from interlace.runtime.algorithms.operands import rows_of
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import current
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.auto import choose_scaled_algorithm
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -134,6 +134,7 @@ def _agreed(
     communicator: Communicator, op: str, algorithm: str, terms: Terms, part: Any, why: str
 ) -> tuple[bool, list[Any]]:
     """Whether all ranks' kernels can, and the parts. Raises for unequal terms, or "fused" where not."""
+    terms = (*terms, ("configuration", current().overrides))
     parts, why_not = zip(*communicator.parts(Call(op, terms, part=(part, why))), strict=True)
     for rank, why in enumerate(why_not):
         if why and algorithm == "fused":
@@ -208,7 +209,6 @@ def all_gather_scaled_matmul(communicator: Communicator, *given: Any) -> Started
             ("whether input_scale is by row", by_row),
             ("algorithm", options.algorithm),
             ("use_fast_accum", options.use_fast_accum),
-            ("configuration", configuration.OVERRIDE.get()),
         )
         can, widths = _agreed(communicator, op, options.algorithm, terms, columns, why)
         if kernel and can:
@@ -296,7 +296,6 @@ def scaled_matmul_reduce_scatter(communicator: Communicator, *given: Any) -> Sta
             ("use_fast_accum", options.use_fast_accum),
             ("algorithm", options.algorithm),
             ("whether there is a bias", found.bias is not None),
-            ("configuration", configuration.OVERRIDE.get()),
         )
         why = scaled_kernels.why_not(communicator, inner, [weight], made.view.dtype)
 
