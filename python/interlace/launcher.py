@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args, 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
 from interlace.groups import groups
-from interlace.runtime.core.context import Overrides, context_with, current
+from interlace.runtime.core.context import CallContext, Overrides, current, set_context
 from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.cuda.available import gpu_problem
 
@@ -184,7 +184,7 @@ def _complete(result: Any) -> Any:
 
 def _install(overrides: Overrides, timeout: float, place: Place) -> Place:
     """Set a new process up for a run as the caller's context is."""
-    context_with(overrides=overrides).__enter__()  # whose end is that of the run
+    set_context(CallContext(overrides=overrides))
     groups.install(place, all_threads=True)
     return place
 

@@ -5,6 +5,7 @@ One context variable holds it, so a worker that copies its caller's variables ha
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,26 +63,19 @@ class CallContext:
 
 _OUTSIDE = CallContext()
 _held: ContextVar[CallContext] = ContextVar("interlace_call_context", default=_OUTSIDE)
-current = _held.get
-"""The context of the ops that are called here."""
+current, set_context = _held.get, _held.set
+"""The context of the ops that are called here, and what replaces it."""
 
 
-class _ContextBlock:
-    """A class, because a generator as a context takes a microsecond."""
-
-    def __init__(self, context: CallContext) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._token = _held.set(self._context)
-
-    def __exit__(self, *_: object) -> None:
-        _held.reset(self._token)
-
-
-def context_with(**fields: Any) -> _ContextBlock:
-    """Within it the context has these fields; the others are those of here."""
-    return _ContextBlock(replace(current(), **fields))
+@contextlib.contextmanager
+def context_with(**fields: Any) -> Iterator[None]:
+    """Within it the context has these fields. It restores only them: generators end blocks in any order."""
+    before = current()
+    set_context(replace(before, **fields))
+    try:
+        yield
+    finally:
+        set_context(replace(current(), **{name: getattr(before, name) for name in fields}))
 
 
 @functools.lru_cache(maxsize=16)
@@ -89,12 +83,20 @@ def _with_needs(context: CallContext, needs: str) -> CallContext:
     return replace(context, needs=needs)  # which takes as long as a small op
 
 
-def needing(what: str) -> _ContextBlock:
-    """Within it the backward of ops communicates for these arguments' gradients, in words."""
-    return _ContextBlock(_with_needs(current(), what))
+class needing:
+    """Within it ops need these arguments' gradients. A class, because a generator takes a microsecond."""
+
+    def __init__(self, what: str) -> None:
+        self._context = _with_needs(current(), what)
+
+    def __enter__(self) -> None:
+        self._token = set_context(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _held.reset(self._token)
 
 
-def comparing(*terms: tuple[str, Any]) -> _ContextBlock:
+def comparing(*terms: tuple[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Within it ranks compare these terms beside those of whatever op is called."""
     return context_with(beside=(*current().beside, *terms))
 

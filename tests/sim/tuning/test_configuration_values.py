@@ -1,5 +1,6 @@
 """Values of a configuration's fields: refused before anything runs, wherever they come from."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -48,6 +49,20 @@ def test_a_value_that_cannot_be_is_named(name: str, value: Any, error: type[Exce
     assert not entered and current().overrides == ()
     text = str(said.value)
     assert text.startswith(f"{name} is {value!r}") and "must be" in text
+
+
+def test_a_generator_s_block_may_end_within_another() -> None:
+    def configured() -> Iterator[None]:
+        with interlace.configured(block_m=64):
+            yield
+
+    generator = configured()
+    next(generator)
+    with interlace.timeout(5):
+        assert current().overrides == (("block_m", 64),)
+        assert next(generator, None) is None
+        assert (current().overrides, current().bound_seconds) == ((), 5)
+    assert (current().overrides, current().bound_seconds) == ((), None)
 
 
 def test_a_name_that_is_none() -> None:
