@@ -101,6 +101,7 @@ try:
     from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
     from interlace.norms import LayerNorm, RMSNorm, all_reduce_norm, reduce_scatter_norm
     from interlace.numerics import check_numerics
+    from interlace.ops.op import registry as _registry
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched
     from interlace.runtime.compat.releases import INTERLACE_VERSION as _INTERLACE_VERSION
@@ -134,6 +135,7 @@ _write_log()
 _uncaught.install()
 _warn_of_untried()
 _interlace_backend.register()
+_registry.FACES["functional"] = lambda: _importlib.import_module("interlace.functional")
 _torch_kernels.register()
 
 # what not every process needs; "compile" and "tensor" bring torch's compilers along

@@ -11,6 +11,7 @@ from interlace.arguments import checks
 from interlace.arguments.words import Group, No, ScaledAlgorithm, Yes
 from interlace.attention.decode import decode
 from interlace.groups.groups import resolve
+from interlace.ops.op import registry
 from interlace.runtime.algorithms.attention.decode import OP
 
 Tensor = torch.Tensor
@@ -99,10 +100,9 @@ def distributed_decode(
         checks.flag("return_lse", return_lse)
     tensors = q, key, value, lengths, block_table
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
-        from interlace import functional  # whose backward says that there is none
-
         given: Any = {"lengths": lengths, "block_table": block_table, "scale": scale}
-        made = functional.distributed_decode(q, kv_cache, group=group, algorithm=algorithm, **given)
-        output, lse = map(functional.wait, made)
+        recorded = registry.functional(OP)  # whose backward says that there is none
+        made = recorded(q, kv_cache, group=group, algorithm=algorithm, **given)
+        output, lse = map(registry.functional("wait"), made)
         return (output, lse) if return_lse else output
     return decode(communicator, tensors, (scale, algorithm, return_lse), False)  # type: ignore[return-value]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace import recorded
 from interlace.arguments import checks
 from interlace.arguments.words import (
     FusedAlgorithm,
@@ -31,6 +30,7 @@ from interlace.fused.routing import (
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.matmuls import requires_gradients
+from interlace.ops.op import recorded
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.work import Work

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace import recorded
 from interlace.arguments import checks
 from interlace.arguments.norms import RowNorm, given
 from interlace.arguments.words import (
@@ -29,9 +28,10 @@ from interlace.arguments.words import (
     Unscaled,
     Yes,
 )
-from interlace.fused import gather, norms, reduce
+from interlace.fused import gather, norms, recorded, reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
+from interlace.ops.op.recorded import matrices
 from interlace.runtime.core.work import Work
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def all_gather_matmul(
     )
     if requires_gradients(input, weight, bias):
         lengths: list[int] = []
-        if recorded.matrices(input):
+        if matrices(input):
             lengths = recorded.shard_lengths(group, input, weight, gather_dim)
         if lengths:
             return recorded.gathered((input, weight, bias), lengths, options, group, async_op)  # type: ignore[no-any-return]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from interlace import recorded
 from interlace.arguments import checks
 from interlace.arguments.norms import LayerNorm as LayerNorm
 from interlace.arguments.norms import RMSNorm as RMSNorm
@@ -24,7 +23,7 @@ from interlace.arguments.words import (
     Unscaled,
     Yes,
 )
-from interlace.fused import norms
+from interlace.fused import norms, recorded
 from interlace.fused.norms import FORMS as FORMS
 from interlace.groups.groups import resolve
 from interlace.matmuls import requires_gradients

@@ -12,7 +12,7 @@ calls of all ranks before any byte of a caller's tensor changes, and then does t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +22,8 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.stream import Event, Outcome
 
 Tensors = Sequence[torch.Tensor]
+ENGINES: dict[str, Callable[[Any], "Engine"]] = {}
+"""What makes the engine of a communicator; "streams" is for ranks that work on streams."""
 
 
 class Engine(ABC):

@@ -12,7 +12,7 @@ import torch
 
 from interlace.kernels.nodes import order
 from interlace.runtime.core.context import context_with
-from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.engine import ENGINES, Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Array, LocalMemory, SymmetricBuffer
@@ -159,9 +159,9 @@ class Place(ABC):
         """All ranks have come; the caller's later torch code is after all of theirs."""
         return
 
-    @abstractmethod
     def new_engine(self, communicator: Any) -> Engine:
         """The engine of the plain collectives of ``communicator``, which is on this place."""
+        return ENGINES["streams"](communicator)
 
     @abstractmethod
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:

@@ -24,7 +24,7 @@ from interlace.runtime.algorithms import node_moves as algorithms
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.engine import ENGINES, Engine, Tensors
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.engines.streams import StreamEngine
@@ -166,3 +166,6 @@ class HierarchicalEngine(StreamEngine):
             return None
         outputs = [bytes_of(part) for part in torch.split(flat, lengths)]
         return algorithms.gather_parts(self._communicator, outputs, bytes_of(total), event)
+
+
+ENGINES["streams"] = on_streams

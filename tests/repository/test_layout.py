@@ -15,7 +15,7 @@ import house
 
 FILES = house.sources()
 TEXTS = {module: (house.ROOT / file).read_text() for module, file in FILES.items()}
-REGISTERS = ("interlace.ops", "interlace.compile")  # faces that tell torch of what they hand on
+REGISTERS = ("interlace.compile",)  # faces that tell torch of what they hand on
 
 # both public, of a bundle and to measure; a lease, and the same as an argument of kernels
 NAMED_TWICE = ["Kernel", "Workspace"]

@@ -22,6 +22,7 @@ from interlace.arguments.words import CollectiveAlgorithm
 from interlace.runtime.algorithms.plain import KERNEL_DTYPES
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
+from interlace.runtime.engines.nodes import HierarchicalEngine as HierarchicalEngine
 from interlace.runtime.engines.streams import StreamEngine
 
 COLLECTIVE_ALGORITHMS: tuple[str, ...] = get_args(CollectiveAlgorithm)

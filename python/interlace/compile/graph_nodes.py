@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-import interlace.ops as _defined  # noqa: F401  torch.ops.interlace
+from interlace.ops import library as _defined  # noqa: F401  torch.ops.interlace
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional

@@ -31,8 +31,8 @@ from interlace.groups.specs import describe
 from interlace.matmuls import requires_gradients
 from interlace.ops.eager import pending
 from interlace.ops.gradients import wait
+from interlace.ops.op.recorded import RecordedWork
 from interlace.ops.undispatched import call
-from interlace.recorded import RecordedWork
 from interlace.runtime.algorithms.experts.assignment import Assignment
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator

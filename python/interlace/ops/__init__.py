@@ -15,8 +15,3 @@ op, so that torch's compilers treat the pair as they treat torch's collectives::
     inductor    lowerings: an op in flight reads its inputs until its wait
     local_tensor, simulated   rules for torch's LocalTensorMode, where one process plays all ranks
 """
-
-from interlace.ops import library, local_tensor
-
-library.register()
-local_tensor.register(library.BY_NAME, library.WITH_OUT, library.IN_PLACE)

@@ -22,6 +22,7 @@ from interlace.ops.eager import fused, plain, scaled, shapes
 from interlace.ops.eager.pending import finish
 from interlace.ops.eager.pending import register as register_work
 from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
+from interlace.ops.op import registry
 from interlace.ops.undispatched import Op
 from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
@@ -238,7 +239,7 @@ OPS = (
 
 WITH_OUT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")
-BY_NAME = undispatched.KNOWN
+BY_NAME = registry.OPS
 BY_NAME.update((op.name, op) for op in OPS)
 DEVICES = ("CPU", "CUDA")
 _ops: Any = torch.ops.interlace
@@ -355,3 +356,6 @@ def _functional_form(name: str) -> Callable[..., Any]:
         return input
 
     return functional
+
+
+register()

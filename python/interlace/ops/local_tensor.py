@@ -28,7 +28,7 @@ from torch.distributed import _local_tensor as simulation
 from torch.utils._pytree import tree_leaves
 
 from interlace.groups import groups, rank_lists, specs
-from interlace.ops import simulated, simulated_norms
+from interlace.ops import library, simulated, simulated_norms
 from interlace.runtime.compat.torch_groups import resolve
 
 NAMESPACE = "interlace"
@@ -249,3 +249,6 @@ def _shifted(name: str, members: Sequence[int], world: int) -> RankLists:
             left.difference_update(row)
             rows.append(row)
     return rows if list(members) in rows else [list(members)]
+
+
+register(library.BY_NAME, library.WITH_OUT, library.IN_PLACE)

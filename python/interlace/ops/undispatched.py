@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from interlace.groups import groups, specs
 from interlace.ops.async_tensor import AsyncTensor, wait
 from interlace.ops.eager.pending import Started, finish
+from interlace.ops.op.registry import OPS
 from interlace.ops.simulated_backward import prepare
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
@@ -72,17 +73,15 @@ class Op(NamedTuple):
 
 
 _TENSOR = object()  # in place of one, where only its position matters
-KNOWN: dict[str, Op] = {}
-"""All ops by name; ``library.py`` puts them here."""
 
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group."""
     *own, size, group = args
-    with needing(KNOWN[name].needs(own)):
+    with needing(OPS[name].needs(own)):
         if not _simulated(own):
             return _through(name, name, args)
-        return _run(KNOWN[name], specs.bind(group, size), own, size, group)
+        return _run(OPS[name], specs.bind(group, size), own, size, group)
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
@@ -92,7 +91,7 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
         _through(name, f"{name}_out", args, out=out)
         return
     plain = tree_map_only(torch.Tensor, wait, own)
-    finish(KNOWN[name].start(specs.bind(group, size), *plain, out=wait(out)))
+    finish(OPS[name].start(specs.bind(group, size), *plain, out=wait(out)))
 
 
 _WRONG_TYPE = re.compile(r"interlace::\w+\(\) Expected .* for argument '(\w+)' .* type '(.*?)'")
@@ -108,7 +107,7 @@ def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tenso
         return getattr(_dispatched, overload).default(*args, **out)
     except RuntimeError as error:
         wrong = _WRONG_TYPE.match(str(error))
-        kinds = dict(each.split(" ")[::-1] for each in KNOWN[name].arguments.split(", "))
+        kinds = dict(each.split(" ")[::-1] for each in OPS[name].arguments.split(", "))
         if wrong is None or wrong[1] not in kinds:
             raise
         text = f"{wrong[1]} must be {_in_words(kinds[wrong[1]])}, got {wrong[2]}"

@@ -25,13 +25,11 @@ import torch
 from interlace.kernels import signal, slots
 from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
-from interlace.runtime.engines.nodes import on_streams
 from interlace.runtime.places.cuda import driver
 from interlace.runtime.places.cuda import stream as streams
 from interlace.runtime.places.cuda.launch import LaunchCache
@@ -166,9 +164,6 @@ class DevicePlace(Place):
             self._start = None
 
     # -- streams -------------------------------------------------------------------------------
-
-    def new_engine(self, communicator: Any) -> Engine:
-        return on_streams(communicator)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         urgent = priority or self.high_priority

@@ -26,7 +26,6 @@ from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime.compat import stand_ins
 from interlace.runtime.compat.triton_driver import PROGRAMS, driver_of
 from interlace.runtime.core.call import MessageEnd
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
 from interlace.runtime.core.launch import KernelLaunch, checked_grid
 from interlace.runtime.core.memory import (
@@ -40,7 +39,6 @@ from interlace.runtime.core.memory import (
 )
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
-from interlace.runtime.engines.nodes import on_streams
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
 from interlace.runtime.programs.choice import programs
 from interlace.runtime.ptx import multicast
@@ -407,9 +405,6 @@ class SimPlace(Place):
         source.load(kept, variables, self._scheduler.memory, self.global_rank)
         arguments = {str(index): value for index, value in enumerate(values)}
         self._scheduler.launch(source, checked_grid(grid), arguments, {})
-
-    def new_engine(self, communicator: Any) -> Engine:
-        return on_streams(communicator)
 
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
         return SimStream(self, name)

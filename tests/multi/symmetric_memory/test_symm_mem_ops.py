@@ -95,7 +95,7 @@ import {second}
 from interlace.symmetric_memory.registration import NAMES
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(sum(has("symm_mem::" + name, "CPU") for name in NAMES), len(NAMES))
-print(has("symm_mem::fused_all_gather_matmul", "CUDA"), "interlace.ops" in sys.modules)
+print(has("symm_mem::fused_all_gather_matmul", "CUDA"), "interlace.ops.library" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import interlace.ops  # both before pytester takes note of what is imported
+import interlace.functional  # both before pytester takes note of what is imported
 import interlace.verify  # noqa: F401
 
 pytest_plugins = ("pytester",)

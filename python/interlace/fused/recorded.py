@@ -1,11 +1,10 @@
-"""The fused ops on tensors that require gradients: as ``interlace.functional``, which records them.
+"""Fused matmuls on tensors that require gradients: what ``ops/op/recorded.py`` does not know of.
 
 The ops themselves compute the gradients; a gather does of equal shards, so others get zeros behind them
-first. All ranks' tensors must require gradients alike: it is in what ranks agree on before they start.
+first.
 """
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,42 +14,10 @@ from interlace.arguments import checks
 from interlace.arguments.norms import taken_apart
 from interlace.fused import gather, norms
 from interlace.groups.groups import resolve
-from interlace.runtime.compat.torch_groups import Work as TorchWork
-from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.call import Terms
-from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.context import needing
-from interlace.runtime.core.stream import Outcome
+from interlace.ops.op import registry
+from interlace.ops.op.recorded import FIRST, agreed, run, started
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import unrounded
-
-FIRST: Terms = (("whether ranks agree before they record", True),)
-"""In what they agree on then, if it has the op's own terms: who does not record goes on to the op."""
-
-
-def agreed(
-    communicator: Communicator, op: str, operands: Sequence[Any], agree: Callable[[], Any]
-) -> Any:
-    """What ``agree`` gives, which all ranks call before they record ``op``: who needs no gradient is told.
-
-    ``operands``: the first arguments of the op, by its schema.
-    """
-    from interlace.ops.library import BY_NAME
-
-    needs = BY_NAME[op].needs(operands) or "another tensor"
-
-    def start() -> Outcome:
-        with needing(needs):
-            return Outcome(agree(), None)
-
-    return communicator.run(op, start)
-
-
-def matrices(*tensors: Any) -> bool:
-    """Whether a call with these is one that autograd can know of."""
-    return not modes_active() and all(
-        isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
-    )
 
 
 def shard_lengths(group: Any, input: torch.Tensor, weight: Any, gather_dim: Any) -> list[int]:
@@ -93,36 +60,6 @@ class UnequalShards(NamedTuple):
         """What was gathered, without the zeros."""
         parts = zip(torch.split(tensor, max(self.lengths), self.dim), self.lengths, strict=True)
         return torch.cat([part.narrow(self.dim, 0, length) for part, length in parts], self.dim)
-
-
-def run(
-    op: str,
-    async_op: bool,
-    operands: tuple[Any, ...],
-    then: Callable[[Any], Any],
-    options: Any,
-    **more: Any,
-) -> Any:
-    """Plain tensors, or a Work that returns them; ``then`` is done when complete, and seen by autograd."""
-    how = {"algorithm": options.algorithm, "out_dtype": options.out_dtype, **more}
-    return started(op, async_op, operands, then, **how)
-
-
-def started(
-    op: str,
-    async_op: bool,
-    operands: tuple[Any, ...],
-    then: Callable[[Any], Any] = lambda result: result,
-    **how: Any,
-) -> Any:
-    """As :func:`run`, of any op of ``interlace.functional``."""
-    from interlace import functional
-    from interlace.ops.eager import pending
-
-    with pending.watched() as works:
-        result = getattr(functional, op)(*operands, **how)
-    work = RecordedWork(op, result, works, then)
-    return work if async_op else work.wait()
 
 
 def gathered(
@@ -203,60 +140,15 @@ def reduced(
         total = total if residual is None else total + residual
         made = unrounded(total, norm).to(total.dtype)
         if gather:
-            from interlace import functional
             from interlace.ops.gradients import longest, padded
 
             dim = int(request.dim or 0)
             length = factors[0].shape[dim]
             part = padded(made, dim, longest(length, communicator.world_size))
-            whole = functional.wait(functional.all_gather(part, dim, group=group))
+            whole = registry.functional("wait")(
+                registry.functional("all_gather")(part, dim, group=group)
+            )
             made = whole.narrow(dim, 0, length)
         return made, total
 
     return started(op, async_op, factors, finished, **how, **dims)
-
-
-class RecordedWork(TorchWork):
-    """The handle of an op whose result has a history."""
-
-    def __init__(self, op: str, result: Any, works: list[Any], then: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._op, self._result, self._works, self._then = op, result, works, then
-        self._waited = False
-
-    def wait(self, timeout: timedelta | float | None = None) -> Any:
-        """The result, complete. Raises what the op failed with."""
-        from interlace.ops.async_tensor import wait
-
-        if not self._waited:
-            for work in self._works:
-                work.wait(timeout)
-            self._result = self._then(tree_map_only(torch.Tensor, wait, self._result))
-            self._waited = True
-        return self._result
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        found = [work.exception() for work in self._works]
-        return next((error for error in found if error is not None), None)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        if not self._works:
-            future.set_result(self._result)
-            return future
-        return self._works[-1].get_future().then(lambda _: self.wait())  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return f"<Work {self._op}: {'completed' if self.is_completed() else 'in progress'}>"

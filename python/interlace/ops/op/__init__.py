@@ -1,0 +1,1 @@
+"""What all ops share, whatever they do."""
