@@ -1,1 +1,1 @@
-"""What all ops share, whatever they do."""
+"""Parts that ops share."""
