@@ -123,7 +123,7 @@ class Facts:
         return f"goes on: {took * 1e3:.2f} ms, {COPIED / took / 1e9:.0f} GB/s"
 
     def stream_word(self) -> str:
-        from interlace.runtime.places.cuda import driver
+        from interlace.runtime.places.gpu import driver
 
         words, handle = driver.stream_words(0), self.high.cuda_stream
         if words is None:

@@ -18,7 +18,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.places.shm.machine_code.steps import Steps
 from interlace.runtime.places.shm.message_steps import Listed
-from interlace.runtime.record.recorder import FlightRecorder
+from interlace.runtime.processes.recorder import FlightRecorder
 
 CALLS = 100
 

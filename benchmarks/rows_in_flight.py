@@ -16,9 +16,9 @@ from typing import Any
 from circumstances import circumstances, said_by
 
 import interlace
-from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.request import Entry
+from interlace.tools.build.build import BuildReport, build
+from interlace.tools.build.catalogue import entries
 
 ARCH, COLUMNS = 90, 4096  # of all rows of the catalogue
 FLOOR = 32 << 10  # bytes that a multiprocessor should have on their way

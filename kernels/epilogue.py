@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import triton
 import triton.language as tl
 
-from interlace.kernels.matmul import tile_offsets
+from interlace.kernels.products import tile_offsets
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 ACTIVATIONS = get_args(Activation)

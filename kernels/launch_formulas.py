@@ -192,7 +192,7 @@ def expert_send_lines(
 ) -> list[Line]:
     """Lines of ``grouped_matmul_kernel``'s ``sends``; to the next rank first: all to different ones.
 
-    The chunks of a segment have slots of their own: ``kernels/fused/grouped_matmul.py`` says why.
+    The chunks of a segment have slots of their own: ``kernels/experts/grouped_matmul.py`` says why.
     """
     total = len(splits) // world_size
     lines = []

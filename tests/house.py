@@ -25,9 +25,8 @@ FOLDERS = {
     "kernels": "",
     "kernels/collectives": "kernels",
     "kernels/experts": "kernels",
-    "kernels/fused": "kernels kernels/collectives kernels/experts",
-    "kernels/attention": "kernels kernels/collectives",
-    "kernels/nodes": "kernels kernels/collectives kernels/fused",
+    "kernels/matmul": "kernels kernels/collectives",
+    "kernels/attention": "kernels kernels/collectives kernels/matmul",
     "runtime": "",
     "runtime/compat": "",
     "runtime/core": "runtime/compat",
@@ -35,58 +34,47 @@ FOLDERS = {
     "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
     "runtime/ptx/frames": "runtime/ptx",
     "runtime/ptx/text": "runtime/ptx",
-    "runtime/ptx/machine": "runtime/core runtime/numerics runtime/ptx runtime/ptx/frames runtime/ptx/text",
-    "runtime/interpreter/inline_ptx": "runtime/compat runtime/ptx runtime/ptx/text",
-    "runtime/interpreter": (
-        "runtime/compat runtime/core runtime/interpreter/inline_ptx runtime/numerics"
+    "runtime/ptx/machine": (
+        "runtime/core runtime/numerics runtime/ptx runtime/ptx/frames runtime/ptx/text"
     ),
     "runtime/places": "",
-    "runtime/record": "runtime/core",
-    "runtime/places/one_host": "runtime/compat runtime/core runtime/record",
-    "runtime/places/shm/machine_code": "runtime/places/one_host",
-    "runtime/scheduler": "runtime/core runtime/interpreter runtime/numerics",
+    "runtime/places/gpu": "runtime/compat runtime/core",
+    "runtime/places/sim/interpreter/inline_ptx": "runtime/compat runtime/ptx runtime/ptx/text",
+    "runtime/places/sim/interpreter": (
+        "runtime/compat runtime/core runtime/numerics runtime/places/sim/interpreter/inline_ptx"
+    ),
+    "runtime/places/sim/scheduler": "runtime/core runtime/numerics runtime/places/sim/interpreter",
+    "runtime/processes": "runtime/compat runtime/core",
+    "runtime/places/shm/machine_code": "runtime/processes",
+    "runtime/places/gpu/processes": (
+        "runtime/compat runtime/core runtime/places/gpu runtime/processes"
+    ),
     "runtime/tuning": "runtime/compat runtime/core",
-    "runtime/algorithms": "runtime/core runtime/numerics runtime/tuning",
-    "runtime/algorithms/experts": "runtime/algorithms runtime/core runtime/tuning",
-    "runtime/algorithms/attention": (
-        "runtime/algorithms runtime/core runtime/numerics runtime/tuning"
-    ),
     "runtime/compiler/lint": "runtime/core runtime/tuning",
-    "runtime/compiler": (
-        "runtime/algorithms runtime/algorithms/attention runtime/algorithms/experts runtime/compat "
-        "runtime/compiler/lint runtime/core runtime/numerics runtime/tuning"
+    "runtime/compiler": "runtime/compat runtime/compiler/lint runtime/core",
+    "runtime/places/gpu/nvshmem": (
+        "runtime/compat runtime/compiler runtime/core runtime/places/gpu "
+        "runtime/places/gpu/processes"
     ),
-    "runtime/programs": (
-        "runtime/compat runtime/compiler runtime/core runtime/ptx runtime/ptx/machine runtime/ptx/text "
-        "runtime/scheduler"
+    "runtime/places/sim/programs": (
+        "runtime/compat runtime/compiler runtime/core runtime/places/sim/scheduler runtime/ptx "
+        "runtime/ptx/machine runtime/ptx/text"
     ),
     "runtime/places/shm": (
-        "runtime/compat runtime/core runtime/interpreter runtime/numerics runtime/places/one_host "
-        "runtime/places/shm/machine_code runtime/programs runtime/record runtime/scheduler"
+        "runtime/compat runtime/core runtime/numerics runtime/places/shm/machine_code "
+        "runtime/places/sim/interpreter runtime/places/sim/programs runtime/places/sim/scheduler "
+        "runtime/processes"
     ),
     "runtime/places/hosts": (
-        "runtime/compat runtime/core runtime/numerics runtime/places/one_host runtime/places/shm "
-        "runtime/record"
-    ),
-    "runtime/compiler/bundle": (
-        "runtime/algorithms runtime/algorithms/attention runtime/compiler runtime/core runtime/tuning"
-    ),
-    "runtime/engines": "runtime/algorithms runtime/core runtime/numerics runtime/tuning",
-    "runtime/places/cuda": "runtime/compat runtime/core runtime/engines",
-    "runtime/places/cuda_processes": (
-        "runtime/compat runtime/core runtime/places/cuda runtime/places/one_host runtime/record"
-    ),
-    "runtime/places/nvshmem": (
-        "runtime/compat runtime/compiler runtime/core runtime/places/cuda "
-        "runtime/places/cuda_processes"
+        "runtime/compat runtime/core runtime/numerics runtime/places/shm runtime/processes"
     ),
     "runtime/places/sim": (
-        "runtime/compat runtime/core runtime/engines runtime/programs runtime/ptx runtime/scheduler"
+        "runtime/compat runtime/core runtime/places/sim/programs runtime/places/sim/scheduler "
+        "runtime/ptx"
     ),
     "runtime/start": (
-        "runtime/compat runtime/core runtime/places/cuda runtime/places/cuda_processes "
-        "runtime/places/hosts runtime/places/nvshmem runtime/places/one_host "
-        "runtime/places/shm"
+        "runtime/compat runtime/core runtime/places/gpu runtime/places/gpu/nvshmem "
+        "runtime/places/gpu/processes runtime/places/hosts runtime/places/shm runtime/processes"
     ),
     "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
     "interlace/cli/output": (
@@ -95,121 +83,138 @@ FOLDERS = {
     ),
     "interlace/cli": "interlace/cli/output runtime/compat runtime/core",
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",
-    "interlace/collectives": (
-        "interlace/arguments interlace/groups runtime/algorithms runtime/compat runtime/core "
-        "runtime/engines runtime/numerics"
+    "interlace/ops/op": "interlace/arguments interlace/groups runtime/compat runtime/core",
+    "interlace/ops/collectives": (
+        "interlace/arguments interlace/groups interlace/ops/op runtime/compat runtime/core "
+        "runtime/numerics runtime/tuning"
     ),
-    "interlace/fused": (
-        "interlace/arguments interlace/collectives runtime/algorithms runtime/algorithms/experts "
+    "interlace/ops/matmul": (
+        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/op "
         "runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/attention": (
-        "interlace/arguments runtime/algorithms/attention runtime/core runtime/tuning"
+    "interlace/ops/attention": (
+        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
+        "interlace/ops/op runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/ops/eager": (
-        "interlace/arguments interlace/collectives interlace/fused runtime/algorithms "
-        "runtime/compat runtime/core runtime/numerics runtime/tuning"
+    "interlace/ops/experts": (
+        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
+        "interlace/ops/op runtime/compat runtime/core runtime/numerics runtime/tuning"
+    ),
+    "interlace/tools": "",
+    "interlace/tools/build": (
+        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul runtime/compiler runtime/compiler/lint runtime/core "
+        "runtime/numerics runtime/tuning"
+    ),
+    "interlace/tools/build/bundle": (
+        "interlace/ops/attention interlace/ops/collectives interlace/tools/build runtime/core "
+        "runtime/tuning"
     ),
     "interlace/ops": (
-        "interlace/arguments interlace/attention interlace/fused interlace/groups interlace/ops/eager "
-        "runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core runtime/numerics"
+        "interlace/groups interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
     ),
     "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
     "interlace/functional": (
-        "interlace/arguments interlace/fused interlace/groups interlace/ops runtime/compat"
+        "interlace/arguments interlace/groups interlace/ops interlace/ops/experts "
+        "interlace/ops/op runtime/compat"
     ),
     "interlace/nn/functions": (
-        "interlace/arguments interlace/attention interlace/collectives interlace/functional "
-        "interlace/groups interlace/ops interlace/ops/eager runtime/algorithms "
-        "runtime/algorithms/attention runtime/core"
+        "interlace/arguments interlace/functional interlace/groups interlace/ops/attention "
+        "interlace/ops/collectives interlace/ops/matmul interlace/ops/op runtime/core"
     ),
     "interlace/process_group": (
-        "interlace/collectives interlace/groups runtime/compat runtime/core "
-        "runtime/places/cuda runtime/start"
+        "interlace/groups interlace/ops/collectives runtime/compat runtime/core "
+        "runtime/places/gpu runtime/start"
     ),
     "interlace/symmetric_memory": (
-        "interlace/arguments interlace/groups interlace/ops/eager runtime/compat runtime/core"
+        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
+        "interlace/ops/op runtime/compat runtime/core"
     ),
     "interlace/tensor/uneven": (
-        "interlace/arguments interlace/collectives interlace/groups interlace/ops runtime/core"
+        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/op "
+        "runtime/core"
     ),
-    "interlace/verify/lint_check": "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning",
+    "interlace/verify/lint_check": (
+        "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"
+    ),
     "interlace/verify/protocols": "runtime/core",
-    "python": "interlace/cli interlace/compile interlace/process_group",
     "interlace": (
-        "interlace/arguments interlace/attention interlace/functional interlace/fused "
-        "interlace/groups interlace/ops interlace/ops/eager "
-        "runtime/algorithms/attention runtime/compat runtime/core runtime/numerics "
-        "runtime/places/cuda runtime/places/sim runtime/scheduler runtime/start"
+        "interlace/arguments interlace/groups interlace/ops/op runtime/core runtime/numerics "
+        "runtime/places/gpu runtime/places/sim runtime/places/sim/scheduler runtime/start"
     ),
     "interlace/experts": (
-        "interlace interlace/arguments interlace/functional interlace/fused interlace/groups "
-        "interlace/ops interlace/ops/eager runtime/algorithms/experts runtime/compat runtime/core"
+        "interlace/arguments interlace/functional interlace/groups interlace/ops/experts "
+        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
     ),
     "interlace/integrations": (
         "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"
     ),
     "interlace/tensor/mesh": (
-        "interlace/arguments interlace/collectives interlace/functional "
-        "interlace/groups interlace/ops runtime/compat runtime/core runtime/tuning"
+        "interlace/arguments interlace/functional interlace/groups interlace/ops/collectives "
+        "interlace/ops/op runtime/compat runtime/core runtime/tuning"
     ),
     "interlace/tensor": "interlace/tensor/mesh interlace/tensor/uneven",
     "interlace/nn/parameters": (
-        "interlace/collectives interlace/groups interlace/tensor runtime/compat runtime/core"
+        "interlace/groups interlace/ops/collectives interlace/tensor runtime/compat runtime/core"
     ),
     "interlace/nn/layers": (
-        "interlace interlace/arguments interlace/collectives interlace/experts interlace/functional "
-        "interlace/groups interlace/nn/functions interlace/nn/parameters "
-        "runtime/algorithms/attention runtime/algorithms/experts runtime/compat runtime/core "
+        "interlace/arguments interlace/experts interlace/functional interlace/groups "
+        "interlace/nn/functions interlace/nn/parameters interlace/ops/attention "
+        "interlace/ops/collectives interlace/ops/experts runtime/compat runtime/core "
         "runtime/numerics"
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (
-        "interlace runtime/core runtime/interpreter runtime/places/sim runtime/programs "
-        "runtime/scheduler runtime/start"
+        "interlace runtime/core runtime/places/sim runtime/places/sim/interpreter "
+        "runtime/places/sim/programs runtime/places/sim/scheduler runtime/start"
     ),
     "interlace/verify/race_check": (
         "interlace interlace/verify/lint_check interlace/verify/schedule_check runtime/compat "
-        "runtime/core runtime/interpreter runtime/places/sim runtime/programs runtime/scheduler"
+        "runtime/core runtime/places/sim runtime/places/sim/interpreter "
+        "runtime/places/sim/programs runtime/places/sim/scheduler"
     ),
     "interlace/verify": (
         "interlace/groups interlace/verify/lint_check interlace/verify/protocols "
         "interlace/verify/race_check interlace/verify/schedule_check runtime/places/sim "
-        "runtime/programs runtime/ptx/machine"
+        "runtime/places/sim/programs runtime/ptx/machine"
     ),
+    "python": "interlace/cli interlace/compile interlace/process_group",
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (
-        "interlace interlace/arguments interlace/cli interlace/collectives interlace/compile "
-        "interlace/experts interlace/functional interlace/groups interlace/integrations interlace/nn "
-        "interlace/ops interlace/symmetric_memory interlace/tensor interlace/verify python runtime/compat "
-        "runtime/core runtime/start runtime/tuning"
+        "interlace interlace/arguments interlace/cli interlace/compile interlace/experts "
+        "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
+        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul interlace/ops/op interlace/symmetric_memory interlace/tensor "
+        "interlace/verify python runtime/compat runtime/core runtime/start runtime/tuning"
     ),
     "interlace/benchmark/timing": "face interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",
     "interlace/cli/demo": (
-        "face interlace interlace/cli/output interlace/groups runtime/scheduler runtime/tuning"
+        "face interlace interlace/cli/output interlace/groups runtime/places/sim/scheduler "
+        "runtime/tuning"
     ),
     "interlace/verify/shims": (
-        "face interlace/groups interlace/process_group interlace/symmetric_memory "
-        "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
+        "face interlace/groups interlace/process_group interlace/symmetric_memory runtime/compat "
+        "runtime/compiler runtime/core runtime/places/sim runtime/ptx"
     ),
     "interlace/verify/shims/triton_dist": (
         "face interlace/symmetric_memory interlace/verify/shims runtime/compat"
     ),
     "interlace/verify/suite": (
-        "face interlace/attention interlace/fused interlace/groups interlace/verify/lint_check "
-        "interlace/verify/protocols interlace/verify/race_check "
+        "face interlace/groups interlace/ops/attention interlace/ops/matmul interlace/tools/build "
+        "interlace/verify/lint_check interlace/verify/protocols interlace/verify/race_check "
         "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler "
-        "runtime/core runtime/places/sim runtime/programs runtime/tuning"
+        "runtime/core runtime/places/sim runtime/places/sim/programs runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
-        "interlace/verify/suite runtime/algorithms runtime/algorithms/experts runtime/compat runtime/core "
-        "runtime/numerics runtime/tuning"
+        "interlace/ops/collectives interlace/ops/experts interlace/verify/suite runtime/compat "
+        "runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/benchmark/runs": (
-        "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups "
-        "runtime/core runtime/tuning"
+        "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups runtime/core "
+        "runtime/tuning"
     ),
     "interlace/cli/bench": (
         "face interlace interlace/benchmark/runs interlace/benchmark/subjects "
@@ -217,21 +222,22 @@ FOLDERS = {
         "runtime/core"
     ),
     "interlace/cli/check": (
-        "face interlace interlace/arguments interlace/benchmark/subjects interlace/benchmark/timing "
-        "interlace/cli/output interlace/functional interlace/fused interlace/groups "
-        "interlace/verify/suite runtime/algorithms runtime/compiler runtime/places/cuda runtime/tuning"
+        "face interlace interlace/arguments interlace/benchmark/subjects "
+        "interlace/benchmark/timing interlace/cli/output interlace/functional interlace/groups "
+        "interlace/ops/collectives interlace/ops/matmul interlace/tools/build "
+        "interlace/verify/suite runtime/places/gpu runtime/tuning"
     ),
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "
-        "interlace/tensor/mesh interlace/verify interlace/verify/schedule_check "
-        "interlace/verify/shims interlace/verify/suite runtime/compat "
-        "runtime/compiler runtime/compiler/bundle runtime/core runtime/places/one_host "
-        "runtime/record runtime/tuning"
+        "interlace/tensor/mesh interlace/tools/build interlace/tools/build/bundle "
+        "interlace/verify interlace/verify/schedule_check interlace/verify/shims "
+        "interlace/verify/suite runtime/compat runtime/compiler runtime/core runtime/processes "
+        "runtime/tuning"
     ),
     "interlace/cli/tune": (
         "face interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/bench interlace/cli/output "
-        "interlace/fused runtime/tuning"
+        "interlace/benchmark/timing interlace/cli/bench interlace/cli/output interlace/ops/matmul "
+        "runtime/tuning"
     ),
     "program": "python",
 }

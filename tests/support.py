@@ -22,11 +22,11 @@ from interlace.runtime.compat import releases
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Layout, Workspace
-from interlace.runtime.interpreter.session import program_function
+from interlace.runtime.places.sim.interpreter.session import program_function
 from interlace.runtime.places.sim.place import SimPlace
-from interlace.runtime.scheduler.scheduler import Program, Scheduler
-from interlace.runtime.scheduler.strategies import Random
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.scheduler import Program, Scheduler
+from interlace.runtime.places.sim.scheduler.strategies import Random
+from interlace.runtime.places.sim.scheduler.task import Task
 
 # As a float of any width this is nan, as a signal slot -1, which is smaller than every epoch.
 POISON_BYTE = 0xFF

@@ -15,9 +15,10 @@ from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels import signal, slots, transfer
 from interlace.kernels.arguments import Peers, Table, Workspace
-from interlace.kernels.fused import all_gather_matmul
-from interlace.kernels.fused import all_gather_matmul_roles as roles
-from interlace.runtime.algorithms.operands import (
+from interlace.kernels.matmul import all_gather_matmul
+from interlace.kernels.matmul import all_gather_matmul_roles as roles
+from interlace.ops.collectives.launch import resident_programs
+from interlace.ops.matmul.operands import (
     Linear,
     copies,
     epilogue,
@@ -26,7 +27,6 @@ from interlace.runtime.algorithms.operands import (
     product,
     with_roles,
 )
-from interlace.runtime.algorithms.plain import resident_programs
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.configuration import Configuration

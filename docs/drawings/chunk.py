@@ -8,8 +8,8 @@ import torch
 
 import interlace
 from drawings.svg import Drawing
-from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.recording import TICKS, RecordedSpan, merge
+from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler.recording import TICKS, RecordedSpan, merge
 from interlace.runtime.tuning import configuration
 
 LEFT, WIDTH, TOP, LANE = 150, 640, 34, 52

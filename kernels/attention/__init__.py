@@ -1,1 +1,1 @@
-"""Attention over a sequence that is spread over ranks: forward, backward, decode."""
+"""Kernels of attention over keys of other ranks, and of the exchange of heads."""

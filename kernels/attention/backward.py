@@ -37,7 +37,7 @@ from interlace.kernels.attention.tiles import (
     row_mask,
     tiles_of_run,
 )
-from interlace.kernels.matmul import tile_offsets
+from interlace.kernels.products import tile_offsets
 
 _SET = tl.constexpr(32)  # tiles of queries that a number has bits for
 

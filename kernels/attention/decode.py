@@ -29,7 +29,7 @@ from interlace.kernels.collectives.low_latency import (
     payload_of,
     send_to_all,
 )
-from interlace.kernels.matmul import tile_offsets
+from interlace.kernels.products import tile_offsets
 from interlace.kernels.signal import count_program
 
 DECODE_LANES = 128

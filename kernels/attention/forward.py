@@ -24,7 +24,7 @@ from interlace.kernels.attention.tiles import (
     row_elements,
     row_mask,
 )
-from interlace.kernels.matmul import tile_offsets
+from interlace.kernels.products import tile_offsets
 from interlace.kernels.signal import current_epoch, fence_descriptor_loads, wait
 from interlace.kernels.transfer import data_pointer, push_chunks
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import KeyPart
-from interlace.kernels.matmul import tile_offsets
+from interlace.kernels.products import tile_offsets
 from interlace.kernels.transfer import table_line
 
 PART_COLUMNS = 9

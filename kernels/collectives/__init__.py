@@ -1,1 +1,1 @@
-"""Plain collectives: one file per way of doing them."""
+"""Kernels of the plain collectives, within a node and between nodes."""

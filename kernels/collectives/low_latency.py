@@ -27,7 +27,7 @@ A program that has given up writes down its epoch with the sign changed, and doe
 cannot know that the others have read the words that it would overwrite. Nor does it store an output whose
 words have not all come.
 
-All ranks add in rank order, in fp32: same bits everywhere, as in ``kernels/collectives/reduction.py``.
+All ranks add in rank order, in fp32: same bits everywhere, as in ``reduction.py``.
 Programs wait for programs of the same number only. So there is progress as long as, on every rank, the
 lowest-numbered program that has not ended is resident.
 

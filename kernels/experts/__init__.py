@@ -1,1 +1,1 @@
-"""Rows of tokens to their experts, and back: the kernels of dispatch and combine."""
+"""Kernels of mixtures of experts: dispatch, combine, grouped matmuls."""

@@ -1,7 +1,7 @@
 """Combine: every row goes back to the rank of its token, which sums over the token's slots.
 
 Legend: rows are as a dispatch has sorted them, ``segments`` as it has found them
-(``kernels/experts/dispatch.py``). At home a rank's rows have an order of their own: by expert of all the
+(``dispatch.py``). At home a rank's rows have an order of their own: by expert of all the
 group's, then as its tokens are. So what one rank sends home, and there each segment, is contiguous.
 
 Rows come back one by one, and not summed over the experts that a token has on one rank: so a sum goes over

@@ -39,15 +39,26 @@ try:
     import interlace_backend as _interlace_backend
     from interlace import symmetric_memory
     from interlace.arguments.reduce_ops import ReduceOp
-    from interlace.collectives.all_to_all import all_to_all, all_to_all_single
-    from interlace.collectives.coalesced import (
+    from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
+    from interlace.groups.new import (
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        split_group,
+    )
+    from interlace.groups.recovery import rebuild, shrink
+    from interlace.launcher import run
+    from interlace.numerics import check_numerics
+    from interlace.ops.attention.api import distributed_decode
+    from interlace.ops.collectives.all_to_all import all_to_all, all_to_all_single
+    from interlace.ops.collectives.coalesced import (
         all_gather_coalesced,
         all_gather_into_tensor_coalesced,
         all_reduce_coalesced,
         reduce_scatter_tensor_coalesced,
     )
-    from interlace.collectives.monitored_barrier import monitored_barrier
-    from interlace.collectives.objects import (
+    from interlace.ops.collectives.monitored_barrier import monitored_barrier
+    from interlace.ops.collectives.objects import (
         all_gather_object,
         broadcast_object_list,
         gather_object,
@@ -55,7 +66,7 @@ try:
         scatter_object_list,
         send_object_list,
     )
-    from interlace.collectives.point_to_point import (
+    from interlace.ops.collectives.point_to_point import (
         P2POp,
         batch_isend_irecv,
         irecv,
@@ -63,8 +74,8 @@ try:
         recv,
         send,
     )
-    from interlace.collectives.rooted import broadcast, gather, reduce, scatter
-    from interlace.collectives.rootless import (
+    from interlace.ops.collectives.rooted import broadcast, gather, reduce, scatter
+    from interlace.ops.collectives.rootless import (
         _all_gather_base,
         _reduce_scatter_base,
         all_gather,
@@ -76,31 +87,25 @@ try:
         reduce_scatter_single,
         reduce_scatter_tensor,
     )
-    from interlace.collectives.uneven import (
+    from interlace.ops.collectives.uneven import (
         all_gather_v,
         all_to_all_v,
         gather_v,
         reduce_scatter_v,
         scatter_v,
     )
-    from interlace.decoding import distributed_decode
-    from interlace.grouped_matmuls import (
+    from interlace.ops.experts.api import (
         all_gather_grouped_matmul,
         all_to_all_grouped_matmul,
         grouped_matmul_combine,
     )
-    from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
-    from interlace.groups.new import (
-        new_group,
-        new_subgroups,
-        new_subgroups_by_enumeration,
-        split_group,
+    from interlace.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from interlace.ops.matmul.norms_api import (
+        LayerNorm,
+        RMSNorm,
+        all_reduce_norm,
+        reduce_scatter_norm,
     )
-    from interlace.groups.recovery import rebuild, shrink
-    from interlace.launcher import run
-    from interlace.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-    from interlace.norms import LayerNorm, RMSNorm, all_reduce_norm, reduce_scatter_norm
-    from interlace.numerics import check_numerics
     from interlace.ops.op import registry as _registry
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched

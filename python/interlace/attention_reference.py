@@ -1,6 +1,6 @@
 """float64 references of attention and its gradients, and how far correct results may be from them.
 
-As ``interlace/reference.py``, which has the sources of bounds. Beside sums and roundings there is the
+As ``reference.py``, which has the sources of bounds. Beside sums and roundings there is the
 exponential: of a score that is off by e the weight is off by ``exp(e) - 1``, relative, once as such and
 once in the sum that it is divided by, and an exponential errs by 2 units and by one per unit of its
 argument. Weights are rounded to the dtype of the values before they are multiplied, and so are the

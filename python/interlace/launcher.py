@@ -14,7 +14,7 @@ from interlace.arguments.words import RunPlace
 from interlace.groups import groups
 from interlace.runtime.core.context import CallContext, Overrides, current, set_context
 from interlace.runtime.core.place import Place, positive_seconds
-from interlace.runtime.places.cuda.available import gpu_problem
+from interlace.runtime.places.gpu.available import gpu_problem
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -103,7 +103,7 @@ def run(  # type: ignore[misc]
 
             return run_sim(on_rank, world_size, seed=seed, timeout=seconds, arch=compiled_for)
         if place == "cuda" and not processes:
-            from interlace.runtime.places.cuda.virtual_place import run_virtual_ranks
+            from interlace.runtime.places.gpu.virtual_place import run_virtual_ranks
 
             return run_virtual_ranks(on_rank, world_size, timeout=seconds)
         from interlace.runtime.start.pool import default_pool
@@ -170,11 +170,11 @@ def rank_function(
 
 def _complete(result: Any) -> Any:
     """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
-    if "interlace.ops.async_tensor" not in sys.modules:
+    if "interlace.ops.op.async_tensor" not in sys.modules:
         return result  # no functional op has run
     from torch.utils import _pytree as pytree
 
-    from interlace.ops.async_tensor import AsyncTensor, wait
+    from interlace.ops.op.async_tensor import AsyncTensor, wait
 
     leaves, spec = pytree.tree_flatten(result)
     if not any(isinstance(leaf, AsyncTensor) for leaf in leaves):

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.arguments.paths import refuse_unwritable
-from interlace.runtime.scheduler import chrome_trace
-from interlace.runtime.scheduler import trace as recorder
-from interlace.runtime.scheduler.recording import Recording, merge
+from interlace.runtime.places.sim.scheduler import chrome_trace
+from interlace.runtime.places.sim.scheduler import trace as recorder
+from interlace.runtime.places.sim.scheduler.recording import Recording, merge
 
 Runs = list[tuple[str, Recording]]
 """Runs of ranks in their order, each with the name of its function."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from interlace.kernels.nodes.nvshmem import LIBRARY
+from interlace.kernels.node_puts import LIBRARY
 from interlace.runtime.core.errors import PlaceUnavailableError
 
 PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")

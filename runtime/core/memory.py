@@ -89,7 +89,7 @@ class SymmetricBuffer:
     """Memory of the same ``nbytes`` on every rank of a group.
 
     ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0
-    of what is not mapped; between nodes it goes on as ``kernels/nodes/moves.py`` says.
+    of what is not mapped; between nodes it goes on as ``kernels/collectives/node_moves.py`` says.
     ``peer_bytes[r]`` is a uint8 tensor over rank r's memory; it keeps the mapping alive, and is empty
     where there is none. ``multicast`` is the address by which one store reaches all ranks, 0 where
     there is none.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from interlace.kernels.nodes import order
+from interlace.kernels import node_order as order
 from interlace.runtime.core.context import context_with
 from interlace.runtime.core.engine import ENGINES, Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -64,7 +64,7 @@ PUTS = ("nvshmem", "stores", "late")
 
 @dataclass(frozen=True)
 class Nodes:
-    """``of[r]``: node of r; ``put``: as in ``kernels/nodes/moves.py``; ``options`` link its library."""
+    """``of[r]``: node of r; ``put``: see ``kernels/node_puts.py``; ``options`` link its library."""
 
     of: tuple[int, ...]
     put: str

@@ -20,12 +20,12 @@ import torch
 
 from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.core.place import Place
-from interlace.runtime.places.one_host.blame import Blame
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.signed_store import SignedStore
-from interlace.runtime.places.one_host.waiting import usable_cores
 from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.processes.blame import Blame
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.signed_store import SignedStore
+from interlace.runtime.processes.waiting import usable_cores
 from interlace.runtime.start.worker_process import (
     TaskReport,
     end_with_parent,

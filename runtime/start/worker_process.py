@@ -19,7 +19,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     users_traceback,
 )
-from interlace.runtime.places.one_host.worker import Helper
+from interlace.runtime.processes.worker import Helper
 
 GRACE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1

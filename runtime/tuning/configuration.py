@@ -30,7 +30,7 @@ class Configuration:
     of their own. Without TMA none of the last three applies.
 
     ``warp_roles`` (9.x): each warp of a fused matmul loads, multiplies or stores, so nothing drains at a
-    chunk or an owner (``kernels/fused/warp_roles.py``). Where products leave by TMA, operands and output
+    chunk or an owner (``kernels/matmul/warp_roles.py``). Where products leave by TMA, operands and output
     have 16 bits, and there are no scales; in all-gather + matmul, where the copy engine sends, and there is
     no bias. Never run on a GPU.
 

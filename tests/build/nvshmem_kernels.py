@@ -1,10 +1,10 @@
-"""A kernel that calls all of nodes/nvshmem.py, to be linked, and one that calls what there is not."""
+"""A kernel that calls all of node_puts.py, to be linked, and one that calls what there is not."""
 
 import triton
 import triton.language as tl
 from triton.language import core
 
-from interlace.kernels.nodes import nvshmem
+from interlace.kernels import node_puts as nvshmem
 
 
 @triton.jit

@@ -20,13 +20,14 @@ from rich.console import Console
 
 from house import module_name
 from interlace.cli.commands import build as command
-from interlace.runtime.compiler import catalogue, worker
-from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import ARCHES, Entry
+from interlace.runtime.compiler import worker
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
 from interlace.runtime.tuning.chips import BUILDABLE
+from interlace.tools.build import catalogue
+from interlace.tools.build.build import BuildReport, build
+from interlace.tools.build.catalogue import ARCHES, Entry
 from support import mended
 from tiers import few, thorough
 

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from interlace.runtime.compiler import catalogue_collectives
-from interlace.runtime.compiler.build import build
-from interlace.runtime.compiler.catalogue import entries
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.tools.build import catalogue_collectives
+from interlace.tools.build.build import build
+from interlace.tools.build.catalogue import entries
 from tiers import thorough
 
 ARCHES = (80, 90, 100)

@@ -19,17 +19,17 @@ from rich.console import Console
 
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
-from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import ARCHES, Entry
-from interlace.runtime.compiler.catalogue_collectives import between_nodes, linked
 from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.tools.build.build import BuildReport, build
+from interlace.tools.build.catalogue import ARCHES, Entry
+from interlace.tools.build.catalogue_collectives import between_nodes, linked
 from tiers import few, thorough
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
 SERVED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 HERE = pathlib.Path(__file__).parent
 JSON = command.BuildOptions((90,), full=True, json=True)
-TABLE = HERE.parents[1] / "kernels/nodes/nvshmem.py"
+TABLE = HERE.parents[1] / "kernels/node_puts.py"
 EVERYTHING = Entry(
     "nvshmem_kernels",
     "every_function_kernel",

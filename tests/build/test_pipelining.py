@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
+from interlace.tools.build import catalogue
+from interlace.tools.build.build import BuildReport, build
+from interlace.tools.build.catalogue import Entry, MatmulVariant
 from mutants.mutations import Edit, Mutant, importable
 from tiers import thorough
 
@@ -29,7 +29,7 @@ SPECIALIZED = MatmulVariant(layout="nk", overrides={"warp_specialize": True, "fl
 # A signal after every tile, as the kernel must not have it.
 SIGNALS = Mutant(
     "a signal after every tile",
-    "kernels/fused/matmul_reduce_scatter.py",
+    "kernels/matmul/matmul_reduce_scatter.py",
     (
         Edit("current_epoch, wait_credit\n", "current_epoch, publish, wait_credit\n"),
         Edit(

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import build
-from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import without_effect
+from interlace.tools.build import catalogue
+from interlace.tools.build.build import build
+from interlace.tools.build.catalogue import Entry, MatmulVariant
 from tiers import thorough
 
 OFF = {"flatten": False, "output_descriptors": False, "epilogue_subtile": 1}

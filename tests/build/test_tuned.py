@@ -5,12 +5,12 @@ The shared memory that they need is bounded by the arithmetic that refuses candi
 
 import pytest
 
-from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import Entry, MatmulVariant
 from interlace.runtime.tuning import table, valid_configurations
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, why_not
+from interlace.tools.build import catalogue
+from interlace.tools.build.build import BuildReport, build
+from interlace.tools.build.catalogue import Entry, MatmulVariant
 from tiers import thorough
 
 

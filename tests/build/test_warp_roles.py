@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from interlace.runtime.compiler import catalogue
-from interlace.runtime.compiler.build import BuildReport, build
-from interlace.runtime.compiler.catalogue import MatmulVariant
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.request import Entry
+from interlace.tools.build import catalogue
+from interlace.tools.build.build import BuildReport, build
+from interlace.tools.build.catalogue import MatmulVariant
 from tiers import few, thorough
 
 PRODUCTS, SUMS = catalogue.matmul_reduce_scatter_roles(MatmulVariant())
@@ -27,7 +27,7 @@ REFERENCES = {
 }
 # How what others have written, or may still read, is reached after a wait.
 AFTER_A_WAIT = {"all_gather_matmul": "shared::", "matmul_reduce_scatter": "global.shared::"}
-FOLDER = pathlib.Path(catalogue.__file__).parents[2] / "kernels/fused"
+FOLDER = pathlib.Path(catalogue.__file__).parents[2] / "kernels/matmul"
 COMPLETE = r"complete_descriptor_stores\(TILES.*\n"
 MUTANTS = {
     "no fence": (

@@ -9,7 +9,7 @@ import torch
 import interlace
 from interlace import nn, reference
 from interlace.attention_reference import AttentionReference, visible
-from interlace.runtime.algorithms.attention.shards import TokenShards
+from interlace.ops.attention.shards import TokenShards
 from interlace.runtime.tuning.configuration import override
 from support import noise
 

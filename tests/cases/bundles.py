@@ -14,34 +14,33 @@ from unittest import mock
 import torch
 
 from interlace.cli.commands.build import write
-from interlace.fused.grouped import EXCHANGE, GATHER
-from interlace.runtime.algorithms import (
-    gather_matmul,
-    head_exchange,
-    low_latency,
-    matmul_reduce,
-    plain,
-)
-from interlace.runtime.algorithms import norms as normed
-from interlace.runtime.algorithms.attention import blocks, gather
-from interlace.runtime.algorithms.attention.decode import DecodeProblem, decode_fused
-from interlace.runtime.algorithms.attention.problem import AttentionProblem, AttentionResult
-from interlace.runtime.algorithms.attention.shards import AttentionMask, TokenShards
-from interlace.runtime.algorithms.experts.assignment import Assignment
-from interlace.runtime.algorithms.experts.combine import Combine, Home
-from interlace.runtime.algorithms.experts.dispatch import Bounds, Dispatch, DispatchResult
-from interlace.runtime.algorithms.experts.grouped_combine import GroupedMatmulCombine
-from interlace.runtime.algorithms.grouped_matmul import GroupedMatmul
-from interlace.runtime.algorithms.grouped_routes import Routes
-from interlace.runtime.algorithms.operands import Linear
-from interlace.runtime.compiler.bundle.bundle import BundleTarget
-from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
-from interlace.runtime.compiler.catalogue import MatmulVariant
-from interlace.runtime.compiler.catalogue_group import AbsentGroup
+from interlace.ops.attention import blocks
+from interlace.ops.attention import launch_gather as gather
+from interlace.ops.attention import launch_head_exchange as head_exchange
+from interlace.ops.attention.launch_decode import DecodeProblem, decode_fused
+from interlace.ops.attention.problem import AttentionProblem, AttentionResult
+from interlace.ops.attention.shards import AttentionMask, TokenShards
+from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives import low_latency
+from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.grouped import EXCHANGE, GATHER
+from interlace.ops.experts.grouped_routes import Routes
+from interlace.ops.experts.launch_combine import Combine, Home
+from interlace.ops.experts.launch_dispatch import Bounds, Dispatch, DispatchResult
+from interlace.ops.experts.launch_grouped import GroupedMatmul
+from interlace.ops.experts.launch_grouped_combine import GroupedMatmulCombine
+from interlace.ops.matmul import launch_gather as gather_matmul
+from interlace.ops.matmul import launch_norms as normed
+from interlace.ops.matmul import launch_reduce as matmul_reduce
+from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.attention import gpu_attention
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.tools.build.absent_group import AbsentGroup
+from interlace.tools.build.bundle.bundle import BundleTarget
+from interlace.tools.build.bundle.ops import OPS, KernelOptions
+from interlace.tools.build.catalogue import MatmulVariant
 
 ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 100, 90], "matmul_all_reduce": [80]}
 OPTIONS = {

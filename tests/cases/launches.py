@@ -136,10 +136,10 @@ def algorithms(launched: Callable[[Any], None]) -> None:
 
     import torch
 
-    from interlace.runtime.algorithms import node_moves
-    from interlace.runtime.compiler import catalogue, catalogue_attention, catalogue_collectives
-    from interlace.runtime.compiler.catalogue_group import AbsentGroup, meta
+    from interlace.ops.collectives import node_moves
     from interlace.runtime.tuning.configuration import gpu_default
+    from interlace.tools.build import catalogue, catalogue_attention, catalogue_collectives
+    from interlace.tools.build.absent_group import AbsentGroup, meta
 
     def entry(launch: Any, *rest: Any, **more: Any) -> Any:
         launched(launch)
@@ -190,7 +190,7 @@ def prepared(launch: Any) -> None:
     import torch
 
     from interlace.runtime.compat import triton_launcher
-    from interlace.runtime.places.cuda import launch as cuda
+    from interlace.runtime.places.gpu import launch as cuda
 
     cache = cuda.LaunchCache(torch.device("cpu"), lambda compiled: None)
     cache.prepare(launch, 7, 0).run(7)
@@ -261,8 +261,8 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         """By CuPy, of which there is a stand-in: it counts by itself."""
         from interlace import aot
         from interlace.cli.commands.build import write
-        from interlace.runtime.compiler.bundle.bundle import BundleTarget
-        from interlace.runtime.compiler.bundle.ops import KernelOptions
+        from interlace.tools.build.bundle.bundle import BundleTarget
+        from interlace.tools.build.bundle.ops import KernelOptions
         from stand_ins import cupy_stand_in
 
         sys.modules["cupy"] = cupy_stand_in
@@ -273,7 +273,7 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         return 1 - len(cupy_stand_in.launches)
 
     def of_driver() -> int:
-        from interlace.runtime.places.cuda.driver import Driver
+        from interlace.runtime.places.gpu.driver import Driver
 
         driver = Driver(ctypes.CDLL("libcuda.so.1"))
         driver.write(1, 64, 1)

@@ -22,8 +22,8 @@ from interlace.groups import groups
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.places.hosts.joining import Joining
 from interlace.runtime.places.hosts.links import HostLinks
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.rendezvous import Rendezvous
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.rendezvous import Rendezvous
 
 RANKS = 4
 BOUND = 2.0

@@ -11,9 +11,9 @@ from faults.crew import crew, joined, tried
 from guard import MOST
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.wires import Wires
-from interlace.runtime.places.one_host import rendezvous
-from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.signed_store import PolledStore
+from interlace.runtime.processes import rendezvous
+from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.signed_store import PolledStore
 from tiers import few, thorough
 
 STEPS = {

@@ -2,7 +2,7 @@
 
 from mutants.mutations import Case, mutant_of
 
-_GROUPED = "kernels/fused/grouped_matmul.py"
+_GROUPED = "kernels/experts/grouped_matmul.py"
 _LOW, _SIGNAL = "kernels/collectives/low_latency.py", "kernels/signal.py"
 _SWITCH = "kernels/collectives/multimem.py"
 _A2A = "all_to_all_grouped_matmul fused"
@@ -10,7 +10,7 @@ _WAIT_ROWS = "                    wait(workspace, source, slot_byte, epoch, COMP
 _WORD = 'tl.atomic_xchg(pointers, word, sem="relaxed", scope="sys")'
 
 CASES = [
-    # -- kernels/fused/grouped_matmul.py -----------------------------------------------------------------
+    # -- kernels/experts/grouped_matmul.py -----------------------------------------------------------------
     Case(mutant_of(_GROUPED, "grouped rows of some ranks not waited for", (_WAIT_ROWS,
      f"                    if source > workspace.rank:\n    {_WAIT_ROWS}")), "races", _A2A),
     Case(mutant_of(_GROUPED, "one slot for all chunks of a segment",

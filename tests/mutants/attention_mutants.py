@@ -3,7 +3,7 @@
 from mutants.mutations import Case, mutant_of
 
 _FORWARD, _DECODE = "kernels/attention/forward.py", "kernels/attention/decode.py"
-_HEADS = "kernels/fused/head_exchange.py"
+_HEADS = "kernels/attention/head_exchange.py"
 _SLOTS = "for slot in range(first_slot, first_slot + slots):"
 _FUSED = "attention all_gather fused"
 

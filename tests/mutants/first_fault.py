@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from interlace import launcher
-from interlace.runtime.scheduler.scheduler import interpreted
+from interlace.runtime.places.sim.scheduler.scheduler import interpreted
 from interlace.verify.race_check.check import _observed
 from interlace.verify.race_check.happens_before import Detector
 

@@ -20,10 +20,10 @@ from unittest import mock
 ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
 FILES = sorted(file.relative_to(KERNELS) for file in KERNELS.rglob("*.py"))
-EXTERNS = pathlib.Path("nodes/nvshmem.py")
+EXTERNS = pathlib.Path("node_puts.py")
 ORIGINAL = """
 import sys
-from interlace.kernels.nodes import nvshmem
+from interlace.kernels import node_puts as nvshmem
 sys.modules[__name__] = nvshmem
 """
 

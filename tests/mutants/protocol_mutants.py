@@ -97,27 +97,27 @@ CASES = [
     Case(mutant_of("kernels/transfer.py", "credit of another rank", ("wait_credit(workspace, peer, epoch)",
      "wait_credit(workspace, workspace.rank, epoch)")), "races", _AG),
     # -- sums --------------------------------------------------------------------------------------
-    Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "one region for all sources",
+    Case(mutant_of("kernels/matmul/matmul_reduce_scatter.py", "one region for all sources",
      (" + rank * rows * N", "")), "races", _RS),
-    Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "tiles published before their stores",
+    Case(mutant_of("kernels/matmul/matmul_reduce_scatter.py", "tiles published before their stores",
      (_TURN, ""), ("                produce_part(input", f"{_TURN}                produce_part(input")),
      "races", _RS),
-    Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "one slot for all tiles",
+    Case(mutant_of("kernels/matmul/matmul_reduce_scatter.py", "one slot for all tiles",
      ("(rank * tiles - start) * 8", "(rank * tiles - start - first) * 8")), "schedules", _RS),
-    Case(mutant_of("kernels/fused/matmul_reduce_scatter.py", "descriptor store published",
+    Case(mutant_of("kernels/matmul/matmul_reduce_scatter.py", "descriptor store published",
      ("    complete_descriptor_stores(COMPILED_STORES)\n", "")), "lint", _RS,
      "matmul_reduce_scatter_kernel"),
-    # -- kernels/fused/all_gather_matmul.py --------------------------------------------------------------
-    Case(mutant_of("kernels/fused/all_gather_matmul.py", "fence of descriptor loads dropped",
+    # -- kernels/matmul/all_gather_matmul.py --------------------------------------------------------------
+    Case(mutant_of("kernels/matmul/all_gather_matmul.py", "fence of descriptor loads dropped",
      ("                    fence_descriptor_loads(TILES.COMPILED)\n", "                    pass\n")),
      "lint", "all_gather_matmul fused", "all_gather_matmul_kernel"),
-    Case(mutant_of("kernels/fused/all_gather_matmul.py", "copiers wait before they have sent",
+    Case(mutant_of("kernels/matmul/all_gather_matmul.py", "copiers wait before they have sent",
      ('            SCALED: tl.constexpr = TILES.SCALES == "row"\n',
      '            SCALED: tl.constexpr = TILES.SCALES == "row"\n' "            last = chunks.ptr + (chunks.count - 1) * _CHUNK\n" "            slot_byte = workspace.slot_offset + tl.load(last + 4) * 8\n" "            wait(workspace, tl.load(last), slot_byte, epoch)\n")),
      "schedules", "all_gather_matmul fused"),
     Case(
         mutant_of(
-            "kernels/matmul.py",
+            "kernels/products.py",
             "descriptor beyond a chunk that ends within a tile",
             # of the first rank's only, as its rows are not the last
             ("rows % TILES.BLOCK_M == 0", "(rows % TILES.BLOCK_M == 0) | (first_row == 16)"),

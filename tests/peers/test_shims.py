@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 import interlace
 from interlace.cli import main
-from interlace.ops import simulated_backward
+from interlace.ops.op import sim_backward as simulated_backward
 from interlace.verify import races, schedules, shims
 from interlace.verify.suite.jobs import load_function
 from tiers import few

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
 SIGNAL = KERNELS / "signal.py"
 # A table of extern functions; kernels call them behind a constexpr.
-EXTERNS = KERNELS / "nodes/nvshmem.py"
+EXTERNS = KERNELS / "node_puts.py"
 CONSTEXPR = re.compile(r"[A-Z][A-Z0-9_]*\Z")
 MOST_PARAMETERS = 14
 PER_RANK = re.compile(r"peer|rank|base|buf|remote|symm")

@@ -161,7 +161,7 @@ def test_greenlet_is_lazy() -> None:
     files = [
         f
         for f in sources("kernels", "runtime", "python")
-        if f != ROOT / "runtime/scheduler/scheduler.py"
+        if f != ROOT / "runtime/places/sim/scheduler/scheduler.py"
     ]
     found = {str(f.relative_to(ROOT)): eager_greenlet(f.read_text()) for f in files}
     assert not {f: bad for f, bad in found.items() if bad}

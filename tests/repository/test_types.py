@@ -10,10 +10,10 @@ import typing
 import pytest
 
 from interlace.arguments import checks, reduce_ops, words
-from interlace.collectives import chosen_algorithm, rooted
 from interlace.kernels import epilogue
 from interlace.launcher import PLACES
-from interlace.ops.eager import scaled
+from interlace.ops.collectives import chosen_algorithm, rooted
+from interlace.ops.matmul import eager_scaled as scaled
 
 SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
 

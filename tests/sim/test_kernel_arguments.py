@@ -11,7 +11,7 @@ from triton.runtime.jit import mangle_type
 import interlace
 from interlace.kernels import slots, transfer
 from interlace.kernels.arguments import Peers, Rows, Table, Workspace
-from interlace.kernels.fused import matmul_all_reduce
+from interlace.kernels.matmul import matmul_all_reduce
 from interlace.runtime.core.kernel_arguments import (
     compiled_with,
     joined,

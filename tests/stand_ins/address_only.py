@@ -18,13 +18,14 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from interlace.kernels import matmul, signal, transfer
+from interlace.kernels import products as matmul
+from interlace.kernels import signal, transfer
 from interlace.kernels.collectives import reduction
-from interlace.kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from interlace.kernels.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.interpreter.session import program_function, session
+from interlace.runtime.places.sim.interpreter.session import program_function, session
 
 MODULES = (
     all_gather_matmul,

@@ -40,7 +40,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.runtime.compat.torch_symmetric_memory import tensor_over
-from interlace.runtime.places.cuda.launch import PreparedLaunch
+from interlace.runtime.places.gpu.launch import PreparedLaunch
 from stand_ins import fake_kernels
 from stand_ins.fake_items import (
     Capture,

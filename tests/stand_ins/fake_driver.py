@@ -10,11 +10,11 @@ import triton
 
 from interlace.runtime.core.kernel_arguments import leaves, outside
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.cuda import driver, virtual_place
-from interlace.runtime.places.cuda import stream as cuda_stream
-from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
-from interlace.runtime.places.cuda.plans import Plans
-from interlace.runtime.record import recorder
+from interlace.runtime.places.gpu import driver, virtual_place
+from interlace.runtime.places.gpu import stream as cuda_stream
+from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
+from interlace.runtime.places.gpu.plans import Plans
+from interlace.runtime.processes import recorder
 from stand_ins import fake_cuda
 from stand_ins.fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
 

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 import greenlet
 import torch
 
-import interlace.kernels.fused
+import interlace.kernels.matmul
 from interlace.kernels.arguments import Tiles
 from interlace.kernels.tiling import first_tile, grouped_tile
 
-FOLDER = pathlib.Path(interlace.kernels.fused.__path__[0])
+FOLDER = pathlib.Path(interlace.kernels.matmul.__path__[0])
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 32, 16
 FLOAT = SimpleNamespace(primitive_bitwidth=32, element_ty=SimpleNamespace(primitive_bitwidth=32))
 TILES = Tiles(BLOCK_M, BLOCK_N, BLOCK_K, 2, "kn", "ieee", True, True, True, False, True, "", "", "",

@@ -18,13 +18,13 @@ from interlace.groups import groups
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.memory import SymmetricBuffer
-from interlace.runtime.places.cuda.residency import Residency, residency
-from interlace.runtime.places.cuda.turns import Turns, run_threads
-from interlace.runtime.places.cuda.watchdog import Watchdog
-from interlace.runtime.places.cuda_processes.process_place import DeviceProcessPlace
-from interlace.runtime.places.one_host.control import CONTROL_BYTES, Control
-from interlace.runtime.places.one_host.segment import Identity, SharedSegment
-from interlace.runtime.record import dump as record
+from interlace.runtime.places.gpu.processes.process_place import DeviceProcessPlace
+from interlace.runtime.places.gpu.residency import Residency, residency
+from interlace.runtime.places.gpu.turns import Turns, run_threads
+from interlace.runtime.places.gpu.watchdog import Watchdog
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes.control import CONTROL_BYTES, Control
+from interlace.runtime.processes.segment import Identity, SharedSegment
 from stand_ins import fake_cuda
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Several nodes: NVLink within, RDMA between, in the orders of ``kernels/nodes/order.py``.
+"""Several nodes: NVLink within, RDMA between, in the orders of ``kernels/node_order.py``.
 
 All-gather + matmul: a rank's moves are ``node_order.gather_moves``. The copy engine does what goes to peers
 of the node (or copier programs do), a network card each put; what has landed is forwarded within the node.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.nodes import order as node_order
+from interlace.kernels import node_order as node_order
 from interlace.kernels.tiling import arrival_order
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.cluster import Cluster

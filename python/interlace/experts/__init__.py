@@ -16,7 +16,7 @@ from interlace.experts.low_latency import low_latency_combine, low_latency_dispa
 from interlace.experts.products import multiply
 from interlace.experts.quantized import dequantize, quantize
 from interlace.experts.rows import combine, dispatch, permute
-from interlace.fused.routing import DispatchHandle, Received
+from interlace.ops.experts.routing import DispatchHandle, Received
 
 __all__ = [
     "DispatchHandle",

@@ -6,9 +6,9 @@ import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.experts.rows import combine, dispatched
-from interlace.fused.combine import COMBINE
-from interlace.fused.routing import DispatchHandle, check_same_choice
 from interlace.groups.groups import resolve
+from interlace.ops.experts.combine import COMBINE
+from interlace.ops.experts.routing import DispatchHandle, check_same_choice
 
 Tensor = torch.Tensor
 

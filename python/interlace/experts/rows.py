@@ -13,11 +13,14 @@ from interlace.arguments.words import DispatchOptions, FusedAlgorithm, Group, No
 from interlace.experts.quantized import quantize
 from interlace.functional import experts as functional
 from interlace.functional.calls import check
-from interlace.fused.combine import COMBINE
-from interlace.fused.combine import combine as combine_form
-from interlace.fused.dispatch import DISPATCH
-from interlace.fused.dispatch import dispatch as dispatch_form
-from interlace.fused.routing import (
+from interlace.groups.groups import check_group, resolve
+from interlace.groups.specs import describe
+from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.combine import COMBINE
+from interlace.ops.experts.combine import combine as combine_form
+from interlace.ops.experts.dispatch import DISPATCH
+from interlace.ops.experts.dispatch import dispatch as dispatch_form
+from interlace.ops.experts.routing import (
     DispatchHandle,
     Received,
     by_handle,
@@ -26,14 +29,11 @@ from interlace.fused.routing import (
     flat,
     routing_of,
 )
-from interlace.groups.groups import check_group, resolve
-from interlace.groups.specs import describe
-from interlace.matmuls import requires_gradients
-from interlace.ops.eager import pending
-from interlace.ops.gradients import wait
+from interlace.ops.matmul.api import requires_gradients
+from interlace.ops.op import pending
+from interlace.ops.op.gradients import wait
 from interlace.ops.op.recorded import RecordedWork
-from interlace.ops.undispatched import call
-from interlace.runtime.algorithms.experts.assignment import Assignment
+from interlace.ops.op.sim_dispatch import call
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work

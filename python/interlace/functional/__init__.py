@@ -4,7 +4,7 @@ An op starts and returns at once; its result waits by itself on first use, or in
 must not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``,
 ``make_fx``, ``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace``
 where the call is, and a ``wait_tensor`` where the first use is. All are differentiable, see
-``ops/gradients.py``.
+``ops/op/gradients.py``.
 
 ``group`` is anything that :func:`interlace.groups.resolve` takes, or a :class:`interlace.GroupSpec`, which
 needs no process group until the op runs; ``tag`` tells groups over the same list of ranks apart. Ranks
@@ -37,7 +37,7 @@ from interlace.functional.matmuls import all_gather_matmul, matmul_all_reduce, m
 from interlace.functional.norms import all_reduce_norm, reduce_scatter_norm
 from interlace.functional.scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
 from interlace.groups.specs import GroupSpec
-from interlace.ops.async_tensor import AsyncTensor, wait
+from interlace.ops.op.async_tensor import AsyncTensor, wait
 
 __all__ = [
     "AsyncTensor",

@@ -8,9 +8,10 @@ import torch
 from interlace.arguments import checks, reduce_ops
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
-from interlace.ops import library, undispatched
+from interlace.ops import library
 from interlace.ops import local_tensor as local_tensor
-from interlace.ops.async_tensor import AsyncTensor, wrapped
+from interlace.ops.op import sim_dispatch as undispatched
+from interlace.ops.op.async_tensor import AsyncTensor, wrapped
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     above_autograd,

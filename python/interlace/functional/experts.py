@@ -9,7 +9,7 @@ import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.functional.calls import check, flag, ints, keeps, refuse, run_to_list
-from interlace.fused.routing import (
+from interlace.ops.experts.routing import (
     DispatchHandle,
     Received,
     Routing,
@@ -18,7 +18,7 @@ from interlace.fused.routing import (
     routing_for,
     routing_of,
 )
-from interlace.ops.experts import ROUTED
+from interlace.ops.experts.torch_ops import ROUTED
 
 Tensor = torch.Tensor
 

@@ -1,6 +1,6 @@
 """The functional forms of the grouped matmuls; part of ``interlace.functional``.
 
-See ``fused/grouped.py`` for the order of rows.
+See ``ops/experts/grouped.py`` for the order of rows.
 """
 
 from __future__ import annotations

@@ -6,24 +6,23 @@ from typing import Any
 
 import torch
 
-from interlace.fused import gather, reduce
-from interlace.fused.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.groups import specs
-from interlace.ops import (
-    attention,
-    experts,
-    gradients,
-    grouped,
-    inductor,
-    norms,
-    undispatched,
-)
-from interlace.ops.eager import fused, plain, scaled, shapes
-from interlace.ops.eager.pending import finish
-from interlace.ops.eager.pending import register as register_work
-from interlace.ops.eager.scaled_kernels import ReduceOptions, ScaledOperands
-from interlace.ops.op import registry
-from interlace.ops.undispatched import Op
+from interlace.ops import inductor
+from interlace.ops.attention import torch_ops as attention
+from interlace.ops.collectives import eager as plain
+from interlace.ops.experts import grouped_torch_ops as grouped
+from interlace.ops.experts import torch_ops as experts
+from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedOptions
+from interlace.ops.matmul import eager as fused
+from interlace.ops.matmul import eager_scaled as scaled
+from interlace.ops.matmul import gather, reduce
+from interlace.ops.matmul import norm_torch_ops as norms
+from interlace.ops.matmul.scaled_kernels import ReduceOptions, ScaledOperands
+from interlace.ops.op import gradients, registry, shapes
+from interlace.ops.op import sim_dispatch as undispatched
+from interlace.ops.op.pending import finish
+from interlace.ops.op.pending import register as register_work
+from interlace.ops.op.sim_dispatch import Op
 from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current, needing

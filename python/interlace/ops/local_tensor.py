@@ -28,7 +28,8 @@ from torch.distributed import _local_tensor as simulation
 from torch.utils._pytree import tree_leaves
 
 from interlace.groups import groups, rank_lists, specs
-from interlace.ops import library, simulated, simulated_norms
+from interlace.ops import library
+from interlace.ops.matmul import simulated, simulated_norms
 from interlace.runtime.compat.torch_groups import resolve
 
 NAMESPACE = "interlace"

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from interlace.collectives import coalesced, point_to_point, rooted, rootless, sparse
-from interlace.collectives import monitored_barrier as monitored
-from interlace.collectives.all_to_all import _all_to_all, _all_to_all_single
 from interlace.groups.groups import OnInterlace
+from interlace.ops.collectives import coalesced, point_to_point, rooted, rootless, sparse
+from interlace.ops.collectives import monitored_barrier as monitored
+from interlace.ops.collectives.all_to_all import _all_to_all, _all_to_all_single
 from interlace.process_group import dispatch
 from interlace.process_group.short_forms import all_flat, flat, long_form
 from interlace.runtime.compat import torch_groups

@@ -31,7 +31,7 @@ from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.place import Place
-from interlace.runtime.places.cuda.available import gpu_problem
+from interlace.runtime.places.gpu.available import gpu_problem
 from interlace.runtime.start import connect
 
 LINGER_SECONDS = 0.2

@@ -26,10 +26,12 @@ import torch
 
 from interlace.arguments import checks
 from interlace.groups.groups import resolve
-from interlace.ops.eager import fused, plain, shapes
-from interlace.ops.eager.pending import Started, finish
-from interlace.ops.eager.pending import register as register_work
-from interlace.ops.eager.scaled import scaled_mm
+from interlace.ops.collectives import eager as plain
+from interlace.ops.matmul import eager as fused
+from interlace.ops.matmul.eager_scaled import scaled_mm
+from interlace.ops.op import shapes
+from interlace.ops.op.pending import Started, finish
+from interlace.ops.op.pending import register as register_work
 from interlace.runtime.core.communicator import Communicator
 
 _BY_NUMBER = {

@@ -8,7 +8,7 @@ import torch
 
 from interlace.groups.groups import default_group
 from interlace.runtime.places.sim.place import SimPlace
-from interlace.runtime.programs.compiled import PtxSource
+from interlace.runtime.places.sim.programs.compiled import PtxSource
 from interlace.runtime.ptx.machine.module import MOST_THREADS
 
 

@@ -4,7 +4,7 @@ Line information is in ``.loc`` directives. The chain of inlined calls is a comm
 Triton 3.7; later they name the call, which has a ``.loc`` of its own before, and count the lines of a text
 of inline assembly as if they were the kernel's::
 
-    .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/fused/all_gather_matmul.py:105:12 ]
+    .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/matmul/all_gather_matmul.py:105:12 ]
     ]
     .loc  2 73 29, function_name $L__info_string0, inlined_at 3 108 71    // signal.py:73:29
 

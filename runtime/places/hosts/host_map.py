@@ -30,7 +30,7 @@ from typing import Any
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PeerDiedError
-from interlace.runtime.places.one_host.waiting import has_ended
+from interlace.runtime.processes.waiting import has_ended
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux, for IPv4
 _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing

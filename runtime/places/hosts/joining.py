@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.places.one_host.rendezvous import PROBE_SECONDS
-from interlace.runtime.places.one_host.signed_store import StoreGoneError, glance
-from interlace.runtime.places.one_host.waiting import Interruption, Patience
+from interlace.runtime.processes.rendezvous import PROBE_SECONDS
+from interlace.runtime.processes.signed_store import StoreGoneError, glance
+from interlace.runtime.processes.waiting import Interruption, Patience
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store

@@ -57,9 +57,9 @@ from interlace.runtime.places.hosts.packets import (
     Packet,
 )
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
-from interlace.runtime.places.one_host.blame import aborted_by, follow
-from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES, PolledStore, digest
-from interlace.runtime.places.one_host.worker import Helper, apart
+from interlace.runtime.processes.blame import aborted_by, follow
+from interlace.runtime.processes.signed_store import DIGEST_BYTES, PolledStore, digest
+from interlace.runtime.processes.worker import Helper, apart
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store

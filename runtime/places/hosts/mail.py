@@ -24,12 +24,12 @@ from typing import Any
 
 from interlace.runtime.core.errors import AbortedError, InterlaceError
 from interlace.runtime.places.hosts.links import HostLinks
-from interlace.runtime.places.one_host.bell import LONGEST_SLEEP
-from interlace.runtime.places.one_host.control import Control
-from interlace.runtime.places.one_host.deadlock import Kind
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.waiting import Patience
 from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
+from interlace.runtime.processes.bell import LONGEST_SLEEP
+from interlace.runtime.processes.control import Control
+from interlace.runtime.processes.deadlock import Kind
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.waiting import Patience
 
 _RECORD = struct.Struct("<4q")  # tag, bytes of the message, its dtype, bytes that follow here
 _SHORT = 8 << 10

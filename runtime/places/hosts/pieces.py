@@ -43,8 +43,8 @@ from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.wires import Buffer, Wires
-from interlace.runtime.places.one_host.control import LARGEST_MESSAGE
-from interlace.runtime.record import dump as record
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes.control import LARGEST_MESSAGE
 
 MIDDLE_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20

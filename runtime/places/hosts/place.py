@@ -37,16 +37,16 @@ from interlace.runtime.places.hosts.mail import SpanningGroup
 from interlace.runtime.places.hosts.packets import ROW, Packet
 from interlace.runtime.places.hosts.pieces import Frames
 from interlace.runtime.places.hosts.roll import HostsRoll
-from interlace.runtime.places.one_host import meetings
-from interlace.runtime.places.one_host.control import check_size
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.signed_store import job_secret, need_secret
-from interlace.runtime.places.one_host.waiting import Interruption
-from interlace.runtime.places.one_host.worker import Helper, close_at_exit
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.place import PENDING_SECONDS, CpuPlace, ShmPlace
-from interlace.runtime.record import dump as record
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes import meetings
+from interlace.runtime.processes.control import check_size
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.signed_store import job_secret, need_secret
+from interlace.runtime.processes.waiting import Interruption
+from interlace.runtime.processes.worker import Helper, close_at_exit
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store

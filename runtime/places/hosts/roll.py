@@ -21,7 +21,7 @@ from typing import Any
 
 from interlace.runtime.places.hosts.links import LATE, HostLinks
 from interlace.runtime.places.hosts.packets import ROW, Packet
-from interlace.runtime.places.one_host.control import ATTEMPT, RESULT, WANTED
+from interlace.runtime.processes.control import ATTEMPT, RESULT, WANTED
 
 _COLUMNS = {ATTEMPT: 1, RESULT: 2, WANTED: 3}
 

@@ -39,8 +39,8 @@ from collections.abc import Callable, Mapping
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts.joining import UnconnectedError
-from interlace.runtime.places.one_host.signed_store import DIGEST_BYTES
-from interlace.runtime.places.one_host.worker import Helper
+from interlace.runtime.processes.signed_store import DIGEST_BYTES
+from interlace.runtime.processes.worker import Helper
 
 Buffer = bytes | bytearray | memoryview
 Proof = Callable[[int, int], bytes]

@@ -24,8 +24,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.one_host.bell import LONGEST_SLEEP, wake
-from interlace.runtime.places.one_host.control import (
+from interlace.runtime.places.shm.caches import Thresholds, own_caches
+from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
+from interlace.runtime.processes.bell import LONGEST_SLEEP, wake
+from interlace.runtime.processes.control import (
     BOX_BYTES,
     BOXES,
     BOXES_BYTES,
@@ -33,11 +35,9 @@ from interlace.runtime.places.one_host.control import (
     RINGS_BYTES,
     Control,
 )
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.segment import PAGE
-from interlace.runtime.places.one_host.waiting import CROWD, give_core_away
-from interlace.runtime.places.shm.caches import Thresholds, own_caches
-from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.segment import PAGE
+from interlace.runtime.processes.waiting import CROWD, give_core_away
 
 _PUT, _TAKEN, _SENT, _RECEIVED = 0, 8, 16, 24  # words
 _RECORD = struct.Struct("<5q")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.places.one_host.control import MET, SMALL_DATA
-from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.message_steps import HostSteps
 from interlace.runtime.places.shm.rounds import around, cuts
+from interlace.runtime.processes.control import MET, SMALL_DATA
+from interlace.runtime.processes.group import HostGroup
 
 Stretch = tuple[int, int]  # address and bytes
 

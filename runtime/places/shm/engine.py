@@ -21,8 +21,6 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine, Tensors
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
-from interlace.runtime.places.one_host.control import SMALL_DATA
-from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm.boxes import Boxes
 from interlace.runtime.places.shm.direct import Direct
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand, available
@@ -42,6 +40,8 @@ from interlace.runtime.places.shm.message_steps import (
     sums,
 )
 from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
+from interlace.runtime.processes.control import SMALL_DATA
+from interlace.runtime.processes.group import HostGroup
 
 PartsAndTargets = tuple[Sequence[RingPart], Sequence[RingTarget]]
 LaidOut = Callable[..., PartsAndTargets]

@@ -15,10 +15,10 @@ from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace
 from interlace.runtime.core.stream import Event, Stream
-from interlace.runtime.places.one_host.atomics import Cells, load_acquire, store_release
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import run_interpreted
+from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
+from interlace.runtime.processes.atomics import Cells, load_acquire, store_release
+from interlace.runtime.processes.group import HostGroup
 
 
 class CompletedEvent(Event):

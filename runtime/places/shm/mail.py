@@ -26,12 +26,12 @@ import torch
 from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.stream import Outcome
-from interlace.runtime.places.one_host.deadlock import Kind
-from interlace.runtime.places.one_host.group import LOOK
-from interlace.runtime.places.one_host.waiting import Patience
-from interlace.runtime.places.one_host.worker import Helper, ends
 from interlace.runtime.places.shm.matching import Messages, Receiving, Sending
-from interlace.runtime.record import dump as record
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes.deadlock import Kind
+from interlace.runtime.processes.group import LOOK
+from interlace.runtime.processes.waiting import Patience
+from interlace.runtime.processes.worker import Helper, ends
 
 _CHECK_SECONDS = 0.02
 _STEP = 5e-3  # between two looks whether a wait can end

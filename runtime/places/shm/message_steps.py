@@ -22,7 +22,10 @@ import torch
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.context import current
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host.control import (
+from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
+from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, WAIT
+from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
+from interlace.runtime.processes.control import (
     AREA,
     HEADERS,
     HOW,
@@ -31,12 +34,9 @@ from interlace.runtime.places.one_host.control import (
     SMALL_DATA,
     Control,
 )
-from interlace.runtime.places.one_host.group import LOOK, HostGroup
-from interlace.runtime.places.one_host.waiting import CROWD
-from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
-from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, WAIT
-from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
-from interlace.runtime.record.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
+from interlace.runtime.processes.group import LOOK, HostGroup
+from interlace.runtime.processes.recorder import BEGAN, ENDED, ENTRIES, ENTRY, ENTRY_WORDS, MESSAGES
+from interlace.runtime.processes.waiting import CROWD
 
 NUMBER, LENGTH = 1, 2
 BEFORE, ENTRY_AT, AT, SMALL, MEDIUM, INPUT, OUTPUT = range(NUMBER + ENTRY_WORDS, 16)

@@ -19,19 +19,19 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Array, LocalMemory, SymmetricBuffer, split, starts
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Stream
-from interlace.runtime.places.one_host import meetings
-from interlace.runtime.places.one_host.atomics import Cells
-from interlace.runtime.places.one_host.deadlock import Kind
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.segment import SharedSegment
-from interlace.runtime.places.one_host.worker import OrderedWorker, close_at_exit
 from interlace.runtime.places.shm import user_launches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.inline_stream import CompletedEvent, InlineStream
-from interlace.runtime.record import dump as record
-from interlace.runtime.record.recorder import called_from
-from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import run_interpreted
+from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes import meetings
+from interlace.runtime.processes.atomics import Cells
+from interlace.runtime.processes.deadlock import Kind
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.recorder import called_from
+from interlace.runtime.processes.segment import SharedSegment
+from interlace.runtime.processes.worker import OrderedWorker, close_at_exit
 
 PENDING_SECONDS = 0.5  # for an op that is under way when its process ends
 

@@ -30,13 +30,13 @@ import torch
 from numpy.typing import NDArray
 
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.places.one_host.control import DONE, REDUCED, STAGED
-from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.caches import Caches, own_caches
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
 from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
 from interlace.runtime.places.shm.ring_writes import RingWrites
+from interlace.runtime.processes.control import DONE, REDUCED, STAGED
+from interlace.runtime.processes.group import HostGroup
 
 SLOTS = 4
 MOST = 4096  # rounds of a list, times ranks: each has 200 to 500 bytes

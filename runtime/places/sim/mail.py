@@ -21,7 +21,7 @@ from interlace.runtime.core.call import MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome, Stream
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, eq=False)

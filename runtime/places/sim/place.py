@@ -40,11 +40,11 @@ from interlace.runtime.core.memory import (
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.places.sim.mail import Mailbox, Message, Receive
-from interlace.runtime.programs.choice import programs
+from interlace.runtime.places.sim.programs.choice import programs
+from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler, TaskFailed
+from interlace.runtime.places.sim.scheduler.source_lines import line_of, user_frame, user_line
 from interlace.runtime.ptx import multicast
-from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.scheduler import Scheduler, TaskFailed
-from interlace.runtime.scheduler.source_lines import line_of, user_frame, user_line
 
 COPY_PIECES = 3
 UNDEFINED = 0xFF  # in every byte: nan of all float formats, -1 of integers

@@ -29,11 +29,11 @@ from cases.bundles import (
 )
 from interlace import aot
 from interlace.cli.main import run
-from interlace.runtime.compiler.build import BuildReport
-from interlace.runtime.compiler.bundle import bundle
-from interlace.runtime.compiler.bundle.ops import OPS
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.tuning.configuration import gpu_default
+from interlace.tools.build.build import BuildReport
+from interlace.tools.build.bundle import bundle
+from interlace.tools.build.bundle.ops import OPS
 from tiers import few, thorough
 
 # -- the manifest and the cubin ----------------------------------------------------------------

@@ -17,29 +17,29 @@ import pytest
 from cases import launches
 from tiers import thorough
 
-ALGORITHMS, PLACES = "runtime/algorithms", "runtime/places/cuda"
+OPS, PLACES = "python/interlace/ops", "runtime/places/gpu"
 COMPAT = "runtime/compat/triton_launcher.py"
 SITES = {
     "algorithms": [
-        f"{ALGORITHMS}/attention/decode.py::_merge",
-        f"{ALGORITHMS}/attention/decode.py::own_part",
-        f"{ALGORITHMS}/attention/gather.py::all_gather_attention_fused.body",
-        f"{ALGORITHMS}/attention/kernel_blocks.py::KernelBlocks._launch",
-        f"{ALGORITHMS}/experts/combine.py::Combine.fused.body",
-        f"{ALGORITHMS}/experts/dispatch.py::Dispatch.fused.body",
-        f"{ALGORITHMS}/experts/counted_matmul.py::CountedMatmul.fused.body",
-        f"{ALGORITHMS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
-        f"{ALGORITHMS}/gather_matmul.py::all_gather_matmul_fused.body",
-        f"{ALGORITHMS}/grouped_matmul.py::GroupedMatmul.fused.body",
-        f"{ALGORITHMS}/head_exchange.py::from_heads_fused.body",
-        f"{ALGORITHMS}/low_latency.py::run_words",
-        f"{ALGORITHMS}/multimem.py::BySwitch._run.body",
-        f"{ALGORITHMS}/node_matmul_reduce.py::matmul_reduce_scatter.body",
-        f"{ALGORITHMS}/node_moves.py::Partners._launch",
-        f"{ALGORITHMS}/node_moves.py::all_gather.body",
-        f"{ALGORITHMS}/node_moves.py::reduce_scatter.launch",
-        f"{ALGORITHMS}/plain.py::enqueue_kernel.body",
-        "runtime/compiler/catalogue_collectives.py::signals",
+        f"{OPS}/attention/launch_decode.py::_merge",
+        f"{OPS}/attention/launch_decode.py::own_part",
+        f"{OPS}/attention/launch_gather.py::all_gather_attention_fused.body",
+        f"{OPS}/attention/kernel_blocks.py::KernelBlocks._launch",
+        f"{OPS}/experts/launch_combine.py::Combine.fused.body",
+        f"{OPS}/experts/launch_dispatch.py::Dispatch.fused.body",
+        f"{OPS}/experts/launch_counted.py::CountedMatmul.fused.body",
+        f"{OPS}/experts/launch_grouped_combine.py::GroupedMatmulCombine.fused.body",
+        f"{OPS}/matmul/launch_gather.py::all_gather_matmul_fused.body",
+        f"{OPS}/experts/launch_grouped.py::GroupedMatmul.fused.body",
+        f"{OPS}/attention/launch_head_exchange.py::from_heads_fused.body",
+        f"{OPS}/collectives/low_latency.py::run_words",
+        f"{OPS}/collectives/multimem.py::BySwitch._run.body",
+        f"{OPS}/matmul/node_reduce.py::matmul_reduce_scatter.body",
+        f"{OPS}/collectives/node_moves.py::Partners._launch",
+        f"{OPS}/collectives/node_moves.py::all_gather.body",
+        f"{OPS}/collectives/node_moves.py::reduce_scatter.launch",
+        f"{OPS}/collectives/launch.py::enqueue_kernel.body",
+        "python/interlace/tools/build/catalogue_collectives.py::signals",
         "runtime/core/memory.py::Workspace.kernel_launch",
         f"{COMPAT}::direct",
         f"{COMPAT}::warmed_up",
@@ -75,7 +75,7 @@ INTERPRETED = [
     "python/interlace/verify/suite/targets.py::_signals",
     "runtime/places/shm/user_launches.py::_Launches.launch",
     "runtime/places/sim/place.py::SimPlace.run_kernel",
-    "runtime/scheduler/program_hooks.py::ProgramHooks.launch",
+    "runtime/places/sim/scheduler/program_hooks.py::ProgramHooks.launch",
 ]
 """On a CPU only: nothing there reaches a driver."""
 

@@ -25,7 +25,7 @@ from interlace.kernels.collectives import reduction
 from interlace.kernels import slots
 from interlace.kernels.arguments import Peers, Workspace
 from interlace.runtime.compat import triton_launcher
-from interlace.runtime.places.cuda import launch as cuda_launch
+from interlace.runtime.places.gpu import launch as cuda_launch
 from interlace.runtime.core.kernel_arguments import leaves
 from interlace.runtime.core.launch import KernelLaunch
 stub_libcuda.activate()

@@ -6,7 +6,7 @@ from interlace.cli.demo import workload
 from interlace.cli.demo.cases import CASES
 from interlace.cli.demo.command import run_case
 from interlace.cli.demo.workload import DemoOptions
-from interlace.runtime.scheduler.recording import MICROSECONDS
+from interlace.runtime.places.sim.scheduler.recording import MICROSECONDS
 
 
 def test_parts_of_all_processes_become_one_recording() -> None:

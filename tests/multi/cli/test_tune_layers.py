@@ -17,9 +17,9 @@ from interlace.benchmark.runs.tune_candidates import by_name
 from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
-from interlace.runtime.algorithms import head_exchange
-from interlace.runtime.algorithms.experts.combine import Combine
-from interlace.runtime.algorithms.experts.dispatch import Dispatch
+from interlace.ops.attention import launch_head_exchange as head_exchange
+from interlace.ops.experts.launch_combine import Combine
+from interlace.ops.experts.launch_dispatch import Dispatch
 from interlace.runtime.core.context import context_with
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow

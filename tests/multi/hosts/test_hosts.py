@@ -29,8 +29,8 @@ from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.hosts.partials import Partial
-from interlace.runtime.places.one_host import rendezvous
 from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.processes import rendezvous
 from interlace.runtime.start.connect import connect_place
 from multi.hosts import failing_scenarios
 from multi.hosts import hosts_scenarios as scenarios

@@ -7,7 +7,7 @@ import pytest
 from interlace.runtime.places.hosts import roll as rolls
 from interlace.runtime.places.hosts.packets import ROW, Packet
 from interlace.runtime.places.hosts.roll import HostsRoll
-from interlace.runtime.places.one_host.control import ATTEMPT
+from interlace.runtime.processes.control import ATTEMPT
 
 BEFORE = 2  # any RESULT of the first attempt is at least this
 

@@ -13,7 +13,7 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.pieces import ALL, Frames
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
-from interlace.runtime.places.one_host.signed_store import digest
+from interlace.runtime.processes.signed_store import digest
 
 MORE = 64 << 20  # bytes that no kernel keeps for a connection
 

@@ -17,9 +17,9 @@ import torch
 import interlace
 from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.one_host.bell import ANYONE, BELL
 from interlace.runtime.places.shm import boxes, matching
 from interlace.runtime.places.shm.engine import HostEngine
+from interlace.runtime.processes.bell import ANYONE, BELL
 
 BOUND = 600.0
 

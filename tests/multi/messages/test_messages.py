@@ -91,7 +91,7 @@ def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
 
 LAST_SEND = """
 import sys, time, torch, torch.distributed as dist, interlace
-from interlace.runtime.places.one_host import worker
+from interlace.runtime.processes import worker
 worker.END_SECONDS = 600.0  # however slow the receiver is
 rank = int(sys.argv[1])
 dist.init_process_group("interlace", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

@@ -15,7 +15,7 @@ from torch import nn
 
 import interlace
 from interlace import nn as inn
-from interlace.ops.eager.pending import Started
+from interlace.ops.op.pending import Started
 
 LENGTH, BATCH, WIDTH, INNER, HEADS, VOCABULARY = 12, 2, 12, 24, 12, 29
 RATE = 0.01

@@ -13,7 +13,7 @@ import interlace
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics import modes, reductions
 from interlace.runtime.places.shm.machine_code import loader
-from interlace.runtime.scheduler.scheduler import run_interpreted
+from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 
 UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(loader.PROCESSOR)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

@@ -15,7 +15,7 @@ from torch.distributed import FileStore
 
 import interlace
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.one_host.blame import Blame
+from interlace.runtime.processes.blame import Blame
 from interlace.runtime.start.connect import connect_place
 
 FEW = 4

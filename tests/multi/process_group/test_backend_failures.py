@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import interlace
-from interlace.runtime.record import dump
+from interlace.runtime.processes import dump
 from multi.process_group import backend_failure_ranks as ranks
 from support import free_port
 from tiers import thorough

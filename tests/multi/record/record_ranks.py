@@ -10,9 +10,9 @@ import torch
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.record import dump
-from interlace.runtime.record.reader import RankRecord
+from interlace.runtime.processes import dump
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.reader import RankRecord
 
 LINE = "interlace.all_reduce(vector)  # the call site"
 

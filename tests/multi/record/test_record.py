@@ -25,9 +25,9 @@ from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.record import dump, reader
-from interlace.runtime.record.reader import PastOp, RankRecord, read_file
-from interlace.runtime.record.recorder import ENTRIES
+from interlace.runtime.processes import dump, reader
+from interlace.runtime.processes.reader import PastOp, RankRecord, read_file
+from interlace.runtime.processes.recorder import ENTRIES
 from interlace.runtime.start.connect import connect_place
 from interlace.runtime.start.pool import default_pool
 from multi.record import record_ranks as ranks

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.record import recorder
-from interlace.runtime.record.reader import read_rank
-from interlace.runtime.record.recorder import REGION_BYTES, FlightRecorder
+from interlace.runtime.processes import recorder
+from interlace.runtime.processes.reader import read_rank
+from interlace.runtime.processes.recorder import REGION_BYTES, FlightRecorder
 
 WHO = "a group", 0, (0, 1), (11, 12), ()
 

@@ -18,13 +18,13 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host.control import SMALL_DATA
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.caches import Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.machine_code.steps import available
 from interlace.runtime.places.shm.ring_writes import RingWrites
 from interlace.runtime.places.shm.rounds import SLOTS
+from interlace.runtime.processes.control import SMALL_DATA
 
 SIZES = Thresholds.of(own_caches(), 2)
 MEDIUM_DATA, SLOT_BYTES = SIZES.medium, SIZES.slot  # of any world size

@@ -23,10 +23,10 @@ from interlace.kernels.signal import (
 from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace, peers_of
-from interlace.runtime.places.one_host import control, segment
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.processes import control, segment
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.meetings import StoreMeeting
 
 SLOTS = 16
 ELEMENTS = 1 << 12

@@ -19,8 +19,8 @@ from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.roll import HostsRoll
-from interlace.runtime.places.one_host import meetings
-from interlace.runtime.places.one_host.waiting import Patience
+from interlace.runtime.processes import meetings
+from interlace.runtime.processes.waiting import Patience
 from interlace.runtime.start.connect import connect_place
 
 TIMEOUT = 600.0

@@ -21,7 +21,6 @@ from interlace.groups import groups
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host.control import REDUCED, SMALL_DATA
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm import rounds as host_rounds
@@ -29,6 +28,7 @@ from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.ring_writes import RingWrites
 from interlace.runtime.places.shm.rounds import cuts
+from interlace.runtime.processes.control import REDUCED, SMALL_DATA
 
 MOVED_PARTS = ("all_to_all", "scatter")
 MOVED_WHOLE = ("all_gather", "in place", "broadcast", "gather")

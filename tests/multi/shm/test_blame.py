@@ -21,11 +21,11 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
 from interlace.runtime.places.hosts import links
-from interlace.runtime.places.one_host import blame, control, deadlock, waiting
-from interlace.runtime.places.one_host.deadlock import Kind, LastingWait
-from interlace.runtime.places.one_host.group import HostGroup
 from interlace.runtime.places.shm import mail
 from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.processes import blame, control, deadlock, waiting
+from interlace.runtime.processes.deadlock import Kind, LastingWait
+from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.start.connect import connect_place
 from tiers import few, thorough
 

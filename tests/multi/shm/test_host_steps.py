@@ -14,10 +14,10 @@ from torch.distributed import HashStore
 import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm.machine_code import steps
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.meetings import StoreMeeting
 from multi.shm import steps_ranks
 from tiers import few, thorough
 

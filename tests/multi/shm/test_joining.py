@@ -18,13 +18,13 @@ from torch.distributed import HashStore, TCPStore
 from guard import MOST
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.places.one_host import group as group_module
-from interlace.runtime.places.one_host import rendezvous
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting, reason
-from interlace.runtime.places.one_host.rendezvous import Rendezvous, meet
-from interlace.runtime.places.one_host.segment import NONCE_BYTES
-from interlace.runtime.places.one_host.signed_store import SignedStore
+from interlace.runtime.processes import group as group_module
+from interlace.runtime.processes import rendezvous
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.meetings import StoreMeeting, reason
+from interlace.runtime.processes.rendezvous import Rendezvous, meet
+from interlace.runtime.processes.segment import NONCE_BYTES
+from interlace.runtime.processes.signed_store import SignedStore
 from interlace.runtime.start.connect import connect_place
 
 NONCE = bytes(range(16))
@@ -227,7 +227,8 @@ def test_rank_that_ended_before_it_connected_is_named_at_once(living: int) -> No
 KILLED = """
 import os, sys
 from torch.distributed import TCPStore
-from interlace.runtime.places.one_host import meetings, rendezvous
+from interlace.runtime.processes import meetings
+from interlace.runtime.processes import rendezvous
 from interlace.runtime.start.connect import connect_place
 
 def end(*rest):

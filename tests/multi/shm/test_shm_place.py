@@ -20,12 +20,12 @@ from interlace.runtime.core.errors import (
     InterlaceError,
     RankError,
 )
-from interlace.runtime.places.one_host import segment
-from interlace.runtime.places.one_host.group import HostGroup
-from interlace.runtime.places.one_host.meetings import StoreMeeting
-from interlace.runtime.places.one_host.segment import PAGE, Identity, create_segment, map_segment
-from interlace.runtime.places.one_host.waiting import Patience
-from interlace.runtime.places.one_host.worker import OrderedWorker
+from interlace.runtime.processes import segment
+from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.segment import PAGE, Identity, create_segment, map_segment
+from interlace.runtime.processes.waiting import Patience
+from interlace.runtime.processes.worker import OrderedWorker
 from interlace.runtime.start import pool as pool_module
 from interlace.runtime.start.pool import ProcessPool
 from multi.shm import shm_ranks as ranks

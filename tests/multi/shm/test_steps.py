@@ -16,11 +16,11 @@ import torch
 from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.one_host import waiting
-from interlace.runtime.places.one_host.bell import ANYONE, BELL, wake
 from interlace.runtime.places.shm.machine_code import ir as steps_ir
 from interlace.runtime.places.shm.machine_code import loader, steps
 from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
+from interlace.runtime.processes import waiting
+from interlace.runtime.processes.bell import ANYONE, BELL, wake
 from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
-from interlace.kernels.fused import all_gather_matmul as kernels
+from interlace.kernels.matmul import all_gather_matmul as kernels
 from interlace.runtime.numerics.activations import NAMES as ACTIVATIONS
 from interlace.runtime.tuning.configuration import override
 from support import LAYOUTS, failure, laid_out, noise, poisoned

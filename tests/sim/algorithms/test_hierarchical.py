@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import interlace
-from interlace.kernels.nodes import order
+from interlace.kernels import node_order as order
+from interlace.ops.collectives.node_engine import HierarchicalEngine
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.engines.nodes import HierarchicalEngine
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
@@ -385,6 +385,7 @@ def _mutant(name: str, file: str, *edits: tuple[str, str]) -> Mutant:
     return Mutant(name, f"kernels/{file}.py", tuple(Edit(*edit) for edit in edits))
 
 
+_MOVES, _REDUCTION = "collectives/node_moves", "collectives/node_reduction"
 _QUIET = '    if PUT == "late":\n        epoch = current'
 _PUT_WAIT = "seen = wait(workspace, source, waited_byte, epoch)"
 _LAND_WAIT = "seen = wait(peers, source, slot_byte, epoch)"
@@ -392,20 +393,20 @@ _CREDIT = "ready = wait_credit(workspace, peer, epoch) + 1"
 _OWNER = "ready = wait_credit(workspace, owner, epoch)"
 _SUMMER = "if wait_credit(workspace, summing, epoch) >= epoch - 1:"
 MUTANTS = [
-    ("all_gather", "stores", _mutant("nobody waits to land", "nodes/moves", (_LAND_WAIT, "seen = epoch"))),
-    ("all_gather", "stores", _mutant("passed on at once", "nodes/moves", (_PUT_WAIT, "seen = epoch"))),
-    ("all_gather", "stores", _mutant("no credit of the peer", "nodes/moves", (_CREDIT, "ready = epoch"))),
+    ("all_gather", "stores", _mutant("nobody waits to land", _MOVES, (_LAND_WAIT, "seen = epoch"))),
+    ("all_gather", "stores", _mutant("passed on at once", _MOVES, (_PUT_WAIT, "seen = epoch"))),
+    ("all_gather", "stores", _mutant("no credit of the peer", _MOVES, (_CREDIT, "ready = epoch"))),
     (
         "all_gather",
         "late",
-        _mutant("not quiet", "nodes/moves", (_QUIET, _QUIET.replace("late", ""))),
+        _mutant("not quiet", _MOVES, (_QUIET, _QUIET.replace("late", ""))),
     ),
     (
         "all_gather",
         "stores",
         _mutant(
             "signalled before it is put",
-            "nodes/moves",
+            _MOVES,
             ('        if PUT == "stores":\n',
              "        publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)\n"
              '        if PUT == "stores":\n'),
@@ -416,21 +417,21 @@ MUTANTS = [
         "stores",
         _mutant(
             "one member not waited for",
-            "nodes/reduction",
+            _REDUCTION,
             ("valid = member < node.num_members", "valid = member < node.num_members - 1"),
         ),
     ),
     (
         "reduce_scatter",
         "stores",
-        _mutant("one region for all members", "nodes/reduction", (" + own_member * stride", "")),
+        _mutant("one region for all members", _REDUCTION, (" + own_member * stride", "")),
     ),
     (
         "reduce_scatter",
         "stores",
         _mutant(
             "one landing place for all nodes",
-            "nodes/reduction",
+            _REDUCTION,
             ("landing_offset + (node.own_node * stride + element) * 4",
              "landing_offset + ((node.own_node * 0 + 1) * stride + element) * 4"),
         ),
@@ -438,12 +439,12 @@ MUTANTS = [
     (
         "reduce_scatter",
         "stores",
-        _mutant("no credit of the owner", "nodes/reduction", (_OWNER, "ready = epoch")),
+        _mutant("no credit of the owner", _REDUCTION, (_OWNER, "ready = epoch")),
     ),
     (
         "reduce_scatter",
         "stores",
-        _mutant("no credit of who sums", "nodes/reduction", (_SUMMER, "if epoch >= 0:")),
+        _mutant("no credit of who sums", _REDUCTION, (_SUMMER, "if epoch >= 0:")),
     ),
 ]  # fmt: skip
 
@@ -465,7 +466,7 @@ def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.P
 def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
     all_of_them = "for number in range(partners.count):"
     kept_back = all_of_them.replace("(par", "(1, par")
-    mutant = _mutant("a credit kept back", "nodes/moves", (all_of_them, kept_back))
+    mutant = _mutant("a credit kept back", _MOVES, (all_of_them, kept_back))
     with mutated(mutant, tmp_path), filled():
         report = schedules(in_flight("all_gather"), 4, n=2, workers=1, shrink=False)
     assert "deadlock: nothing can run" in str(report), str(report)

@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from interlace.kernels import matmul
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce, plain
-from interlace.runtime.algorithms.operands import Linear
+from interlace.kernels import products as matmul
+from interlace.ops.collectives import launch as plain
+from interlace.ops.matmul import launch_gather as gather_matmul
+from interlace.ops.matmul import launch_reduce as matmul_reduce
+from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.tuning.configuration import Configuration

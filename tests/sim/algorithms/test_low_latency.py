@@ -13,7 +13,7 @@ import interlace
 from interlace import reference
 from interlace.groups.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_LIMIT_WORD
-from interlace.runtime.algorithms import low_latency
+from interlace.ops.collectives import low_latency
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.sim.place import SimStream

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
-from interlace.collectives import chosen_algorithm
+from interlace.ops.collectives import chosen_algorithm
 from interlace.runtime.core.errors import MemoryAccessError, PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes

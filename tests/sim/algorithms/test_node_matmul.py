@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import interlace
-from interlace.kernels.nodes import order
-from interlace.ops.eager import scaled_kernels
-from interlace.runtime.algorithms.node_matmul_reduce import tables_of
+from interlace.kernels import node_order as order
+from interlace.ops.matmul import scaled_kernels
+from interlace.ops.matmul.node_reduce import tables_of
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
@@ -22,7 +22,7 @@ from support import noise, payload, poisoned
 from tiers import few, thorough
 
 THREE_TWO, TWO_THREE, TWO_FOUR = (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1)
-FILE = "kernels/nodes/matmul_reduce_scatter.py"
+FILE = "kernels/matmul/node_matmul_reduce_scatter.py"
 
 
 def fused(group: Any, *operands: Any, **options: Any) -> Any:

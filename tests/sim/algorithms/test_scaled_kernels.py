@@ -156,7 +156,7 @@ def test_auto_is_the_kernel_where_it_can_be() -> None:
     seen: list[tuple[int, str]] = []
 
     def on_rank(rowwise_on: int) -> torch.Tensor:
-        from interlace.ops.eager import scaled_kernels
+        from interlace.ops.matmul import scaled_kernels
 
         rank = interlace.get_rank()
         gather = scaled_kernels.gather

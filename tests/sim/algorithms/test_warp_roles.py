@@ -15,15 +15,16 @@ import torch
 import interlace
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Extents, Table
-from interlace.kernels.fused import matmul_reduce_scatter_roles
+from interlace.kernels.matmul import matmul_reduce_scatter_roles
 from interlace.kernels.tiling import grouped_tile
-from interlace.runtime.algorithms import gather_matmul, matmul_reduce
-from interlace.runtime.compiler.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
-from interlace.runtime.compiler.catalogue_group import RANKS, AbsentGroup, launched
+from interlace.ops.matmul import launch_gather as gather_matmul
+from interlace.ops.matmul import launch_reduce as matmul_reduce
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, without_effect
+from interlace.tools.build.absent_group import RANKS, AbsentGroup, launched
+from interlace.tools.build.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.verify import races
 from mutants.mutations import Edit, Mutant, mutant_of, mutated
 from stand_ins.fake_gluon import (
@@ -356,7 +357,7 @@ def test_simulated_ranks_run_the_reference() -> None:
 
 
 ALONE = mutant_of(
-    "kernels/fused/matmul_reduce_scatter.py",
+    "kernels/matmul/matmul_reduce_scatter.py",
     "products alone",
     (
         "epoch, epilogue.bias_ptr, output_ptr, own_tiles_m, own_rows,",

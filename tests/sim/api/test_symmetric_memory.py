@@ -13,10 +13,10 @@ import torch
 import interlace
 from interlace import symmetric_memory
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.places.cuda_processes.place import CudaPlace
+from interlace.runtime.places.gpu.processes.place import CudaPlace
 from interlace.runtime.places.sim.place import SimPlace, run_sim
-from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from interlace.symmetric_memory import functions as symmetric_tensors
 from interlace.symmetric_memory.handle import SymmetricMemory
 from multi.symmetric_memory import symmetric_ranks as ranks

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import interlace
-from interlace.ops.eager import pending
-from interlace.ops.eager.pending import Started
+from interlace.ops.op import pending
+from interlace.ops.op.pending import Started
 from interlace.symmetric_memory import torch_ops
 from interlace.symmetric_memory.registration import TAKEN_OVER
 from stand_ins import fake_host

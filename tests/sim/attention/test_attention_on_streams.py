@@ -11,12 +11,14 @@ import torch.nn.functional as F
 
 import interlace
 from cases.attention_cases import METHODS, AttentionCase
-from interlace.attention import calls
-from interlace.attention.calls import AttentionOptions
 from interlace.groups.groups import default_group
-from interlace.runtime.algorithms import plain
-from interlace.runtime.algorithms.attention import moves, returns, travelling
-from interlace.runtime.algorithms.attention.shards import TokenShards
+from interlace.ops.attention import calls
+from interlace.ops.attention import forward_backward as travelling
+from interlace.ops.attention import key_gradients as returns
+from interlace.ops.attention import key_transport as moves
+from interlace.ops.attention.calls import AttentionOptions
+from interlace.ops.attention.shards import TokenShards
+from interlace.ops.collectives import launch as plain
 from interlace.runtime.tuning.configuration import override
 from sim.attention.test_ring import changed
 from sim.cuda.test_cuda_streams import RUNS, read

@@ -11,7 +11,9 @@ import torch
 import interlace
 from interlace import nn
 from interlace.groups.groups import default_group
-from interlace.runtime.algorithms.attention import moves, returns, travelling
+from interlace.ops.attention import forward_backward as travelling
+from interlace.ops.attention import key_gradients as returns
+from interlace.ops.attention import key_transport as moves
 from interlace.verify import races
 from interlace.verify.suite.targets import TARGETS
 from tiers import few, thorough

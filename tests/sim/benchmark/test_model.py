@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.scheduler import trace
-from interlace.runtime.scheduler.recording import merge
+from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler.recording import merge
 from interlace.runtime.tuning.configuration import override
 from sim.benchmark.model_support import (
     BOTH,

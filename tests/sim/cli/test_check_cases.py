@@ -13,7 +13,7 @@ from interlace.cli.check.dense import DenseCase
 from interlace.cli.check.rows import RowsCase
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.cuda import driver
+from interlace.runtime.places.gpu import driver
 from tiers import few
 
 DEVICES = ("cpu", "cuda")

@@ -19,7 +19,7 @@ from interlace.cli.demo.cases import CASES
 from interlace.cli.demo.command import run_case
 from interlace.cli.demo.workload import DemoOptions
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.scheduler import chrome_trace, recording, trace
+from interlace.runtime.places.sim.scheduler import chrome_trace, recording, trace
 
 SMALL = {"m": 45, "n": 40, "k": 24}
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from interlace.cli import main
 from interlace.cli.demo import command, workload
 from interlace.cli.demo.workload import DemoOptions
-from interlace.runtime.scheduler import recording
+from interlace.runtime.places.sim.scheduler import recording
 
 
 def printed(options: DemoOptions) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.programs.choice import compiled_for
+from interlace.runtime.places.sim.programs.choice import compiled_for
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.verify import races, schedules
 

@@ -97,7 +97,7 @@ def test_a_load_may_be_told_by_name_whether_it_is_volatile() -> None:
 
 
 def test_overrides_exist_in_the_builder() -> None:
-    from interlace.runtime.interpreter.exact import exact_overrides
+    from interlace.runtime.places.sim.interpreter.exact import exact_overrides
 
     made = {"get_bf16", "get_fp8e4nv", "get_fp8e5", "create_rsqrt"}  # older releases lack some
     assert all(hasattr(builder, name) for name in exact_overrides(builder).keys() - made)

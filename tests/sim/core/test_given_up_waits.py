@@ -27,7 +27,7 @@ from interlace.kernels.signal import (
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, SymmetricBuffer
 from interlace.runtime.places.sim.place import SimPlace, SimStream
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from interlace.runtime.tuning.configuration import override
 from mutants.mutations import Edit, Mutant, mutated
 from support import POISON_BYTE, noise, run_alone
@@ -190,7 +190,7 @@ def test_rows_without_a_contribution_are_not_sent(
     """That rank 1's tiles have come is how rank 0 knows that it has read what was there before."""
     assert run_again(op, credit=1, gathered=True) == (False, True)
     edit = Edit("free = missing == 0", "free = missing >= 0")
-    with mutated(Mutant(f"sends {op.__name__}", "kernels/fused/row_norms.py", (edit,)), tmp_path):
+    with mutated(Mutant(f"sends {op.__name__}", "kernels/matmul/row_norms.py", (edit,)), tmp_path):
         assert run_again(op, credit=1, gathered=True) == (True, True)
 
 

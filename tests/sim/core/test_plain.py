@@ -23,11 +23,10 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import packets, wires
 from interlace.runtime.places.hosts import pieces as hosts_pieces
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.places.one_host import meetings, rendezvous
-from interlace.runtime.places.one_host.control import said
-from interlace.runtime.places.one_host.segment import PAGE, Identity
-from interlace.runtime.places.one_host.signed_store import SignedStore
-from interlace.runtime.record import dump, reader, recorder
+from interlace.runtime.processes import dump, meetings, reader, recorder, rendezvous
+from interlace.runtime.processes.control import said
+from interlace.runtime.processes.segment import PAGE, Identity
+from interlace.runtime.processes.signed_store import SignedStore
 from interlace.runtime.tuning.calibration import Link, LinkProtocol
 from tiers import few, thorough
 
@@ -307,4 +306,4 @@ def test_who_unpickles() -> None:
     loads = {str(file.relative_to(root)) for file in files if reads.search(file.read_text())}
     pools = {f"runtime/{name}.py" for name in ("start/worker_process", "start/child")}
     pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "server")}
-    assert loads == {*pools, "python/interlace/collectives/objects.py"}
+    assert loads == {*pools, "python/interlace/ops/collectives/objects.py"}

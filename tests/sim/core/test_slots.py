@@ -17,7 +17,7 @@ from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, HEADER_WORDS, SPI
 from interlace.kernels.slots import publish_to_all, publish_turn, wait_sources
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from interlace.runtime.tuning.configuration import override
 from support import run_alone
 

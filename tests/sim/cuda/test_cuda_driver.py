@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interlace.runtime.places.cuda import driver as cuda_driver
-from interlace.runtime.places.cuda.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
+from interlace.runtime.places.gpu import driver as cuda_driver
+from interlace.runtime.places.gpu.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
 
 SOURCE = """
 typedef unsigned long long word;

@@ -25,9 +25,9 @@ from interlace.kernels.signal import (
     SPIN_LIMIT_WORD,
 )
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
-from interlace.runtime.places.cuda import driver
-from interlace.runtime.places.cuda.stream import DeviceStream
-from interlace.runtime.places.cuda.watchdog import Watchdog
+from interlace.runtime.places.gpu import driver
+from interlace.runtime.places.gpu.stream import DeviceStream
+from interlace.runtime.places.gpu.watchdog import Watchdog
 from stand_ins import fake_host, fake_kernels, fake_queues
 from stand_ins.fake_cuda import DeviceHang, FakeGpu, FakeStream
 from stand_ins.fake_driver import install

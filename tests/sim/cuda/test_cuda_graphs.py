@@ -25,8 +25,8 @@ from cases.device_ranks import (
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import MOST_PASSING_TABLES
-from interlace.runtime.places.cuda.device_place import DevicePlace
-from interlace.runtime.places.cuda.stream import DeviceStream
+from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.stream import DeviceStream
 from stand_ins import fake_host
 from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu
 from stand_ins.fake_driver import install

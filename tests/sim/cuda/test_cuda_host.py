@@ -12,8 +12,8 @@ import torch
 import interlace
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.cuda import watchdog
-from interlace.runtime.places.cuda.launch import LaunchCache, PreparedLaunch
+from interlace.runtime.places.gpu import watchdog
+from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import MULTIPROCESSORS, install
 from tiers import thorough

@@ -15,17 +15,17 @@ import torch._C._distributed_c10d as c10d
 
 from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.places.cuda.turns import Turns, run_threads
-from interlace.runtime.places.cuda_processes import ipc
-from interlace.runtime.places.cuda_processes import memory as cuda_memory
-from interlace.runtime.places.cuda_processes.ipc import IpcMemory
-from interlace.runtime.places.cuda_processes.memory import (
+from interlace.runtime.places.gpu.processes import ipc
+from interlace.runtime.places.gpu.processes import memory as cuda_memory
+from interlace.runtime.places.gpu.processes.ipc import IpcMemory
+from interlace.runtime.places.gpu.processes.memory import (
     ExchangeStore,
     MemoryRefused,
     TorchMemory,
     together,
 )
-from interlace.runtime.places.cuda_processes.place import CudaPlace
+from interlace.runtime.places.gpu.processes.place import CudaPlace
+from interlace.runtime.places.gpu.turns import Turns, run_threads
 from stand_ins.fake_host import ThreadHost
 from tiers import thorough
 
@@ -386,7 +386,7 @@ import ctypes, errno, os, signal, socket, sys, time
 import torch
 import torch._C._distributed_c10d as c10d
 from types import SimpleNamespace
-from interlace.runtime.places.cuda_processes import memory as cuda_memory
+from interlace.runtime.places.gpu.processes import memory as cuda_memory
 from interlace.runtime.core.errors import PeerDiedError
 
 own, other = socket.socketpair()

@@ -8,10 +8,10 @@ import torch
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.cuda import plans as cuda_plans
-from interlace.runtime.places.cuda.plan_recorder import Signalled
-from interlace.runtime.places.cuda.plans import Plans
-from interlace.runtime.places.cuda.stream import DeviceStream
+from interlace.runtime.places.gpu import plans as cuda_plans
+from interlace.runtime.places.gpu.plan_recorder import Signalled
+from interlace.runtime.places.gpu.plans import Plans
+from interlace.runtime.places.gpu.stream import DeviceStream
 from interlace.runtime.tuning import auto
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.cuda.plan_recorder import _Where
-from interlace.runtime.places.cuda.plans import MOST_PLANS, Plans
+from interlace.runtime.places.gpu.plan_recorder import _Where
+from interlace.runtime.places.gpu.plans import MOST_PLANS, Plans
 from interlace.runtime.tuning import configuration
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
@@ -354,7 +354,7 @@ def test_an_address_that_stays_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeGpu(3, eager=1.0))
-    monkeypatch.setattr("interlace.runtime.places.cuda.plans.MOST_PLANS", 8)
+    monkeypatch.setattr("interlace.runtime.places.gpu.plans.MOST_PLANS", 8)
     assert MOST_PLANS > 8
 
     def on_rank() -> int:

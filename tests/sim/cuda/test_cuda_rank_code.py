@@ -7,7 +7,7 @@ import pytest
 
 import interlace
 from cases import device_ranks as ranks
-from interlace.runtime.places.cuda import driver
+from interlace.runtime.places.gpu import driver
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install

@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.kernels.fused import matmul_reduce_scatter, matmul_reduce_scatter_roles
-from interlace.runtime.places.cuda import stream
-from interlace.runtime.places.cuda.device_place import DevicePlace
-from interlace.runtime.places.cuda.stream import DeviceEvent, DeviceStream, Point
-from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from interlace.kernels.matmul import matmul_reduce_scatter, matmul_reduce_scatter_roles
+from interlace.runtime.places.gpu import stream
+from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.stream import DeviceEvent, DeviceStream, Point
+from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from stand_ins import fake_host
 from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
 from stand_ins.fake_cuda import gpu as fake_gpu

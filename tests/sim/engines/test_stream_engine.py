@@ -13,9 +13,9 @@ import torch
 import interlace
 from cases.support_table import MOVED_DTYPES, defined
 from interlace.groups.groups import default_group
+from interlace.ops.collectives.stream_engine import StreamEngine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.engines.streams import StreamEngine
 from interlace.runtime.numerics.reductions import DTYPES, REDUCE_OPS, fold
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races

@@ -8,8 +8,8 @@ import torch
 
 import interlace
 from interlace import experts, functional
-from interlace.fused.routing import MOST_BACK
 from interlace.groups.groups import default_group
+from interlace.ops.experts.routing import MOST_BACK
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install

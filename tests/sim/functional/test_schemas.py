@@ -9,9 +9,9 @@ import torch
 
 import interlace
 from interlace import experts, functional, nn
-from interlace.ops import undispatched
 from interlace.ops.library import OPS, WITH_OUT
-from interlace.ops.undispatched import Op
+from interlace.ops.op import sim_dispatch as undispatched
+from interlace.ops.op.sim_dispatch import Op
 
 TAKEN: dict[str, Any] = {
     "Tensor": torch.ones(1), "str": "", "bool": False, "float": 1.0, "int": 0, "SymInt": 0,

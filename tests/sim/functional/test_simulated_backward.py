@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import interlace
 from interlace import functional
 from interlace.nn import column_parallel_linear, row_parallel_linear
-from interlace.ops import simulated_backward
+from interlace.ops.op import sim_backward as simulated_backward
 from interlace.runtime.core.errors import DeadlockError, InterlaceError
 from support import failure, noise, schedule_digest
 from tiers import few

@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from cases.exact_numbers import BF16, E4M3, E5M2, F16, F32, LARGEST, NARROW, pair, rounded, same
 from interlace.runtime.compat.attributes import replaced
-from interlace.runtime.interpreter.exact import exact_arithmetic, exact_overrides
+from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic, exact_overrides
 from interlace.verify import races
 from tiers import few
 

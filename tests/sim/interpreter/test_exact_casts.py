@@ -26,7 +26,7 @@ from cases.exact_numbers import (
     same,
 )
 from interlace.runtime.compat.attributes import replaced
-from interlace.runtime.interpreter.exact import exact_arithmetic
+from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
 
 
 @triton.jit

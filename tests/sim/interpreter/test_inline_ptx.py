@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
-from interlace.runtime.interpreter.inline_ptx import threads
+from interlace.runtime.places.sim.interpreter.inline_ptx import threads
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from sim.interpreter import ptx_kernels
 

@@ -9,8 +9,8 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime.interpreter import shortcut_calls
-from interlace.runtime.interpreter.session import session
+from interlace.runtime.places.sim.interpreter import shortcut_calls
+from interlace.runtime.places.sim.interpreter.session import session
 from sim.interpreter.test_interpreter_shortcuts import TENSORS, tensor, told
 
 FILLED = np.arange(256, dtype=np.uint8) * 37 % 251

@@ -10,8 +10,8 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime.interpreter import shortcut_arithmetic
-from interlace.runtime.interpreter.session import session
+from interlace.runtime.places.sim.interpreter import shortcut_arithmetic
+from interlace.runtime.places.sim.interpreter.session import session
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name)

@@ -15,7 +15,7 @@ import torch
 
 import interlace
 from interlace.runtime.compiler import kept, pool
-from interlace.runtime.programs import compiled
+from interlace.runtime.places.sim.programs import compiled
 from interlace.verify import races, schedules
 from sim.interpreter import compiled_kernels
 from sim.interpreter import thread_kernels as kernels

@@ -16,7 +16,7 @@ import torch
 import interlace
 from interlace import reference
 from interlace.groups.groups import default_group
-from interlace.runtime.algorithms import norms
+from interlace.ops.matmul import launch_norms as norms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
 from interlace.runtime.places.sim.several_nodes import separate_nodes
@@ -221,7 +221,7 @@ def test_empty_parts_and_no_rows(op: str, algorithm: str) -> None:
 def test_in_two_shots(op: str) -> None:
     """More rows than go in one shot: every rank norms its own, and the sums are gathered too."""
     patched = mock.patch.object(norms, "ONE_SHOT_BYTES", 0)
-    by_op = mock.patch("interlace.fused.norms.ONE_SHOT_BYTES", 0)
+    by_op = mock.patch("interlace.ops.matmul.norms.ONE_SHOT_BYTES", 0)
     for quantize in (None, "fp8"):
         with patched, by_op, launches() as seen:
             case = Case(op, lengths=(23,), dtype=BF16, quantize=quantize, bias=True)
@@ -261,7 +261,7 @@ def test_low_latency_rows_of_several_blocks(dtype: torch.dtype, columns: int) ->
 
 def test_a_token_behind_a_matmul_goes_by_words() -> None:
     """Where "auto" finds nothing to fuse, as on a GPU: torch's matmul, and one kernel."""
-    few = mock.patch("interlace.fused.reduce.choose_algorithm", lambda *_, **how: "unfused")
+    few = mock.patch("interlace.ops.matmul.reduce.choose_algorithm", lambda *_, **how: "unfused")
     for dtype, quantize in ((BF16, None), (F32, "fp8")):
         case = Case(
             "matmul_all_reduce", "auto", 3, (2,), 520, dtype=dtype, quantize=quantize, bias=True

@@ -14,7 +14,7 @@ import greenlet
 import pytest
 
 from interlace.runtime.core.errors import DeadlockError
-from interlace.runtime.places.one_host import deadlock
+from interlace.runtime.processes import deadlock
 
 GROUPS = ((0, 1), (1, 2), (0, 2), (0, 1, 2))
 RANKS = range(3)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.runtime.algorithms import node_moves
+from interlace.ops.collectives import node_moves
 from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.places.cuda.turns import Turns, run_threads
-from interlace.runtime.places.cuda_processes.memory import agreed, value
-from interlace.runtime.places.nvshmem import place as place_nvshmem
-from interlace.runtime.places.nvshmem.memory import NvshmemMemory, nodes_of
-from interlace.runtime.places.nvshmem.place import NvshmemPlace
+from interlace.runtime.places.gpu.nvshmem import place as place_nvshmem
+from interlace.runtime.places.gpu.nvshmem.memory import NvshmemMemory, nodes_of
+from interlace.runtime.places.gpu.nvshmem.place import NvshmemPlace
+from interlace.runtime.places.gpu.processes.memory import agreed, value
+from interlace.runtime.places.gpu.turns import Turns, run_threads
 from interlace.runtime.tuning.configuration import Configuration
 from stand_ins.fake_host import ThreadHost
 

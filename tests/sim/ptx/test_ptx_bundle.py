@@ -15,14 +15,14 @@ import torch
 
 import interlace
 from interlace import aot
-from interlace.attention.calls import FORWARD
 from interlace.cli.commands.build import write
 from interlace.functional.calls import run_to_list
 from interlace.groups.groups import default_group
-from interlace.runtime.algorithms.attention.problem import LOG2E
-from interlace.runtime.algorithms.experts.assignment import Assignment
-from interlace.runtime.compiler.bundle.bundle import BundleTarget
-from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
+from interlace.ops.attention.calls import FORWARD
+from interlace.ops.attention.problem import LOG2E
+from interlace.ops.experts.assignment import Assignment
+from interlace.tools.build.bundle.bundle import BundleTarget
+from interlace.tools.build.bundle.ops import OPS, KernelOptions
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
 
@@ -162,7 +162,7 @@ def _home(rank: int, home: Any, width: int) -> tuple[Numbers, torch.Tensor]:
 
 
 def _segments(rank: int) -> torch.Tensor:
-    from interlace.runtime.algorithms.experts.assignment import known_segments
+    from interlace.ops.experts.assignment import known_segments
 
     lines = [Assignment(routed(r)[1], 2 * WORLD, WORLD).counts for r in range(WORLD)]
     return known_segments(torch.stack(lines), rank, 2)

@@ -8,7 +8,7 @@ from triton.backends import nvidia
 
 import interlace
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.programs.choice import arch_for
+from interlace.runtime.places.sim.programs.choice import arch_for
 from interlace.runtime.ptx.text.targets import needed
 from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import kernel

@@ -20,8 +20,8 @@ from interlace.kernels.signal import (
     SPIN_LIMIT_WORD,
     wait,
 )
-from interlace.runtime.interpreter.session import program_function
-from interlace.runtime.scheduler.scheduler import Program, Scheduler
+from interlace.runtime.places.sim.interpreter.session import program_function
+from interlace.runtime.places.sim.scheduler.scheduler import Program, Scheduler
 from support import failure
 
 
@@ -161,7 +161,7 @@ def test_other_ranks_end_even_if_they_catch_everything() -> None:
 
 
 def test_an_error_inside_a_stream_names_the_rank() -> None:
-    from interlace.runtime.algorithms import plain
+    from interlace.ops.collectives import launch as plain
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("in the sum")

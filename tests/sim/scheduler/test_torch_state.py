@@ -5,7 +5,7 @@ import torch
 
 import interlace
 from interlace import functional
-from interlace.runtime.scheduler import torch_state
+from interlace.runtime.places.sim.scheduler import torch_state
 
 
 def grad_mode_of_rank_0() -> list[bool]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from sim.scheduler.user_kernels import add_program_id
 
 

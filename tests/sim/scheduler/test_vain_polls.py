@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.scheduler import scheduler
+from interlace.runtime.places.sim.scheduler import scheduler
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import interlace
-from interlace.collectives import rooted
+from interlace.ops.collectives import rooted
 from interlace.tensor import Placeholder, from_local, scatter
 from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.blocks import shape_of

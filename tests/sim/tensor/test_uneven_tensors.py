@@ -10,10 +10,10 @@ import torch
 
 import interlace
 from cases.support_table import MOVED_DTYPES
-from interlace.collectives import rooted
-from interlace.ops.simulated_backward import prepare
+from interlace.ops.collectives import rooted
+from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.errors import InterlaceError, RankError
-from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from interlace.tensor import Placeholder, all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
 from interlace.tensor.uneven import facts
 from interlace.tensor.uneven.blocks import chunk_lengths

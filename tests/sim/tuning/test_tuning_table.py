@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interlace.runtime.places.cuda.virtual_place import VirtualRankPlace
+from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from interlace.runtime.tuning import (
     calibration,
     chips,
@@ -133,8 +133,9 @@ def test_candidates_are_all_valid_and_contain_the_default() -> None:
 
 
 def test_thresholds_are_read_from_the_table() -> None:
-    from interlace.fused import reduce
-    from interlace.runtime.algorithms import gather_matmul, matmul_reduce
+    from interlace.ops.matmul import launch_gather as gather_matmul
+    from interlace.ops.matmul import launch_reduce as matmul_reduce
+    from interlace.ops.matmul import reduce
     from interlace.runtime.tuning import auto
 
     assert table.threshold("smallest_fused_rows") == auto.SMALLEST_FUSED_ROWS

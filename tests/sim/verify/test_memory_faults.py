@@ -14,7 +14,7 @@ import interlace
 from interlace import symmetric_memory
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler import allocations
+from interlace.runtime.places.sim.scheduler import allocations
 from interlace.verify import Finding, RaceReport, races, schedules
 from sim.verify import memory_kernels as kernels
 

@@ -170,7 +170,7 @@ def test_every_function_of_signal_is_modelled() -> None:
             ["atomic_cas", "atomic_add", *["store"] * 5, "publish"],
         ),
         ("runtime/core/communicator.py", "enqueue", ["wait_credits", "body", "finish"]),
-        ("runtime/algorithms/plain.py", "stage", ["copy", "publish"]),
+        ("python/interlace/ops/collectives/launch.py", "stage", ["copy", "publish"]),
     ],
 )
 def test_the_code_takes_its_steps_in_the_order_of_the_models(

@@ -16,11 +16,11 @@ import triton.language as tl
 import interlace
 from interlace import symmetric_memory
 from interlace.runtime.compat.triton_interpreter import TensorHandle
-from interlace.runtime.scheduler import program_hooks
-from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.store_buffers import StoreBuffers
-from interlace.runtime.scheduler.strategies import Priority, Random, Replay, for_seed
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler import program_hooks
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
+from interlace.runtime.places.sim.scheduler.strategies import Priority, Random, Replay, for_seed
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
 from interlace.verify.race_check import check as race_check
 from interlace.verify.schedule_check import check as schedule_check

@@ -22,7 +22,7 @@ from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
 from interlace.benchmark.timing.subject import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
 from interlace.groups.groups import default_group
-from interlace.runtime.algorithms.low_latency import MOST_BYTES
+from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
 
 _PLAIN: tuple[type[Plain], ...] = (

@@ -12,7 +12,7 @@ import torch
 import interlace
 from interlace.arguments.words import RunPlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.cuda import driver
+from interlace.runtime.places.gpu import driver
 from interlace.runtime.tuning import configuration
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,8 +13,8 @@ import torch
 import interlace
 from interlace import reference
 from interlace.cli.check.case import DTYPES, CheckCase, Sizes
-from interlace.fused.reduce import ONE_SHOT_BYTES
-from interlace.runtime.algorithms.low_latency import MOST_BYTES
+from interlace.ops.collectives.low_latency import MOST_BYTES
+from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 
 Variant = tuple[str, dict[str, Any], dict[str, int | bool]]  # name, arguments, configuration
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")

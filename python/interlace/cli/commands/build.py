@@ -15,14 +15,14 @@ from interlace.cli.output import consoles
 from interlace.cli.output.files import refuse_no_folder
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int
 from interlace.cli.output.progress import counted
-from interlace.runtime.compiler.build import STRICT_ARCHES, BuildReport
-from interlace.runtime.compiler.build import build as build_entries
-from interlace.runtime.compiler.bundle.bundle import BundleTarget, build_bundles
-from interlace.runtime.compiler.bundle.ops import OPS, KernelOptions
-from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
-from interlace.runtime.compiler.catalogue_collectives import linked
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
+from interlace.tools.build.build import STRICT_ARCHES, BuildReport
+from interlace.tools.build.build import build as build_entries
+from interlace.tools.build.bundle.bundle import BundleTarget, build_bundles
+from interlace.tools.build.bundle.ops import OPS, KernelOptions
+from interlace.tools.build.catalogue import ARCHES, Entry, entries, one_of_each
+from interlace.tools.build.catalogue_collectives import linked
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
 LOADER = "load.py"

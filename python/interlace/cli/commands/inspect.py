@@ -16,12 +16,12 @@ from interlace.arguments.paths import refuse_empty
 from interlace.cli.output.consoles import write
 from interlace.cli.output.options import CommandOptions, option
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.one_host.blame import FRESH_SECONDS, follow
-from interlace.runtime.places.one_host.control import CONTROL_BYTES, RECORD, said
-from interlace.runtime.places.one_host.segment import HEADER_BYTES, MAGIC, PAGE, Identity
-from interlace.runtime.record.dump import JOB_AND_RANK
-from interlace.runtime.record.reader import PastOp, RankRecord, read_file, read_rank
-from interlace.runtime.record.recorder import REGION_BYTES
+from interlace.runtime.processes.blame import FRESH_SECONDS, follow
+from interlace.runtime.processes.control import CONTROL_BYTES, RECORD, said
+from interlace.runtime.processes.dump import JOB_AND_RANK
+from interlace.runtime.processes.reader import PastOp, RankRecord, read_file, read_rank
+from interlace.runtime.processes.recorder import REGION_BYTES
+from interlace.runtime.processes.segment import HEADER_BYTES, MAGIC, PAGE, Identity
 
 _STATES = {
     "R": "runs",

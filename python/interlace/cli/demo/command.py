@@ -19,8 +19,8 @@ from interlace.cli.demo.workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_format, refuse_outputs, refuse_unreadable
 from interlace.cli.output.page import write_page
-from interlace.runtime.scheduler import chrome_trace
-from interlace.runtime.scheduler.recording import Recording
+from interlace.runtime.places.sim.scheduler import chrome_trace
+from interlace.runtime.places.sim.scheduler.recording import Recording
 
 TIMEOUT = 1800.0
 RECORDED = ("sim", "shm")  # places whose kernels are interpreted, and report their tiles

@@ -3,8 +3,8 @@
 from bisect import bisect_right
 
 from interlace.cli.output.page import PageEvent, PageView, Panel
-from interlace.runtime.scheduler.chrome_trace import title_of
-from interlace.runtime.scheduler.recording import TICKS, Recording
+from interlace.runtime.places.sim.scheduler.chrome_trace import title_of
+from interlace.runtime.places.sim.scheduler.recording import TICKS, Recording
 
 
 def panel_of(title: str, text: str, recording: Recording) -> Panel:

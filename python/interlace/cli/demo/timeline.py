@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from interlace.cli.output.files import require_matplotlib
-from interlace.runtime.scheduler.recording import STEPS, TICKS, RecordedSpan, Recording
+from interlace.runtime.places.sim.scheduler.recording import STEPS, TICKS, RecordedSpan, Recording
 
 NAMES = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red", "white", "bright_cyan")

@@ -21,7 +21,7 @@ from interlace.cli.output.files import file_to_write, refuse_outputs, tell_writt
 from interlace.cli.output.progress import Progress
 from interlace.cli.tune import options as tune_options
 from interlace.cli.tune.options import TuneJob, TuneOptions, dtype_of, place_of, world_size_of
-from interlace.fused.reduce import ONE_SHOT_BYTES
+from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.files import NotOursError
 from interlace.runtime.tuning.tuning import Problem

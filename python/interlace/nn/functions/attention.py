@@ -9,11 +9,11 @@ import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
-from interlace.attention.calls import FORWARD, HEADS, AttentionOptions, checked_options
 from interlace.functional.calls import check, flag, ints, number, refuse, run_to_list
 from interlace.groups.groups import resolve
-from interlace.ops.async_tensor import wait
-from interlace.runtime.algorithms.attention.shards import BALANCES, TokenShards
+from interlace.ops.attention.calls import FORWARD, HEADS, AttentionOptions, checked_options
+from interlace.ops.attention.shards import BALANCES, TokenShards
+from interlace.ops.op.async_tensor import wait
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -260,7 +260,7 @@ def unshard_sequence(
     >>> interlace.run(whole, 2)
     [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     """
-    from interlace.collectives.uneven import all_gather_v
+    from interlace.ops.collectives.uneven import all_gather_v
 
     communicator = resolve(group)
     with communicator.accepting("unshard_sequence"):

@@ -35,7 +35,7 @@ from interlace.nn.functions.linear_gradients import (
     casts,
 )
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
-from interlace.ops.simulated_backward import prepare
+from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
 

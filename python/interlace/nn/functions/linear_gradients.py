@@ -13,12 +13,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from interlace.collectives.rootless import _all_reduce
 from interlace.nn.functions import weight_gradients
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, gather
-from interlace.ops.eager import fused
-from interlace.ops.eager.pending import Started, finish
-from interlace.runtime.algorithms.operands import multiply, rows_of, unrows
+from interlace.ops.collectives.rootless import _all_reduce
+from interlace.ops.matmul import eager as fused
+from interlace.ops.matmul.operands import multiply, rows_of, unrows
+from interlace.ops.op.pending import Started, finish
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor

@@ -28,9 +28,9 @@ from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
-from interlace.ops.eager import plain
-from interlace.ops.eager.pending import finish
-from interlace.ops.simulated_backward import prepare
+from interlace.ops.collectives import eager as plain
+from interlace.ops.op.pending import finish
+from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.ops.eager import plain
-from interlace.ops.eager.pending import Started, finish
+from interlace.ops.collectives import eager as plain
+from interlace.ops.op.pending import Started, finish
 from interlace.runtime.core.communicator import Communicator
 
 ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with a wider output

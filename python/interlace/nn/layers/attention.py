@@ -21,7 +21,7 @@ from interlace.nn.functions.attention import (
 from interlace.nn.functions.linear_gradients import casts
 from interlace.nn.parameters.sharded_module import check_equal
 from interlace.nn.parameters.sharding import OnGroup, positive
-from interlace.runtime.algorithms.attention.shards import TokenShards
+from interlace.ops.attention.shards import TokenShards
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Call
 

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
 from interlace.arguments.words import Group
-from interlace.collectives.rootless import _all_reduce
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.nn.parameters.sharding import OnGroup
+from interlace.ops.collectives.rootless import _all_reduce
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
-from interlace.collectives.rootless import _all_reduce
 from interlace.experts.products import multiply
 from interlace.experts.rows import dispatch, permute
-from interlace.grouped_matmuls import all_to_all_grouped_matmul, grouped_matmul_combine
 from interlace.kernels.epilogue import Activation
 from interlace.nn.functions.regions import copy_to_group
 from interlace.nn.layers.linear import check_features
 from interlace.nn.layers.router import Router
 from interlace.nn.parameters.sharded_module import ShardedModule
 from interlace.nn.parameters.sharding import divisible, positive
+from interlace.ops.collectives.rootless import _all_reduce
+from interlace.ops.experts.api import all_to_all_grouped_matmul, grouped_matmul_combine
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.context import comparing
 from interlace.runtime.numerics.activations import activate

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from interlace.collectives.rooted import _gather
-from interlace.collectives.rootless import _all_gather
 from interlace.groups import rank_lists
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
+from interlace.ops.collectives.rooted import _gather
+from interlace.ops.collectives.rootless import _all_gather
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
 

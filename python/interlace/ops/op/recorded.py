@@ -66,7 +66,7 @@ def started(
     **how: Any,
 ) -> Any:
     """As :func:`run`, of any op of ``interlace.functional``."""
-    from interlace.ops.eager import pending
+    from interlace.ops.op import pending
 
     with pending.watched() as works:
         result = registry.functional(op)(*operands, **how)
@@ -84,7 +84,7 @@ class RecordedWork(TorchWork):
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """The result, complete. Raises what the op failed with."""
-        from interlace.ops.async_tensor import wait
+        from interlace.ops.op.async_tensor import wait
 
         if not self._waited:
             for work in self._works:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.collectives import all_to_all, rootless
 from interlace.groups import groups as own_groups
+from interlace.ops.collectives import all_to_all, rootless
 from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.tuning import calibration
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 import torch
 
-from interlace.collectives import rooted
 from interlace.kernels.tiling import split_rows
-from interlace.ops.simulated_backward import in_rank
+from interlace.ops.collectives import rooted
+from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 
 Block = tuple[tuple[int, int], ...]

@@ -1,6 +1,6 @@
 """Differentiable collectives of parts that differ in length along a dim.
 
-They move what :mod:`interlace.collectives.uneven`'s do, and return tensors. What those are told by all
+They move what :mod:`interlace.ops.collectives.uneven`'s do, and return tensors. What those are told by all
 ranks, these find out: dtype, shape, lengths and whether gradients are wanted go in one small message before
 the tensors.
 
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.collectives import rootless
-from interlace.collectives.all_to_all import _all_to_all
 from interlace.groups.groups import resolve
-from interlace.ops.simulated_backward import in_rank
+from interlace.ops.collectives import rootless
+from interlace.ops.collectives.all_to_all import _all_to_all
+from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.placeholder import Placeholder

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, dense
-from interlace.collectives.all_to_all import one_length_per_rank
-from interlace.ops.simulated_backward import in_rank
+from interlace.ops.collectives.all_to_all import one_length_per_rank
+from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator

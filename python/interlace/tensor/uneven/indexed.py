@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.collectives.all_to_all import _all_to_all, one_length_per_rank
 from interlace.groups.groups import resolve
-from interlace.ops.simulated_backward import in_rank
+from interlace.ops.collectives.all_to_all import _all_to_all, one_length_per_rank
+from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from interlace.ops.simulated_backward import prepare
+from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import facts
 

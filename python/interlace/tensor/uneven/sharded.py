@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from interlace.arguments import checks
-from interlace.collectives.all_to_all import whole_numbers
 from interlace.groups import groups
+from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.runtime.core.communicator import Communicator
 from interlace.tensor.uneven import blocks, facts
 from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered

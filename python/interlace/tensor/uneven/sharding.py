@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from interlace.collectives.all_to_all import one_length_per_rank
+from interlace.ops.collectives.all_to_all import one_length_per_rank
 from interlace.tensor.uneven.blocks import Block, chunk_lengths, shape_of
 
 Dims = tuple[int, ...]

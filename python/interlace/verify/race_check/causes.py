@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.scheduler.allocations import Allocations
+from interlace.runtime.places.sim.scheduler.allocations import Allocations
 from interlace.verify.race_check.findings import ORDERS, WRITTEN, Access, Extent, Finding
 
 MOST_ACCESSES = 3  # of a cause that are told besides the first two

@@ -14,8 +14,8 @@ from typing import Any
 
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler.source_lines import program_lines
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify.race_check.collector import At
 from interlace.verify.race_check.findings import Access
 from interlace.verify.race_check.happens_before import Detector

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from interlace import launcher
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.place import run_sim
-from interlace.runtime.programs.choice import Rewrite, programs
-from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
-from interlace.runtime.scheduler.source_lines import with_lines
-from interlace.runtime.scheduler.strategies import for_seed
+from interlace.runtime.places.sim.programs.choice import Rewrite, programs
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.source_lines import with_lines
+from interlace.runtime.places.sim.scheduler.strategies import for_seed
 from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check import hints
 from interlace.verify.race_check.agents import Rules

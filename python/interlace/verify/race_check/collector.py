@@ -11,10 +11,10 @@ import torch
 
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler.memory_check import BadAccess
-from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import program_lines
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify.race_check.agents import Agent, reaches
 from interlace.verify.race_check.causes import Reach
 from interlace.verify.race_check.findings import Access, FailedSignal, Finding

@@ -17,8 +17,8 @@ import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler.source_lines import program_lines
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify.race_check.agents import (
     SCOPES,
     SYS,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler.allocations import byte_of
+from interlace.runtime.places.sim.scheduler.allocations import byte_of
 from interlace.verify.schedule_check.interleaving import Story
 
 # Kinds of findings, and what each means.

@@ -35,9 +35,9 @@ import torch
 from interlace.runtime.core.accesses import Atomic, threads_of
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.interpreter.session import active, active_addresses
-from interlace.runtime.scheduler.source_lines import program_lines, task_lines
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.interpreter.session import active, active_addresses
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify.race_check.agents import (
     SCOPES,
     SYS,

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.scheduler.memory_check import BadAccess
-from interlace.runtime.scheduler.source_lines import program_lines, task_lines
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify.race_check.agents import Agent
 from interlace.verify.race_check.collector import At
 from interlace.verify.race_check.findings import Access, Finding

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.compat.torch_modes import DispatchMode
-from interlace.runtime.scheduler.scheduler import Scheduler
+from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 
 # operators whose result is poison in a check, see ``sampling.poisoned_memory``
 _UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -1,7 +1,7 @@
 """``interlace.verify.schedules``: many interleavings of one SPMD function, and the shortest that fails.
 
 A third of the schedules is random, a third by random priorities of tasks, and a third lets whole ranks
-fall behind (``runtime/scheduler/strategies.py``). A schedule fails
+fall behind (``runtime/places/sim/scheduler/strategies.py``). A schedule fails
 if a rank raises, if ranks wait for each other, if ``check`` raises, or if a rank's result differs from
 that of the first schedule. The first failure is *shrunk*: recorded as segments (a task, and how far it
 ran), of which parts are left out for as long as the run still fails in the same way. What is left is
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, overload
 from interlace import launcher
 from interlace.runtime.core.errors import EndlessTaskError
 from interlace.runtime.places.sim.place import run_sim
-from interlace.runtime.programs.choice import programs
-from interlace.runtime.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
-from interlace.runtime.scheduler.source_lines import with_lines
-from interlace.runtime.scheduler.strategies import Replay, ScheduleSegment, for_seed
+from interlace.runtime.places.sim.programs.choice import programs
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.source_lines import with_lines
+from interlace.runtime.places.sim.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.digest import digest_of
 from interlace.verify.schedule_check.interleaving import Story, Storyteller

@@ -11,11 +11,11 @@ import numpy as np
 
 from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import BlockedWait, DeadlockError, SourceText
-from interlace.runtime.interpreter.session import active, active_addresses
-from interlace.runtime.scheduler.allocations import Allocations, together
-from interlace.runtime.scheduler.observer import Observer
-from interlace.runtime.scheduler.source_lines import program_lines
-from interlace.runtime.scheduler.task import Task
+from interlace.runtime.places.sim.interpreter.session import active, active_addresses
+from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines
+from interlace.runtime.places.sim.scheduler.task import Task
 
 LONGEST = 200
 MOST_STEPS = 20_000

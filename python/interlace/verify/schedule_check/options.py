@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
-from interlace.runtime.programs.choice import Rewrite
+from interlace.runtime.places.sim.programs.choice import Rewrite
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from interlace.runtime.scheduler.source_lines import with_lines
+from interlace.runtime.places.sim.scheduler.source_lines import with_lines
 
 MOST_SEEDS = 1_000_000  # some days
 NEW_OBJECTS = 50_000  # more than a small schedule makes

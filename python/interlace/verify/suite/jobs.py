@@ -21,10 +21,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from interlace.runtime.compat.triton_driver import driver_of
-from interlace.runtime.compiler.build import build
-from interlace.runtime.compiler.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.runtime.compiler.request import jitted_function
-from interlace.runtime.programs.choice import compiled_for
+from interlace.runtime.places.sim.programs.choice import compiled_for
+from interlace.tools.build.build import build
+from interlace.tools.build.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.verify.lint_check.check import (
     LintReport,
     LintRequest,

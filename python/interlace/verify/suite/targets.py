@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.attention.calls import AttentionOptions, attention, attention_backward
-from interlace.attention.decode import decode
-from interlace.fused.head_exchange import FORMS, HeadExchangeOptions
-from interlace.fused.norms import kernel_makes_fp8
 from interlace.groups.groups import default_group
 from interlace.kernels import signal, slots
 from interlace.kernels.tiling import split_rows
+from interlace.ops.attention.calls import AttentionOptions, attention, attention_backward
+from interlace.ops.attention.decode import decode
+from interlace.ops.attention.head_exchange import FORMS, HeadExchangeOptions
+from interlace.ops.matmul.norms import kernel_makes_fp8
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
 from interlace.runtime.places.sim.several_nodes import separate_nodes

@@ -1,6 +1,6 @@
 """LLVM IR that all modules of machine code begin with: copies, the clock, and sleeping."""
 
-from interlace.runtime.places.one_host.bell import (
+from interlace.runtime.processes.bell import (
     BELL,
     EVERYONE,
     FUTEX_WAIT,

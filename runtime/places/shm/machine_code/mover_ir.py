@@ -11,8 +11,8 @@ Who sleeps until there is room is woken for half a ring of it: for a piece it wo
 Who wakes another says so in that one's word, for others not to do so again until it has got a core.
 """
 
-from interlace.runtime.places.one_host.bell import ANYONE, BELL
 from interlace.runtime.places.shm.machine_code.base_ir import MONOTONIC, PROCESSORS, base
+from interlace.runtime.processes.bell import ANYONE, BELL
 
 PIECE, SLOTS, SPINS, YIELDS, IDLE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(9)
 """Terms: bytes of a piece, pieces of a ring; polls, turns given away, ns without progress; as in ``ir.py``.

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.places.one_host.bell import ANYONE
 from interlace.runtime.places.shm.machine_code import ir, loader
 from interlace.runtime.places.shm.machine_code.ir import COMPARE, RING, WAIT
+from interlace.runtime.processes.bell import ANYONE
 
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""

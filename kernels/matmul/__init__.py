@@ -1,0 +1,1 @@
+"""Kernels of matmuls that gather their input or reduce their output over ranks."""

@@ -1,1 +1,0 @@
-"""Collectives and fused ops between nodes, where memory is reached by puts."""

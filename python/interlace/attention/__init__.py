@@ -1,1 +1,0 @@
-"""Attention over a sequence that is spread over ranks: checks, agreement, and the choice of a method."""

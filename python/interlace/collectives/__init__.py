@@ -1,1 +1,0 @@
-"""The collectives of torch.distributed under its names, eager."""

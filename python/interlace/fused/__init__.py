@@ -1,1 +1,0 @@
-"""The fused ops: validate, agree, choose, call. No gradients."""

@@ -1,0 +1,405 @@
+"""The attention op and its backward: arguments checked and agreed on, a method and an algorithm chosen.
+
+A call is validated, agreed on with the other ranks (one small host message, which brings everybody's number
+of tokens along; a mismatch raises on every rank before any data moves), and handed to one of the algorithms
+in this folder.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.arguments import checks
+from interlace.ops.attention import blocks
+from interlace.ops.attention import forward_backward as travelling
+from interlace.ops.attention import launch_gather as gather
+from interlace.ops.attention import ulysses as exchange
+from interlace.ops.attention.problem import (
+    AttentionProblem,
+    AttentionResult,
+    unit_rows,
+)
+from interlace.ops.attention.shards import (
+    BALANCES,
+    NO_LIMIT,
+    AttentionMask,
+    TokenShards,
+)
+from interlace.runtime.core.call import PreparedCall
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.tuning import attention as tuned_attention
+from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
+from interlace.runtime.tuning.auto import FUSED_DTYPES
+from interlace.runtime.tuning.table import threshold
+
+FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
+METHODS = ("auto", *tuned_attention.METHODS)
+HEADS = "heads"
+"""In place of a method: a rank has all ranks' tokens already, of its heads."""
+LAYOUTS = ("bshd", "sbhd")
+RING_BYTES = threshold("ring_attention_bytes")
+Tensor = torch.Tensor
+
+
+class AttentionOptions(NamedTuple):
+    """The arguments of a call that are no tensors; see ``nn.functional.context_parallel_attention``.
+
+    ``length``: with ``HEADS``, how many of the tokens are this rank's, by default as many as everybody's.
+    """
+
+    method: str = "auto"
+    causal: bool = False
+    scale: float | None = None
+    window: Sequence[int] | None = None
+    layout: str = "bshd"
+    balance: str = "zigzag"
+    algorithm: str = "auto"
+    length: int | None = None
+
+
+class CheckedAttention(NamedTuple):
+    """The tensors of a call as ``[tokens, batches, heads, size]``, checked on this rank."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    documents: Tensor | None
+    mask: AttentionMask
+    scale: float
+    method: str
+    algorithm: str
+
+    @property
+    def size(self) -> int:
+        """Of the largest heads, of keys or of values."""
+        return max(self.query.shape[3], self.value.shape[3])
+
+
+def tokens_first(tensor: Tensor, layout: str) -> Tensor:
+    """``[tokens, batches, heads, size]``, of either layout, and back."""
+    return tensor.transpose(0, 1) if layout == "bshd" else tensor
+
+
+def checked_options(options: AttentionOptions) -> tuple[str, str, str, AttentionMask]:
+    """Layout, method, algorithm and mask, if all options are what their names say, whatever the tensors."""
+    layout = checks.one_of("layout", options.layout, LAYOUTS)
+    checks.one_of("balance", options.balance, BALANCES)
+    method = options.method
+    if method != HEADS:
+        method = checks.one_of("method", method, METHODS)
+    algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
+    if not isinstance(options.causal, int):  # as a bool is
+        raise TypeError(f"causal must be a bool, got {options.causal!r}")
+    scale_of(options.scale, 1)
+    return layout, method, algorithm, AttentionMask(bool(options.causal), _window(options.window))
+
+
+def checked(
+    communicator: Communicator,
+    query: Any,
+    key: Any,
+    value: Any,
+    documents: Any,
+    options: AttentionOptions,
+) -> CheckedAttention:
+    """The arguments, if they fit together on this rank."""
+    layout, method, algorithm, mask = checked_options(options)
+    given = {"q": query, "k": key, "v": value}
+    tensors = [checks.tensor(name, each, communicator) for name, each in given.items()]
+    query, key, value = tensors
+    for name, each in zip(given, tensors, strict=True):
+        checks.float_dtype(name, each.dtype)
+        checks.same_dtype(name, each.dtype, "q", query.dtype)
+        if each.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions ({layout}), got shape {tuple(each.shape)}"
+            )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"v has shape {tuple(value.shape)}, k has {tuple(key.shape)}; "
+            "all but the last dimension must be equal"
+        )
+    for dim, what in ((0, layout[0]), (1, layout[1]), (3, "d")):
+        if key.shape[dim] != query.shape[dim]:
+            raise ValueError(
+                f"k has {what} = {key.shape[dim]} (shape {tuple(key.shape)}), q has {what} = "
+                f"{query.shape[dim]} (shape {tuple(query.shape)})"
+            )
+    heads, key_heads, size = query.shape[2], key.shape[2], query.shape[3]
+    if (heads % key_heads) if key_heads else heads:
+        raise ValueError(f"k has {key_heads} heads, which does not divide q's {heads}")
+    for name, each in (("q", query), ("v", value)):
+        if not each.shape[3]:
+            raise ValueError(f"{name} has heads of size 0 (shape {tuple(each.shape)})")
+    if algorithm == "fused" and query.dtype not in FUSED_DTYPES:
+        raise TypeError(
+            f'algorithm="fused" supports float32, float16 and bfloat16, q is {query.dtype}; '
+            'use "unfused" or "auto"'
+        )
+    if algorithm == "fused" and (largest := max(size, value.shape[3])) > LARGEST_HEAD:
+        raise ValueError(
+            f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {largest}; '
+            'use "unfused" or "auto"'
+        )
+    scale = scale_of(options.scale, size)
+    if documents is not None:
+        documents = checks.tensor("cu_seqlens", documents, communicator)
+        if documents.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens must be int32 or int64, got {documents.dtype}")
+        if documents.dim() != 1 or not documents.numel():
+            raise ValueError(
+                f"cu_seqlens must have 1 dimension and an entry, got shape {tuple(documents.shape)}"
+            )
+        if documents.is_cpu and (documents[0] != 0 or bool((documents.diff() < 0).any())):
+            raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
+    query, key, value = (tokens_first(each, layout) for each in tensors)
+    if options.length is not None and options.length < 0:
+        raise ValueError(f"length must be None or not negative, got {options.length}")
+    if method == HEADS and options.length is None and query.shape[0] % communicator.world_size:
+        raise ValueError(
+            f"q has {query.shape[0]} tokens, which world size {communicator.world_size} does not "
+            "divide; give length"
+        )
+    return CheckedAttention(query, key, value, documents, mask, scale, method, algorithm)
+
+
+def scale_of(value: Any, size: int) -> float:
+    """Of the scores: what is given, or that of scaled dot products of ``size``."""
+    if value is None:
+        return 1 / math.sqrt(size)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"scale must be a number or None, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be finite, got {value}")
+    return float(value)
+
+
+def _window(value: Any) -> tuple[int, int]:
+    if value is None:
+        return NO_LIMIT, NO_LIMIT
+    if isinstance(value, Tensor) or not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(f"window must be None or two ints (before, after), got {value!r}")
+    pair = checks.integer("window[0]", value[0]), checks.integer("window[1]", value[1])
+    if min(pair) < NO_LIMIT:
+        raise ValueError(f"window must be two numbers of keys, -1 for all, got {list(value)}")
+    return pair
+
+
+def _agreed(
+    communicator: Communicator, op: str, call: CheckedAttention, options: AttentionOptions
+) -> AttentionProblem:
+    """The problem, with everybody's tokens; raises alike on all ranks."""
+    rows, batches, heads, size = call.query.shape
+    documents: Any = None
+    if call.documents is not None:
+        # numbers on a GPU are not waited for
+        on_cpu = call.documents.is_cpu
+        documents = tuple(call.documents.tolist()) if on_cpu else call.documents.shape[0]
+    terms = (
+        ("dtype of q", call.query.dtype),
+        ("batches of q", batches),
+        ("heads of q", heads),
+        ("heads of key", call.key.shape[2]),
+        ("the size of heads", size),
+        ("the size of v's heads", call.value.shape[3]),
+        ("method", call.method),
+        ("causal", call.mask.causal),
+        ("scale", call.scale),
+        ("window", call.mask.window),
+        ("layout", options.layout),
+        ("balance", options.balance),
+        ("algorithm", call.algorithm),
+        ("cu_seqlens", documents),
+    )
+    ranks, own = None, rows
+    if call.method == HEADS:
+        ranks = tuple(range(communicator.world_size))
+        own = rows // len(ranks) if options.length is None else options.length
+    parts = communicator.parts(communicator.call_of(op, terms, (own, rows)))
+    shards = TokenShards(tuple(length for length, _ in parts), options.balance)
+    for rank, (_, total) in enumerate(parts if ranks else ()):
+        if total != shards.total:
+            raise ValueError(
+                f"{op}: q has {total} tokens on rank {rank}, the ranks have {shards.total} "
+                f"({list(shards.lengths)} by rank)"
+            )
+    lengths = shards.lengths
+    if isinstance(documents, tuple) and documents[-1] > shards.total:
+        raise ValueError(
+            f"{op}: cu_seqlens ends at {documents[-1]}, the ranks have {shards.total} tokens "
+            f"({list(lengths)} by rank)"
+        )
+    per_key = heads // call.key.shape[2] if heads else 1
+    return AttentionProblem(
+        communicator, op, call.query, call.key, call.value, shards, call.mask, call.documents,
+        call.scale, per_key, ranks=ranks,
+    )  # fmt: skip
+
+
+class Way(NamedTuple):
+    """How a call is done; ``measured``: what tuning has found for its kernels."""
+
+    method: str
+    algorithm: str
+    measured: tuning.Measured
+
+
+def _name(method: str, algorithm: str) -> str:
+    return algorithm if algorithm == "unfused" else f"{method} {algorithm}"
+
+
+def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
+    """Chosen from what all ranks know alike."""
+    place, shards = problem.communicator.place, problem.shards
+    size, dtype = call.size, call.query.dtype
+    algorithm = call.algorithm
+    if algorithm == "auto":
+        if dtype not in FUSED_DTYPES or size > LARGEST_HEAD:
+            algorithm = "pipelined"
+        else:
+            algorithm = "pipelined" if place.direct_access else "fused"
+        if not place.all_mapped and call.method != HEADS:
+            algorithm = "unfused"
+    if call.method != HEADS:
+        checks.one_node(algorithm, problem.communicator)
+    method = call.method
+    if method == "auto":
+        method = "all_gather"
+        heads, key_heads, world = call.query.shape[2], call.key.shape[2], shards.world_size
+        row = problem.row_elements * dtype.itemsize
+        if not place.direct_access:
+            # of a token: what comes to a rank by gathering keys and values, and by exchanging heads
+            gathered, exchanged = 2 * key_heads, 2 * (heads + key_heads) / world
+            if not (heads % world or key_heads % world) and exchanged < gathered:
+                method = "ulysses"
+            elif shards.total * row > RING_BYTES:
+                method = "ring"
+    measured = tuning.UNMEASURED
+    if method != HEADS:
+        heads = call.query.shape[1] * call.query.shape[2]
+        about = max(shards.lengths), heads, size, shards.world_size
+        named = tuning.Problem(problem.op, dtype, *about)
+        if place.nodes is None and "auto" in (call.method, call.algorithm):
+            found = tuning.measured(problem.communicator, named).algorithm
+            method, algorithm = _faster(call, found, method, algorithm, shards.world_size)
+        measured = tuning.measured(problem.communicator, named, _name(method, algorithm))
+    name_algorithm(f"{method} {algorithm}")
+    return Way(method, algorithm, measured)
+
+
+def _faster(
+    call: CheckedAttention, found: str, method: str, algorithm: str, world_size: int
+) -> tuple[str, str]:
+    """Method and algorithm of the way that was ``found`` to be fastest, where it does for this call."""
+    if not found:
+        return method, algorithm
+    *named, by = found.split()
+    way = named[0] if named else method
+    heads, key_heads = call.query.shape[2], call.key.shape[2]
+    asked = call.method in ("auto", way) and call.algorithm in ("auto", by)
+    kernels = by != "fused" or (call.query.dtype in FUSED_DTYPES and call.size <= LARGEST_HEAD)
+    even = way != "ulysses" or not (heads % world_size or key_heads % world_size)
+    return (way, by) if asked and kernels and even else (method, algorithm)
+
+
+def prepared(
+    communicator: Communicator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+) -> PreparedCall:
+    """Checked on this rank; ``output`` and ``lse`` get the results."""
+    call = checked(communicator, query, key, value, documents, options)
+
+    def start() -> Outcome:
+        problem = _agreed(communicator, FORWARD, call, options)
+        return Outcome(None, _forward(problem, call, tokens_first(output, options.layout), lse))
+
+    return start, (), None
+
+
+def _forward(
+    problem: AttentionProblem, call: CheckedAttention, output: Tensor, lse: Tensor
+) -> Event | None:
+    if not problem.shards.total * math.prod(call.query.shape[1:]):
+        return None  # no rank has anything
+    method, algorithm, measured = way_of(problem, call)
+    tiles = None
+    if algorithm == "fused":
+        rows = max(problem.shards.lengths)
+        rows = problem.shards.total if method == HEADS else rows
+        place, dtype = problem.communicator.place, call.query.dtype
+        tiles = measured.over(choose_attention(place, dtype, call.size, rows))
+    if method == HEADS:
+        return blocks.attention_of_heads(problem, output, lse, tiles)
+    if algorithm == "unfused" and method == "ulysses":
+        return exchange.exchanged_attention_unfused(problem, output, lse)
+    if algorithm == "unfused":
+        return travelling.attention_unfused(problem, output, lse)
+    if method == "ulysses":
+        return exchange.exchanged_attention(problem, output, lse, tiles)
+    if method == "all_gather" and tiles is not None:
+        return gather.all_gather_attention_fused(problem, output, lse, tiles)
+    return travelling.attention_on_the_way(problem, method, output, lse, tiles)
+
+
+attention = internal_form(FORWARD, prepared)
+
+
+def prepared_backward(
+    communicator: Communicator,
+    grad: Tensor,
+    lse_grad: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    grads: Sequence[Tensor],
+    options: AttentionOptions,
+) -> PreparedCall:
+    """``grads``, of query, key and value, get the results."""
+    call = checked(communicator, query, key, value, documents, options)
+
+    def start() -> Outcome:
+        problem = _agreed(communicator, BACKWARD, call, options)
+        if not problem.shards.total * math.prod(call.query.shape[1:]):
+            return Outcome(None, None)
+        method, algorithm, measured = way_of(problem, call)
+        # the engine may record what a backward does, but not what is done on streams
+        of_output, made = (tokens_first(each.detach(), options.layout) for each in (grad, output))
+        more = None if lse_grad is None else lse_grad.detach()
+        result = AttentionResult(unit_rows(of_output), made, lse.detach(), more)
+        of_query, of_key, of_value = (tokens_first(each, options.layout) for each in grads)
+        into = of_query, of_key, of_value
+        if algorithm == "unfused" and method != HEADS:
+            unfused = travelling.attention_backward_unfused
+            if method == "ulysses":
+                unfused = exchange.exchanged_backward_unfused
+            return Outcome(None, unfused(problem, result, into))
+        tiles = None
+        size, dtype = call.size, call.query.dtype
+        if algorithm == "fused":
+            rows, place = max(problem.shards.lengths), communicator.place
+            rows = problem.shards.total if method == HEADS else rows
+            tiles = measured.over(choose_attention(place, dtype, size, rows, backward=True))
+        if method == HEADS:
+            return Outcome(None, blocks.attention_of_heads_backward(problem, result, into, tiles))
+        if method == "ulysses":
+            return Outcome(None, exchange.exchanged_backward(problem, result, into, tiles))
+        return Outcome(None, travelling.attention_backward(problem, method, result, into, tiles))
+
+    return start, (), None
+
+
+attention_backward = internal_form(BACKWARD, prepared_backward)

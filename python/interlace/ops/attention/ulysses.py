@@ -1,0 +1,378 @@
+"""Attention with heads in place of tokens: an all-to-all before it gives each rank all tokens of some
+heads, one behind it the own tokens of all heads (DeepSpeed's Ulysses).
+
+Rank r has query heads ``[r * H / W, (r + 1) * H / W)``, rounded down, and the key heads that they see; of
+few key heads several ranks may have the same one. Its queries, those keys and values come from every rank,
+which pushes them where they belong; results go back the same way::
+
+    rank 1  copies   q, k, v of heads 0 -> 0 | of heads 2 -> 2 |              | results -> 0 | -> 2
+            compute  own tokens' keys | keys of 0 | keys of 2 | merge, all tokens of heads 1
+
+Partial results are those over the keys of one rank each, as in the other methods, and so have their bits.
+``fused`` computes by Triton kernels, ``pipelined`` by torch, ``unfused`` by torch, between plain
+collectives.
+
+Backward: with queries go the results and their gradients; back come the gradients of queries, and those of
+keys in fp32, of which there are several where ranks share a head of keys; they are added up in the order of
+the ranks. What all queries give to a key is one sum here, elsewhere one of sums by rank: other bits.
+
+Tensors that travel have tokens first and heads last but one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from interlace.ops.attention.blocks import (
+    attend_to_all,
+    blocks_of,
+    differentiate_all,
+)
+from interlace.ops.attention.key_gradients import empty_total
+from interlace.ops.attention.problem import AttentionProblem, AttentionResult, Blocks
+from interlace.ops.collectives import launch as plain
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+
+Tensor = torch.Tensor
+
+
+class HeadShards:
+    """Which heads are whose: ``queries[r]`` and ``keys[r]`` are slices of all heads.
+
+    ``copies[r]``: of the heads of keys of all ranks, one after another, where some are there several times.
+    """
+
+    def __init__(self, world_size: int, heads: int, per_key: int) -> None:
+        bounds = [rank * heads // world_size for rank in range(world_size + 1)]
+        self.queries = [slice(a, b) for a, b in pairwise(bounds)]
+        self.keys = [
+            slice(q.start // per_key, -(-q.stop // per_key)) if q.stop > q.start else slice(0, 0)
+            for q in self.queries
+        ]
+        self.first = [
+            q.start - k.start * per_key for q, k in zip(self.queries, self.keys, strict=True)
+        ]
+        ends = accumulate((_count(each) for each in self.keys), initial=0)
+        self.copies = [slice(a, b) for a, b in pairwise(ends)]
+
+
+def _count(heads: slice) -> int:
+    return int(heads.stop - heads.start)
+
+
+class Piece(NamedTuple):
+    """Tensors that travel as packed rows, one behind another in each: ``[tokens, batches, heads, size]``
+    for each of ``sizes``; ``heads``: those of each rank."""
+
+    batches: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    heads: Sequence[slice]
+
+    def _lines(self, rank: int | None) -> tuple[int, int]:
+        return self.batches, self.heads[-1].stop if rank is None else _count(self.heads[rank])
+
+    def shape(self, rows: int, rank: int | None = None) -> tuple[int, int]:
+        """Of the packed rows, with the heads of ``rank``, or all."""
+        return rows, math.prod(self._lines(rank)) * sum(self.sizes)
+
+    def nbytes(self, rows: int, rank: int | None = None) -> int:
+        return math.prod(self.shape(rows, rank)) * self.dtype.itemsize
+
+    def tensors(self, packed: Tensor, rank: int | None = None) -> list[Tensor]:
+        """Those in packed rows."""
+        lines = self._lines(rank)
+        parts = torch.split(packed, [math.prod(lines) * size for size in self.sizes], 1)
+        shapes = [(len(packed), *lines, size) for size in self.sizes]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def piece(heads: Sequence[slice], *tensors: Tensor, dtype: torch.dtype | None = None) -> Piece:
+    sizes = tuple(each.shape[3] for each in tensors)
+    return Piece(tensors[0].shape[1], sizes, dtype or tensors[0].dtype, heads)
+
+
+PieceParts = Sequence[Tensor]
+"""The tensors of one piece."""
+
+
+def tokens_first(sums: Tensor) -> Tensor:
+    """``[batches, heads, tokens]`` as it travels."""
+    return sums.permute(2, 0, 1).unsqueeze(-1)
+
+
+def heads_first(moved: Tensor) -> Tensor:
+    return moved.squeeze(-1).permute(1, 2, 0)
+
+
+class HeadWay(Protocol):
+    """How heads get to ranks, and back; results are there when the compute stream comes to it."""
+
+    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
+        """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
+
+    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
+        """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
+
+
+class ByPushes:
+    """Each rank stores what it has in the workspace where it is wanted, and publishes once."""
+
+    def __init__(
+        self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
+    ) -> None:
+        self._problem, lengths = problem, problem.shards.lengths
+        ranks, total = range(len(lengths)), problem.shards.total
+        self.layout = Layout(2 * len(lengths))
+        add = self.layout.add_data
+        self._there = [(each, add(max(each.nbytes(total, r) for r in ranks))) for each in there]
+        self._back = [(each, add(each.nbytes(max(lengths)))) for each in back]
+        self._begins = [0, *accumulate(lengths)]
+
+    def within(self, workspace: Workspace) -> "ByPushes":
+        self._workspace = workspace
+        return self
+
+    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
+        communicator, rank = self._problem.communicator, self._problem.rank
+        copying, total = communicator.copying, self._problem.shards.total
+        data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
+        copying.wait_credits(self._workspace)
+        for peer in [rank, *plain.others(communicator)]:
+            for tensors, (each, room) in zip(pieces, self._there, strict=True):
+                theirs = data(peer, room, each.shape(total, peer), each.dtype)[own]
+                for to, tensor in zip(each.tensors(theirs, peer), tensors, strict=True):
+                    if to.numel():
+                        part = tensor[..., each.heads[peer], :]
+                        copying.copy(to, part, f"heads to rank {peer}")
+            if peer != rank:
+                copying.publish(self._workspace, peer, rank)
+        communicator.compute.wait_event(copying.record())
+        plain.wait_for_all(communicator, self._workspace, 0)
+        return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
+
+    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
+        communicator, rank = self._problem.communicator, self._problem.rank
+        compute, lengths = communicator.compute, self._problem.shards.lengths
+        data = self._workspace.data
+        for peer in [*plain.others(communicator), rank]:
+            own = slice(self._begins[peer], self._begins[peer + 1])
+            for tensors, (each, room) in zip(pieces, self._back, strict=True):
+                theirs = data(peer, room, each.shape(lengths[peer]), each.dtype)
+                for to, part in zip(each.tensors(theirs), tensors, strict=True):
+                    if part[own].numel():
+                        mine = to[..., each.heads[rank], :]
+                        compute.copy(mine, part[own], f"results to rank {peer}")
+            if peer != rank:
+                compute.publish(self._workspace, peer, len(lengths) + rank)
+        plain.wait_for_all(communicator, self._workspace, len(lengths))
+        return [
+            each.tensors(data(rank, room, each.shape(lengths[rank]), each.dtype))
+            for each, room in self._back
+        ]
+
+
+class ByEngine:
+    """Plain collectives."""
+
+    def __init__(
+        self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
+    ) -> None:
+        self._problem, self._there, self._back = problem, there, back
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> None:
+        communicator, op = self._problem.communicator, f"{self._problem.op} of {what}"
+        if communicator.world_size == 1:
+            communicator.compute.copy(outputs[0], inputs[0], what)
+            return
+        # an engine begins with what the caller has issued, which the parts are then among
+        communicator.place.hold_current(communicator.compute.record(), f"the parts of {op}")
+        terms = ("rows", self._problem.shards.lengths), ("dtype", inputs[0].dtype)
+        flat = [[part.view(-1) for part in parts] for parts in (outputs, inputs)]
+        event = communicator.engine.all_to_all(Call(op, terms), *flat)
+        if event is not None:
+            communicator.compute.wait_event(event)
+
+    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
+        problem, whole = self._problem, list[Tensor]()
+        rank, lengths, copy = (
+            problem.rank,
+            problem.shards.lengths,
+            problem.communicator.compute.copy,
+        )
+        for number, (tensors, each) in enumerate(zip(pieces, self._there, strict=True)):
+            new = tensors[0].new_empty
+            sent = [new(each.shape(lengths[rank], r)) for r in range(len(lengths))]
+            for peer, (made, heads) in enumerate(zip(sent, each.heads, strict=True)):
+                for to, tensor in zip(each.tensors(made, peer), tensors, strict=True):
+                    copy(to, tensor[..., heads, :], "heads")
+            whole.append(new(each.shape(sum(lengths), rank)))
+            self._exchange(torch.split(whole[-1], list(lengths)), sent, f"heads, {number}")
+        return whole
+
+    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
+        problem, whole = self._problem, list[list[Tensor]]()
+        rank, lengths, copy = (
+            problem.rank,
+            problem.shards.lengths,
+            problem.communicator.compute.copy,
+        )
+        for number, (tensors, each) in enumerate(zip(pieces, self._back, strict=True)):
+            new, rows = tensors[0].new_empty, lengths[rank]
+            dense = new(each.shape(sum(lengths), rank))
+            for to, tensor in zip(each.tensors(dense, rank), tensors, strict=True):
+                copy(to, tensor, "tokens")
+            came = [new(each.shape(rows, r)) for r in range(len(lengths))]
+            self._exchange(came, torch.split(dense, list(lengths)), f"tokens, {number}")
+            whole.append(each.tensors(new(each.shape(rows))))
+            for peer, (made, heads) in enumerate(zip(came, each.heads, strict=True)):
+                for to, part in zip(whole[-1], each.tensors(made, peer), strict=True):
+                    copy(to[..., heads, :], part, "tokens")
+        return whole
+
+
+class HeadProblem:
+    """This rank's heads of ``problem``, and the pieces that are exchanged for them."""
+
+    def __init__(self, problem: AttentionProblem, configuration: Configuration | None) -> None:
+        self.problem, rank = problem, problem.rank
+        world, query = problem.shards.world_size, problem.query
+        self.heads = heads = HeadShards(world, query.shape[2], problem.per_key)
+        self.queries = piece(heads.queries, query)
+        self.keys = piece(heads.keys, problem.key, problem.value)
+        self.results = self.queries._replace(sizes=(problem.value.shape[3],))
+        self.sums = self.queries._replace(sizes=(1,), dtype=problem.wide)
+        key, value = (each[:, :, heads.keys[rank]] for each in (problem.key, problem.value))
+        all_ranks, first = tuple(range(world)), heads.first[rank]
+        self.own = replace(problem, key=key, value=value, first_head=first, ranks=all_ranks)
+        own_heads = heads.queries[rank]
+        shape = problem.shards.total, query.shape[1], _count(own_heads), query.shape[3]
+        self.blocks: Blocks | None = None
+        if math.prod(shape):
+            self.blocks = blocks_of(self.own, configuration, shape)
+
+
+def _attend(own: HeadProblem, way: HeadWay, output: Tensor, lse: Tensor) -> None:
+    problem, copy = own.problem, own.problem.communicator.compute.copy
+    rows, packed = way.to_heads([(problem.query,), (problem.key, problem.value)])
+    (query,) = own.queries.tensors(rows, problem.rank)
+    made = query.new_empty(*query.shape[:3], problem.value.shape[3])
+    sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
+    if own.blocks is not None:
+        own.blocks.begin(query)
+        attend_to_all(own.own, own.blocks, packed, made, sums)
+    (results,), (logarithms,) = way.to_tokens([(made,), (tokens_first(sums),)])
+    copy(output, results, "results")
+    copy(tokens_first(lse), logarithms, "sums")
+
+
+def exchanged_attention(
+    problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration | None
+) -> Event:
+    """Results come back in the dtype of the queries, logarithms of the sums in fp32 or wider."""
+    own = HeadProblem(problem, configuration)
+    way = ByPushes(problem, [own.queries, own.keys], [own.results, own.sums])
+
+    def body(workspace: Workspace) -> None:
+        _attend(own, way.within(workspace), output, lse)
+
+    return problem.communicator.enqueue(problem.op, way.layout, body)
+
+
+def exchanged_attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
+    own = HeadProblem(problem, None)
+    problem.after_the_caller()
+    way = ByEngine(problem, [own.queries, own.keys], [own.results, own.sums])
+    _attend(own, way, output, lse)
+    return problem.communicator.compute.record()
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+class _Backward:
+    """What travels for gradients."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        result: AttentionResult,
+        grads: tuple[Tensor, Tensor, Tensor],
+        configuration: Configuration | None,
+    ) -> None:
+        self.own, self._result, self._grads = HeadProblem(problem, configuration), result, grads
+        more = [] if result.lse_grad is None else [tokens_first(result.lse_grad)]
+        by_query = [result.grad, result.output, tokens_first(result.lse), *more]
+        both = problem.key, problem.value
+        self._pieces = [(problem.query,), both, *((each,) for each in by_query)]
+        own = self.own
+        self._of_queries = [piece(own.heads.queries, each) for each in by_query]
+        self.there = [own.queries, own.keys, *self._of_queries]
+        self.of_keys = piece(own.heads.copies, *both, dtype=problem.wide)
+        self.back = [own.queries, self.of_keys]
+
+    def differentiate(self, way: HeadWay) -> None:
+        own, rank = self.own, self.own.problem.rank
+        rows, packed, *more = way.to_heads(self._pieces)
+        (query,) = own.queries.tensors(rows, rank)
+        grad, output, *sums = (
+            tensor
+            for each, rows in zip(self._of_queries, more, strict=True)
+            for tensor in each.tensors(rows, rank)
+        )
+        of_query = torch.empty_like(query)
+        total = own.problem.shards.total
+        of_keys = query.new_empty(self.of_keys.shape(total, rank), dtype=self.of_keys.dtype)
+        if own.blocks is not None:
+            result = AttentionResult(grad, output, *map(heads_first, sums))
+            own.blocks.begin(query)
+            differentiate_all(own.own, own.blocks, packed, result, of_query, of_keys)
+        back = (of_query,), self.of_keys.tensors(of_keys, rank)
+        (mine,), parts = way.to_tokens(back)
+        own.problem.communicator.compute.copy(self._grads[0], mine, "gradient of the query")
+        own.problem.give(self._added(parts), self._grads[1:])
+
+    def _added(self, parts: Sequence[Tensor]) -> Tensor:
+        """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
+        heads, problem = self.own.heads, self.own.problem
+        total = empty_total(problem)
+
+        def add_up() -> None:
+            total.zero_()
+            for to, part in zip(problem.parts_of_rows(total), parts, strict=True):
+                for keys, copies in zip(heads.keys, heads.copies, strict=True):
+                    to[..., keys, :] += part[..., copies, :]
+
+        problem.communicator.compute.call(add_up, "sums over heads")
+        return total
+
+
+def exchanged_backward(
+    problem: AttentionProblem,
+    result: AttentionResult,
+    grads: tuple[Tensor, Tensor, Tensor],
+    configuration: Configuration | None,
+) -> Event:
+    back = _Backward(problem, result, grads, configuration)
+    way = ByPushes(problem, back.there, back.back)
+
+    def body(workspace: Workspace) -> None:
+        back.differentiate(way.within(workspace))
+
+    return problem.communicator.enqueue(problem.op, way.layout, body)
+
+
+def exchanged_backward_unfused(
+    problem: AttentionProblem, result: AttentionResult, grads: tuple[Tensor, Tensor, Tensor]
+) -> Event:
+    back = _Backward(problem, result, grads, None)
+    problem.after_the_caller()
+    back.differentiate(ByEngine(problem, back.there, back.back))
+    return problem.communicator.compute.record()

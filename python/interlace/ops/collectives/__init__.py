@@ -1,0 +1,1 @@
+"""Plain collectives: what users call, the engine of streams, and how kernels are launched."""

@@ -1,0 +1,285 @@
+"""Collectives of Python objects that can be pickled. They block; ``torch.distributed`` has the same names.
+
+Objects are pickled into bytes. What is small goes along with the comparison of the ranks' calls, so it
+needs one meeting; larger bytes go as uint8 tensors afterwards. As with torch, unpickling runs code: use
+these among ranks that trust each other.
+"""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.arguments import checks
+from interlace.arguments.words import Group
+from interlace.groups.groups import resolve
+from interlace.ops.collectives import point_to_point, rooted
+from interlace.runtime.compat.torch_modes import pickled
+from interlace.runtime.core.call import Call, Terms
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.stream import Event
+
+SMALL = 16384  # bytes that go along with a rank's message
+TAG = 1 << 30  # of messages with objects, so that they are not taken for tensors
+
+
+def _pickled(op: str, value: Any) -> bytes:
+    try:
+        return pickled(value)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        raise TypeError(
+            f"{op}: an object of type {type(value).__name__} cannot be pickled: {error}"
+        ) from error
+
+
+def _tensor(communicator: Communicator, data: bytes) -> torch.Tensor:
+    flat = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+    return flat.to(communicator.place.device)
+
+
+def _room(communicator: Communicator, length: int) -> torch.Tensor:
+    return torch.empty(length, dtype=torch.uint8, device=communicator.place.device)
+
+
+def _loaded(data: bytes | torch.Tensor) -> Any:
+    return pickle.loads(data if isinstance(data, bytes) else bytes(data.cpu().numpy()))
+
+
+def _gathered(
+    communicator: Communicator, name: str, terms: Terms, data: bytes, root: int | None = None
+) -> list[bytes | torch.Tensor]:
+    """Every rank's ``data``, by rank; if ``root`` is given, there alone."""
+    here = root in (None, communicator.rank)
+    call = Call(name, terms, part=data if len(data) <= SMALL else len(data))
+    found: list[bytes | torch.Tensor] = []
+
+    def start() -> Event | None:
+        said: list[bytes | int] = communicator.engine.parts(call)
+        lengths = [each if isinstance(each, int) else 0 for each in said]
+        outputs = [_room(communicator, length) for length in lengths if here]
+        for each, output in zip(said, outputs, strict=False):
+            found.append(each if isinstance(each, bytes) else output)
+        if not any(lengths):
+            return None
+        rest = Call(name, (("lengths", tuple(lengths)),))
+        own = _tensor(communicator, data if lengths[communicator.rank] else b"")
+        if root is None:
+            return communicator.engine.all_gather(rest, outputs, own)
+        return communicator.engine.gather(rest, outputs if here else None, own, root)
+
+    communicator.run(name, start, async_op=False)
+    return found
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """``object_list`` becomes every rank's ``obj``, by rank. Semantics: ``torch.distributed``'s.
+
+    Objects are pickled. Raises ValueError if the list does not have an entry per rank.
+
+    >>> def on_rank():
+    ...     objects = [None, None]
+    ...     interlace.all_gather_object(objects, {"rank": interlace.get_rank()})
+    ...     return objects
+    >>> interlace.run(on_rank, 2)[0]
+    [{'rank': 0}, {'rank': 1}]
+    """
+    communicator, name = resolve(group), "all_gather_object"
+    with communicator.accepting(name):
+        _check_list("object_list", object_list, communicator.world_size)
+        data = _pickled(name, obj)
+    object_list[:] = map(_loaded, _gathered(communicator, name, (), data))
+
+
+def _check_list(name: str, value: Any, entries: int | None = None) -> None:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
+    if entries is not None and len(value) != entries:
+        raise ValueError(f"{name} must have one entry per rank, {entries}, got {len(value)}")
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> None:
+    """On rank ``dst``, by default 0, ``object_gather_list`` becomes every rank's ``obj``, by rank.
+
+    The list is None on other ranks. Raises ValueError or TypeError on every rank, also for an object that
+    cannot be pickled. Semantics: ``torch.distributed.gather_object``.
+
+    >>> def on_rank():
+    ...     objects = [None, None] if interlace.get_rank() == 1 else None
+    ...     interlace.gather_object(interlace.get_rank() * 10, objects, dst=1)
+    ...     return objects
+    >>> interlace.run(on_rank, 2)
+    [None, [0, 10]]
+    """
+    communicator, name = resolve(group), "gather_object"
+    with communicator.accepting(name):
+        root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
+        rooted.only_on_root("object_gather_list", object_gather_list, root, communicator.rank)
+        if communicator.rank == root:
+            _check_list("object_gather_list", object_gather_list, communicator.world_size)
+        data = _pickled(name, obj)
+    gathered = _gathered(communicator, name, (("root", root),), data, root)
+    if object_gather_list:
+        object_gather_list[:] = map(_loaded, gathered)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """``object_list`` becomes that of rank ``src``, by default 0; equally long on every rank.
+
+    ``device`` is torch's and not needed. Raises ValueError or TypeError on every rank, also for lists of
+    different lengths. Semantics: ``torch.distributed.broadcast_object_list``.
+
+    >>> def on_rank():
+    ...     objects = ["a", 1] if interlace.get_rank() == 0 else [None, None]
+    ...     interlace.broadcast_object_list(objects)
+    ...     return objects
+    >>> interlace.run(on_rank, 2)[1]
+    ['a', 1]
+    """
+    communicator, name = resolve(group), "broadcast_object_list"
+    with communicator.accepting(name):
+        root = checks.group_rank("src", src, group_src, communicator, default=0)
+        is_root = communicator.rank == root
+        _check_list("object_list", object_list)
+        data = _pickled(name, object_list) if is_root else b""
+    terms = (("number of objects", len(object_list)), ("root", root))
+    everyones = _gathered(communicator, name, terms, data)  # that of the others is empty
+    if not is_root:
+        object_list[:] = _loaded(everyones[root])
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> None:
+    """The first entry of the output list becomes this rank's of the input list of rank ``src``, or 0.
+
+    The input list is None on other ranks. Raises ValueError or TypeError on every rank. Semantics:
+    ``torch.distributed.scatter_object_list``.
+
+    >>> def on_rank():
+    ...     mine = [None]
+    ...     interlace.scatter_object_list(mine, ["a", "b"] if interlace.get_rank() == 0 else None)
+    ...     return mine
+    >>> interlace.run(on_rank, 2)
+    [['a'], ['b']]
+    """
+    communicator, name = resolve(group), "scatter_object_list"
+    rank, packed = communicator.rank, []
+    with communicator.accepting(name):
+        if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+            raise TypeError(
+                f"scatter_object_output_list must be a non-empty list, got {scatter_object_output_list!r}"
+            )
+        root = checks.group_rank("src", src, group_src, communicator, default=0)
+        if rank == root:
+            size = communicator.world_size
+            _check_list("scatter_object_input_list", scatter_object_input_list, size)
+            for each in scatter_object_input_list or ():
+                packed.append(_pickled(name, each))
+    small = sum(map(len, packed)) <= SMALL
+    call = Call(name, (("root", root),), part=packed if small else [len(each) for each in packed])
+    received: list[bytes | torch.Tensor] = []
+
+    def start() -> Event | None:
+        said = communicator.engine.parts(call)[root]
+        if isinstance(said[rank], bytes):
+            received.append(said[rank])
+            return None
+        mine = _room(communicator, said[rank])
+        received.append(mine)
+        inputs = [_tensor(communicator, each) for each in packed] if rank == root else None
+        rest = Call(name, (("lengths", tuple(said)),))
+        return communicator.engine.scatter(rest, mine, inputs, root)
+
+    communicator.run(name, start, async_op=False)
+    scatter_object_output_list[0] = _loaded(*received)
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Send objects to rank ``dst``, which calls :func:`recv_object_list` with an equally long list.
+
+    ``device`` and ``use_batch`` are torch's and not needed. Raises ValueError or TypeError, on this rank,
+    for no list, an object that cannot be pickled, or a ``dst`` that cannot be. Semantics:
+    ``torch.distributed.send_object_list``.
+
+    >>> def on_rank():
+    ...     objects = ["a", 1] if interlace.get_rank() == 0 else [None, None]
+    ...     if interlace.get_rank() == 0:
+    ...         interlace.send_object_list(objects, dst=1)
+    ...     else:
+    ...         interlace.recv_object_list(objects, src=0)
+    ...     return objects
+    >>> interlace.run(on_rank, 2)[1]
+    ['a', 1]
+    """
+    communicator = resolve(group)
+    peer = point_to_point._peer("dst", dst, group_dst, communicator)
+    with communicator.accepting():
+        data = _pickled("send_object_list", object_list)
+    numbers = [len(data), len(object_list)]
+    header = torch.tensor(numbers, dtype=torch.int64).to(communicator.place.device)
+    point_to_point._isend(communicator, header, peer, TAG).wait()
+    point_to_point._isend(communicator, _tensor(communicator, data), peer, TAG).wait()
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receive objects into ``object_list`` from rank ``src``, any rank if None; the sender's rank.
+
+    The rank is of the default group. Raises ValueError if the sender's list has another length.
+    Semantics: ``torch.distributed.recv_object_list``.
+
+    >>> def on_rank():
+    ...     objects = [interlace.get_rank()]
+    ...     if interlace.get_rank() == 0:
+    ...         return interlace.send_object_list(objects, dst=1)
+    ...     return interlace.recv_object_list(objects), objects
+    >>> interlace.run(on_rank, 2)
+    [None, (0, [0])]
+    """
+    communicator = resolve(group)
+    peer = point_to_point._peer("src", src, group_src, communicator)
+    header = torch.empty(2, dtype=torch.int64, device=communicator.place.device)
+    work = point_to_point._irecv(communicator, header, peer, TAG)
+    work.wait()
+    if peer is None:
+        peer = work.source_rank()
+    nbytes, count = header.tolist()
+    data = _room(communicator, nbytes)
+    point_to_point._irecv(communicator, data, peer, TAG).wait()
+    if count != len(object_list):
+        raise ValueError(
+            f"object_list has {len(object_list)} entries on rank {communicator.rank}, rank {peer} sent "
+            f"{count}"
+        )
+    object_list[:] = _loaded(data)
+    return communicator.ranks[peer]  # type: ignore[no-any-return]

@@ -1,0 +1,412 @@
+"""Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
+
+Each has a function ``checked_...``, which checks this rank's arguments, looks up the :class:`Call` that the
+ranks have to agree on, and returns what hands dense tensors to the group's engine. The internal form runs
+it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
+"""
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, overload
+
+import torch
+
+from interlace.arguments import checks, dense, reduce_ops
+from interlace.arguments.forms import either, parts
+from interlace.arguments.words import (
+    AnyReduceOp,
+    CollectiveAlgorithm,
+    Group,
+    PerRank,
+    Tensor,
+    Timeout,
+    Yes,
+)
+from interlace.groups.groups import resolve
+from interlace.ops.collectives import chosen_algorithm, sparse
+from interlace.runtime.core.call import Call, PreparedCall
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.memory import contiguous
+from interlace.runtime.core.stream import Event
+from interlace.runtime.core.work import Work
+
+
+def checked_all_reduce(
+    communicator: Communicator, tensor: torch.Tensor, op: Any = "sum", algorithm: str = "auto"
+) -> PreparedCall:
+    data = checks.target("tensor", tensor, communicator)
+    name, factor = checks.reduce_op(op)
+    if factor is not None:
+        reduce_ops.check_factor(factor, "tensor", data)
+    if algorithm != "auto":
+        chosen_algorithm.check(algorithm, data.dtype, communicator, name)
+    key = ("all_reduce", data.dtype, data.shape, name, algorithm)
+    call = communicator.calls.get(key)
+    if call is None:
+        reduce_ops.check_dtype("all_reduce", name, "tensor", data.dtype)
+        terms = (
+            ("shape of tensor", tuple(data.shape)),
+            ("dtype of tensor", data.dtype),
+            ("op", name),
+            ("algorithm", algorithm),
+        )
+        call = dense.remember(communicator, key, Call("all_reduce", terms))
+    if factor is None and algorithm == "auto" and data.is_contiguous():
+        return functools.partial(communicator.engine.all_reduce, call, data, name), (tensor,), call
+    start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
+    return start, (tensor,), call
+
+
+def _launch_all_reduce(
+    communicator: Communicator,
+    call: Call,
+    data: torch.Tensor,
+    name: str,
+    factor: reduce_ops.Factor,
+    algorithm: str,
+) -> Event | None:
+    made, name = reduce_ops.dense(data, name, factor)
+    event = chosen_algorithm.serving(communicator, algorithm).all_reduce(call, made, name)
+    return event if made is data else dense.copied_back(communicator, [data], [made], event)
+
+
+_all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
+
+
+@overload
+def all_reduce(
+    tensor: Tensor, op: AnyReduceOp = ..., group: Group = ..., *, async_op: Yes,
+    algorithm: CollectiveAlgorithm = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_reduce(
+    tensor: Tensor, op: AnyReduceOp = ..., group: Group = ..., async_op: bool = ..., *,
+    algorithm: CollectiveAlgorithm = ...,
+) -> Work | None: ...  # fmt: skip
+def all_reduce(
+    tensor: torch.Tensor,
+    op: AnyReduceOp = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    algorithm: CollectiveAlgorithm = "auto",
+) -> Work | None:
+    """Reduce ``tensor`` over ranks, in place; every rank ends with the same bits.
+
+    ``op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp`` of these
+    names, or ``ReduceOp.PREMUL_SUM(factor)``. ``algorithm``: "auto", or for sums and averages "kernel"
+    (Triton, one-shot) or "copy" (two-shot). A sparse COO ``tensor``, which may have other entries on every
+    rank, is summed or averaged, and is coalesced afterwards.
+
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
+    any data moves, if shapes, dtypes or ops differ or ``op`` is not defined for the dtype. Semantics:
+    ``torch.distributed.all_reduce``.
+
+    >>> def reduce():
+    ...     x = torch.full((2,), 1.0 + interlace.get_rank())
+    ...     interlace.all_reduce(x)
+    ...     return x
+    >>> interlace.run(reduce, 2)
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    communicator = resolve(group).on(tensor)
+    if algorithm == "auto" and getattr(tensor, "layout", None) is torch.sparse_coo:
+        return sparse._all_reduce(communicator, (tensor,), (op,), async_op)
+    return _all_reduce(communicator, (tensor,), (op, algorithm), async_op)
+
+
+def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any], ...]:
+    return tuple((f"shape of {name}[{r}]", tuple(each.shape)) for r, each in enumerate(tensors))
+
+
+def _uncut(whole: torch.Tensor, part: torch.Tensor, rank: int) -> bool:
+    """Whether ``whole``, known to be in one of the forms for ``part``, may go to the engine as it is."""
+    nbytes = part.nbytes
+    offset = part.data_ptr() - whole.data_ptr()
+    return (
+        whole.is_contiguous()
+        and part.is_contiguous()
+        and nbytes > 0
+        and (offset == rank * nbytes or not -nbytes < offset < whole.nbytes)
+    )
+
+
+def checked_all_gather(
+    communicator: Communicator,
+    output: torch.Tensor | list[torch.Tensor],
+    tensor: torch.Tensor,
+    algorithm: str = "auto",
+) -> PreparedCall:
+    data = checks.source("tensor", tensor, communicator)
+    key: Any = ("all_gather", algorithm, data.dtype, data.shape)
+    given: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else output
+    whole = None
+    if isinstance(output, torch.Tensor):
+        whole = checks.target("output", output, communicator)
+        key = (*key, whole.shape, whole.dtype)
+        known = communicator.calls.get(key)
+        if known is not None and algorithm == "auto" and _uncut(whole, data, communicator.rank):
+            at_once = functools.partial(communicator.engine.all_gather_single, known, whole, data)
+            return at_once, given, known
+    outputs = parts("output", output, "tensor", data, communicator, written=True)
+    if whole is None:
+        key = (*key, *[each.shape for each in outputs])
+    if algorithm != "auto":
+        chosen_algorithm.check(algorithm, data.dtype, communicator)
+    call = communicator.calls.get(key)
+    if call is None:
+        terms = (
+            ("dtype of tensor", data.dtype),
+            *_shape_terms("output", outputs),
+            ("algorithm", algorithm),
+        )
+        call = dense.remember(communicator, key, Call("all_gather", terms))
+    start = functools.partial(_launch_all_gather, communicator, call, outputs, data, algorithm)
+    return start, given, call
+
+
+def _launch_all_gather(
+    communicator: Communicator,
+    call: Call,
+    outputs: list[torch.Tensor],
+    data: torch.Tensor,
+    algorithm: str,
+) -> Event | None:
+    made, serving = contiguous(data), chosen_algorithm.serving(communicator, algorithm)
+    return dense.filled(
+        communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
+    )
+
+
+_all_gather = internal_form("all_gather", checked_all_gather, fills=True)
+
+
+@overload
+def all_gather(
+    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Group = ..., *, async_op: Yes,
+    algorithm: CollectiveAlgorithm = ..., tensor_list: list[Tensor] | None = ...,
+    output_tensor: Tensor | None = ..., input_tensor: Tensor | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_gather(
+    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Group = ...,
+    async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
+    tensor_list: list[Tensor] | None = ..., output_tensor: Tensor | None = ...,
+    input_tensor: Tensor | None = ...,
+) -> Work | None: ...  # fmt: skip
+def all_gather(
+    output: PerRank | None = None,
+    tensor: torch.Tensor | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    algorithm: CollectiveAlgorithm = "auto",
+    tensor_list: list[torch.Tensor] | None = None,
+    output_tensor: torch.Tensor | None = None,
+    input_tensor: torch.Tensor | None = None,
+) -> Work | None:
+    """Gather every rank's ``tensor`` into ``output``. Any dtype.
+
+    Parameters
+    ----------
+    output : a list with one tensor per rank, each of that rank's shape (shapes may differ); or one
+        tensor, ``(world_size * n, ...)`` to concatenate along dim 0 or ``(world_size, n, ...)`` to stack.
+        ``tensor`` may be this rank's part of it, which is then not copied.
+    tensor : this rank's part, of any shape.
+    algorithm : "auto", "kernel" (Triton), "copy" (copy engine), "multimem" (the switch sends to all),
+        "low_latency" (up to 64 KiB of equal shards in one shot).
+    tensor_list, output_tensor, input_tensor : torch's names of ``output`` and ``tensor``.
+
+    Returns None, or a :class:`Work` with ``async_op``. Semantics: ``torch.distributed.all_gather`` and
+    ``all_gather_into_tensor``. Raises ValueError or TypeError before any data moves.
+
+    >>> def gather():
+    ...     out = torch.empty(2, dtype=torch.int64)
+    ...     interlace.all_gather(out, torch.tensor([interlace.get_rank()]))
+    ...     return out
+    >>> interlace.run(gather, 2)
+    [tensor([0, 1]), tensor([0, 1])]
+    """
+    communicator = resolve(group).on(tensor, input_tensor)
+    with communicator.accepting("all_gather"):
+        if tensor_list is not None:
+            output = either("output", output, "tensor_list", tensor_list, "all_gather")
+        output = either("output", output, "output_tensor", output_tensor, "all_gather")
+        tensor = either("tensor", tensor, "input_tensor", input_tensor, "all_gather")
+    return _all_gather(communicator, (output, tensor), (algorithm,), async_op)
+
+
+all_gather_into_tensor = all_gather
+all_gather_single = all_gather
+_all_gather_base = all_gather
+
+
+def checked_reduce_scatter(
+    communicator: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor | list[torch.Tensor],
+    op: Any = "sum",
+    algorithm: str = "auto",
+) -> PreparedCall:
+    out = checks.target("output", output, communicator)
+    name, factor = checks.reduce_op(op)
+    if algorithm != "auto":
+        chosen_algorithm.check(algorithm, out.dtype, communicator, name)
+    key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
+    whole = None
+    if isinstance(input, torch.Tensor):
+        whole = checks.source("input", input, communicator)
+        key = (*key, whole.shape, whole.dtype)
+        known: Any = communicator.calls.get(key)
+        as_it_is = known is not None and algorithm == "auto" and factor is None
+        if as_it_is and _uncut(whole, out, communicator.rank):
+            engine = communicator.engine
+            at_once = functools.partial(engine.reduce_scatter_single, known, out, whole, name)
+            return at_once, (output,), known
+    inputs = parts("input", input, "output", out, communicator, written=False)
+    if factor is not None:
+        for r, each in enumerate(inputs):
+            reduce_ops.check_factor(factor, f"input[{r}]", each)
+    if whole is None:
+        key = (*key, *[each.shape for each in inputs])
+    call = communicator.calls.get(key)
+    if call is None:
+        reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype)
+        terms = (
+            ("dtype of input", out.dtype),
+            ("op", name),
+            *_shape_terms("input", inputs),
+            ("algorithm", algorithm),
+        )
+        call = dense.remember(communicator, key, Call("reduce_scatter", terms))
+    of = inputs, name, factor, algorithm
+    start = functools.partial(_launch_reduce_scatter, communicator, call, out, *of)
+    return start, (output,), call
+
+
+def _launch_reduce_scatter(
+    communicator: Communicator,
+    call: Call,
+    out: torch.Tensor,
+    inputs: list[torch.Tensor],
+    name: str,
+    factor: reduce_ops.Factor,
+    algorithm: str,
+) -> Event | None:
+    made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
+    reducing = name if factor is None else "sum"
+    serving = chosen_algorithm.serving(communicator, algorithm)
+    return dense.filled(
+        communicator,
+        [out],
+        lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
+    )
+
+
+_reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)
+
+
+@overload
+def reduce_scatter(
+    output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
+    group: Group = ..., *, async_op: Yes, algorithm: CollectiveAlgorithm = ...,
+    input_list: list[Tensor] | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def reduce_scatter(
+    output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
+    group: Group = ..., async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
+    input_list: list[Tensor] | None = ...,
+) -> Work | None: ...  # fmt: skip
+def reduce_scatter(
+    output: torch.Tensor | None = None,
+    input: PerRank | None = None,
+    op: AnyReduceOp = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    algorithm: CollectiveAlgorithm = "auto",
+    input_list: list[torch.Tensor] | None = None,
+) -> Work | None:
+    """Reduce over ranks; rank r keeps part r in ``output``.
+
+    Parameters
+    ----------
+    output : this rank's part. It may be this rank's part of ``input``.
+    input : a list with one part per rank (shapes may differ, each equal to its owner's ``output``), or
+        one tensor that is the parts concatenated along dim 0 or stacked. ``input_list`` is torch's name.
+    op, algorithm : as for :func:`all_reduce`.
+
+    Reduces in rank order, in fp32 for narrower floats. Returns None, or a :class:`Work`. Raises ValueError
+    or TypeError before any data moves. Semantics: ``torch.distributed.reduce_scatter``, ``_tensor`` too.
+
+    >>> def on_rank():
+    ...     output = torch.empty(2)
+    ...     interlace.reduce_scatter(output, torch.arange(4.0))
+    ...     return output.tolist()
+    >>> interlace.run(on_rank, 2)
+    [[0.0, 2.0], [4.0, 6.0]]
+    """
+    communicator = resolve(group).on(output)
+    with communicator.accepting("reduce_scatter"):
+        output = either("output", output, "output", None, "reduce_scatter")
+        input = either("input", input, "input_list", input_list, "reduce_scatter")
+    return _reduce_scatter(communicator, (output, input), (op, algorithm), async_op)
+
+
+reduce_scatter_tensor = reduce_scatter
+reduce_scatter_single = reduce_scatter
+_reduce_scatter_base = reduce_scatter
+
+_BARRIER = Call("barrier")
+
+
+def _barrier(
+    communicator: Communicator, async_op: bool = False, timeout: timedelta | float | None = None
+) -> Work | None:
+    for other in communicator.on_all_devices():
+        if other is not communicator:
+            other.place.arrive()  # what was issued there has to finish, too
+
+    bounded = timeout is not None and not async_op
+    work: Work | None = communicator.run(
+        "barrier", lambda: communicator.engine.barrier(_BARRIER), async_op=async_op or bounded
+    )
+    if bounded:
+        assert work is not None
+        work.wait(timeout)
+    return work if async_op else None
+
+
+@overload
+def barrier(
+    group: Group = ..., *, async_op: Yes, device_ids: Any = ..., timeout: Timeout = ...
+) -> Work: ...
+@overload
+def barrier(
+    group: Group = ..., async_op: bool = ..., device_ids: Any = ..., timeout: Timeout = ...
+) -> Work | None: ...
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    timeout: timedelta | float | None = None,
+) -> Work | None:
+    """Return once every rank of the group has called it, and what their callers had issued has finished.
+
+    Blocks the host, unless ``async_op``: then a :class:`Work`. ``timeout``, in seconds or a timedelta,
+    bounds the blocking in ``shm``; the group's own always does, and :func:`interlace.timeout` a Work, too.
+    ``device_ids`` is torch's, a list of ints or None. Raises CollectiveTimeoutError. Semantics:
+    ``torch.distributed.barrier``.
+
+    >>> interlace.run(interlace.barrier, 2)
+    [None, None]
+    """
+    communicator = resolve(group)
+    if device_ids is not None or timeout is not None:
+        with communicator.accepting("barrier"):
+            if device_ids is not None and not isinstance(device_ids, list):
+                raise TypeError(f"device_ids must be a list of ints, got {device_ids!r}")
+            checks.seconds("timeout", timeout)
+    return _barrier(communicator, async_op, timeout)

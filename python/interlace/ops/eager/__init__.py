@@ -1,1 +1,0 @@
-"""The ops when they run: start the collective; what it fills, and what to wait for."""

@@ -1,0 +1,1 @@
+"""Dispatch and combine of tokens, and the grouped matmuls of experts."""

@@ -1,0 +1,366 @@
+"""Who goes where in a mixture of experts, as ops see it: what a dispatch returns, checks, agreement.
+
+Order of rows
+-------------
+A token has k slots, each with an expert or none. A *row* is a token in one of its slots. At its expert's
+rank rows are by expert, then by source rank, then as the source's tokens are: the order of the grouped
+matmuls (``grouped.py``). ``segments[e][s]`` says of the rows of expert e from rank s where they
+begin, how many they are, and which of the source's rows the first of them is, if these are sorted by
+expert.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.arguments import checks
+from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.launch_dispatch import sender_programs
+from interlace.runtime.core.call import Call, Terms
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import comparing, current, with_context
+from interlace.runtime.tuning import configuration, tuning
+from interlace.runtime.tuning.auto import FUSED_DTYPES
+
+MOST = "most tokens of a rank"
+Tensor = torch.Tensor
+
+
+class Received(NamedTuple):
+    """What a dispatch has brought: rows by expert, then by source rank, then as the source's tokens are.
+
+    Attributes
+    ----------
+    x : ``(rows, hidden)``; of a low-latency dispatch ``(experts, most rows, hidden)``.
+    scales : a row each for the rows of ``x``, if it came with scales; else None.
+    topk_weights : float32 ``(rows,)``, if there were weights; else None.
+    segments : int64 ``(experts of this rank, ranks, 3)``, on the device: where the rows of an expert from a
+        rank begin, how many they are, and which of that rank's rows, sorted by expert, is the first.
+
+    >>> def on_rank():
+    ...     received, _ = interlace.experts.dispatch(torch.ones(1, 4), torch.tensor([[0, 1]]), None, 2)
+    ...     return received.x.shape[0], received.splits.tolist(), received.offsets.tolist()
+    >>> interlace.run(on_rank, 2)
+    [(2, [[1, 1]], [2]), (2, [[1, 1]], [2])]
+    """
+
+    x: Tensor
+    scales: Tensor | None
+    topk_weights: Tensor | None
+    segments: Tensor
+
+    @property
+    def splits(self) -> Tensor:
+        """Rows by expert and source rank, as the grouped matmuls have them."""
+        return self.segments[..., 1]
+
+    @property
+    def num_tokens_per_expert(self) -> Tensor:
+        """Rows of each of this rank's experts."""
+        return self.splits.sum(1)
+
+    @property
+    def offsets(self) -> Tensor:
+        """int32, where each expert's rows end: ``offs`` of ``torch._grouped_mm``; not of low latency."""
+        return self.num_tokens_per_expert.cumsum(0).to(torch.int32)
+
+
+class DispatchHandle(NamedTuple):
+    """What a combine has to know of its dispatch. ``group`` is the one that dispatched.
+
+    ``number``: of the dispatch, among those of the group; 0 where they are not counted, as in graphs.
+    ``inverse``, int64 ``(tokens, k)``: which row a slot is of those that this rank has sent, sorted by
+    expert; -1 of a slot without an expert, or beyond the capacity.
+
+    >>> def on_rank():
+    ...     experts = torch.tensor([[1], [0], [-1]])
+    ...     _, handle = interlace.experts.dispatch(torch.ones(3, 4), experts, None, 2)
+    ...     return handle.inverse.flatten().tolist()
+    >>> interlace.run(on_rank, 2)
+    [[1, 0, -1], [1, 0, -1]]
+    """
+
+    segments: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    routing: "Routing"
+    group: Any
+    number: int = 0
+
+    @property
+    def inverse(self) -> Tensor:
+        """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
+        routing = self.routing
+        idx = self.topk_idx.to(torch.int64)
+        return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
+
+
+DISPATCHES = "dispatches"
+MOST_BACK = (
+    32  # ranks compare numbers so far back; beyond, one for all, as each is a message to be learnt
+)
+
+
+def dispatch_number(communicator: Communicator) -> int:
+    """That of the dispatch that is called now: also of one that is refused, which all ranks hear of."""
+    number = communicator.numbers.get(DISPATCHES, 0) + 1
+    communicator.numbers[DISPATCHES] = number
+    return number
+
+
+def by_handle(communicator: Communicator, handle: DispatchHandle) -> AbstractContextManager[None]:
+    """Within it ranks compare whose handle an op is given: how many dispatches ago it was made.
+
+    The number itself would be another message in each call, and a GPU's host would wait for the others'.
+    """
+    if not handle.number:
+        return nullcontext()
+    back = communicator.numbers.get(DISPATCHES, 0) - handle.number
+    return comparing(("the dispatch of the handle, counted back,", min(back, MOST_BACK)))
+
+
+def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
+    """These, or what the dispatch was given in place of None."""
+    return (
+        handle.topk_idx if topk_idx is None else topk_idx,
+        handle.topk_weights if topk_weights is None else topk_weights,
+    )
+
+
+def routing_for(handle: DispatchHandle, topk_idx: Any) -> "Routing":
+    """The dispatch's, whose bound is that of as many rows where tokens have another number of slots."""
+    routing = handle.routing
+    if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or not topk_idx.shape[1]:
+        return routing  # which is refused
+    rows = routing.max_tokens * handle.topk_idx.shape[1]
+    return routing._replace(max_tokens=-(-rows // topk_idx.shape[1]))
+
+
+def flat(handle: DispatchHandle, name: str, rows: Any) -> Any:
+    """``rows`` of experts, an argument of this ``name``, as a matrix.
+
+    Of low latency an expert's begin where its room does, so rows of another shape would be others'.
+    """
+    if not handle.routing.packed or not isinstance(rows, Tensor):
+        return rows
+    experts, world_size, _ = handle.segments.shape
+    expected = experts, handle.routing.expert_rows(world_size)
+    if rows.dim() != 3 or tuple(rows.shape[:2]) != expected:
+        raise ValueError(
+            f"{name} has shape {tuple(rows.shape)}, rows of this low-latency dispatch have "
+            f"({expected[0]}, {expected[1]}, n)"
+        )
+    return rows.flatten(0, 1)
+
+
+class Routing(NamedTuple):
+    """What tensors of a dispatch are for, and its combine has to know.
+
+    ``capacity``: rows that a rank may send to one expert, 0 for any. ``max_tokens``: a bound of every
+    rank's tokens, by which results are as long as they can ever get; 0: as long as they are. ``packed``:
+    every expert's rows begin where those of one before could end.
+    """
+
+    num_experts: int
+    capacity: int = 0
+    max_tokens: int = 0
+    packed: bool = False
+    algorithm: str = "auto"
+
+    def bound(self, topk: int, world_size: int) -> int:
+        """The most rows that a rank can get, from ``max_tokens``."""
+        if self.packed:
+            return self.num_experts // world_size * self.expert_rows(world_size)
+        rows = self.max_tokens * topk
+        if self.capacity:
+            rows = min(rows, self.num_experts // world_size * self.capacity)
+        return rows * world_size
+
+    def expert_rows(self, world_size: int) -> int:
+        return world_size * self.capacity if self.packed else 0
+
+
+def routing_of(
+    num_experts: Any, capacity: Any, max_tokens: Any, packed: bool, algorithm: str = "auto"
+) -> Routing:
+    """The numbers of a call, if they are any. When packed no expert gets more than all tokens."""
+    for name, value in (
+        ("capacity", capacity),
+        ("num_max_dispatch_tokens_per_rank", max_tokens),
+    ):
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if value is not None and wrong:
+            raise ValueError(f"{name} must be a positive int or None, got {value!r}")
+    if not isinstance(num_experts, torch.SymInt):
+        num_experts = checks.integer("num_experts", num_experts)
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be positive, got {num_experts}")
+    if packed and max_tokens is None:
+        raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
+    bound = (capacity or max_tokens) if packed else capacity
+    return Routing(num_experts, bound or 0, max_tokens or 0, packed, algorithm)
+
+
+def resolved(communicator: Communicator, algorithm: str) -> str:
+    """The algorithm, alike on all ranks before anything is known of the others."""
+    place = communicator.place
+    checks.one_node(algorithm, communicator)
+    if algorithm != "auto":
+        return algorithm
+    fused = place.all_mapped and not place.direct_access
+    return "fused" if fused else "unfused"
+
+
+def on_device(
+    communicator: Communicator, algorithm: str, weight: Tensor, dtype: torch.dtype
+) -> str:
+    """That of products whose counts are on the device: "auto" has the host wait for nothing if it can."""
+    algorithm = resolved(communicator, algorithm)
+    fits = {weight.dtype, dtype} <= set(FUSED_DTYPES) and weight.shape[1] * weight.shape[2] > 0
+    return algorithm if fits else "unfused"
+
+
+def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> int:
+    """The least of all ranks' numbers of ``what``, which do not change. Collective the first time only.
+
+    To be called when ranks have agreed on their configuration.
+    """
+    key = what, current().overrides
+    if key not in communicator.numbers:
+        communicator.numbers[key] = min(communicator.parts(Call(op, (("what", what),), part=mine)))
+    return communicator.numbers[key]
+
+
+def measured(
+    communicator: Communicator,
+    op: str,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    algorithm: str = "auto",
+) -> tuning.Measured:
+    """What ``tune`` has found for ``rows``, of the rank that sends most; where there are any."""
+    if not rows * columns:
+        return tuning.UNMEASURED
+    problem = tuning.Problem(op, dtype, rows, columns, 1, communicator.world_size)
+    return tuning.measured(communicator, problem, algorithm)
+
+
+def senders_of(communicator: Communicator, op: str) -> int:
+    """Programs that send to one rank, in a kernel that moves rows."""
+    common = configuration.choose(communicator.place, torch.float32, 1, 1, 1)
+    return least_of_all(communicator, op, "senders", sender_programs(communicator, common))
+
+
+def most_dispatched(communicator: Communicator) -> int:
+    """The most tokens that a rank has had in a dispatch whose numbers were told; 0 before the first."""
+    return communicator.numbers.get(MOST, 0)
+
+
+def agreed(
+    communicator: Communicator,
+    op: str,
+    routing: Routing,
+    shape: Sequence[int],
+    terms: Terms,
+    counts: Tensor | None = None,
+) -> tuple[int, Tensor | None]:
+    """The tokens of the rank with most, or a bound of them; all ranks' counts. Raises alike on all.
+
+    ``shape``: of ``topk_idx``. ``counts``: this rank's rows by expert, where all ranks' are needed on the
+    host. Without them, and with a bound of tokens, a rank says nothing of its own, and waits for nobody:
+    what ranks have said in dispatches is a bound too, of whatever comes back from one.
+    """
+    known = routing.max_tokens or most_dispatched(communicator)
+    terms = (
+        *terms,
+        ("k of topk_idx", shape[1]),
+        ("num_experts", routing.num_experts),
+        ("num_max_dispatch_tokens_per_rank", routing.max_tokens),
+        ("capacity", routing.capacity),
+        ("whether it is low latency", routing.packed),
+        ("algorithm", routing.algorithm),
+    )
+    if counts is None and known:
+        terms = (*terms, ("tokens of the rank with most", known))
+        communicator.parts(communicator.call_of(op, terms, None))
+        return known, None
+    part = shape[0], None if counts is None else tuple(counts.tolist())
+    parts = communicator.parts(Call(op, with_context(terms), part=part))
+    most = max(tokens for tokens, _ in parts)
+    communicator.numbers[MOST] = max(most, most_dispatched(communicator))
+    most = routing.max_tokens or most
+    return most, None if counts is None else torch.tensor([each for _, each in parts])
+
+
+def assignment_of(
+    communicator: Communicator, routing: Routing, topk_idx: Any, tokens: int | None
+) -> Assignment:
+    """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
+    experts, world_size = routing.num_experts, communicator.world_size
+    if experts % world_size:
+        raise ValueError(
+            f"num_experts must be a multiple of the world size {world_size}, got {experts}"
+        )
+    idx = checks.tensor("topk_idx", topk_idx, communicator)
+    if idx.is_floating_point() or idx.is_complex() or idx.dtype is torch.bool:
+        raise TypeError(f"topk_idx must be a tensor of integers, got {idx.dtype}")
+    if idx.dim() != 2 or not idx.shape[1]:
+        raise ValueError(f"topk_idx must have 2 dimensions (tokens, k), got {tuple(idx.shape)}")
+    if tokens is not None and idx.shape[0] != tokens:
+        raise ValueError(f"topk_idx has {idx.shape[0]} rows, x has {tokens}")
+    if routing.max_tokens and idx.shape[0] > routing.max_tokens:
+        raise ValueError(
+            f"num_max_dispatch_tokens_per_rank is {routing.max_tokens}, topk_idx has {idx.shape[0]} rows"
+        )
+    if communicator.place.interpreted:
+        check_experts(idx, experts)
+        ordered = idx.sort(1).values
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+        if bool(twice.any()):
+            token = int(twice.nonzero()[0])
+            raise ValueError(
+                f"topk_idx names an expert twice for token {token}: {idx[token].tolist()}"
+            )
+    return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
+
+
+def check_experts(topk_idx: Tensor, experts: int) -> None:
+    """Raise for what is neither one of so many experts nor -1; on a GPU the host would wait for it."""
+    if not topk_idx.numel():
+        return
+    least, most = int(topk_idx.min()), int(topk_idx.max())
+    if most >= experts:
+        raise ValueError(f"topk_idx has expert {most}, there are {experts}")
+    if least < -1:
+        raise ValueError(f"topk_idx has {least}, of an expert that is none only -1 is said")
+
+
+def check_same_choice(communicator: Communicator, sent: Tensor, given: Any) -> None:
+    """Raise unless ``given`` is the ``topk_idx`` that was ``sent`` by, as far as that costs no wait."""
+    given = checks.tensor("topk_idx", given, communicator)
+    if given.shape != sent.shape:
+        raise ValueError(
+            f"topk_idx has shape {tuple(given.shape)}, the dispatch's {tuple(sent.shape)}"
+        )
+    if communicator.place.interpreted and bool((given != sent).any()):
+        token = int((given != sent).any(1).nonzero()[0])
+        raise ValueError(
+            f"topk_idx of token {token} is {given[token].tolist()}, in the dispatch it was "
+            f"{sent[token].tolist()}"
+        )
+
+
+def weights_of(communicator: Communicator, topk_weights: Any, like: Tensor) -> Tensor | None:
+    if topk_weights is None:
+        return None
+    weights = checks.tensor("topk_weights", topk_weights, communicator)
+    if weights.shape != like.shape:
+        raise ValueError(
+            f"topk_weights has shape {tuple(weights.shape)}, topk_idx {tuple(like.shape)}"
+        )
+    if not weights.is_floating_point():
+        raise TypeError(f"topk_weights must be a tensor of floats, got {weights.dtype}")
+    return weights.to(torch.float32).contiguous()

@@ -1,0 +1,357 @@
+"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from interlace.arguments import checks
+from interlace.arguments.norms import RowNorm, given
+from interlace.arguments.words import (
+    FP8,
+    FusedAlgorithm,
+    FusedGather,
+    FusedGatherLater,
+    FusedGatherNow,
+    FusedReduce,
+    FusedReduceNorm,
+    FusedReduceOp,
+    FusedScatter,
+    FusedScatterNorm,
+    Group,
+    No,
+    Normed,
+    Quantized,
+    Tensors,
+    Unscaled,
+    Yes,
+)
+from interlace.groups.groups import resolve
+from interlace.kernels.epilogue import Activation
+from interlace.ops.matmul import gather, norms, recorded, reduce
+from interlace.ops.op.recorded import matrices
+from interlace.runtime.core.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Tensor = torch.Tensor
+
+
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Tensor, *, return_gathered: No = ..., **how: Unpack[FusedGatherNow]
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Tensor, *, return_gathered: Yes, **how: Unpack[FusedGatherNow]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Sequence[Tensor],
+    *,
+    return_gathered: No = ...,
+    **how: Unpack[FusedGatherNow],
+) -> list[Tensor]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Sequence[Tensor], *, return_gathered: Yes, **how: Unpack[FusedGatherNow]
+) -> tuple[Tensor, list[Tensor]]: ...
+@overload
+def all_gather_matmul(
+    input: Tensor, weight: Tensors, *, return_gathered: bool = ..., **how: Unpack[FusedGatherLater]
+) -> Work: ...
+@overload
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensors,
+    *,
+    return_gathered: bool = ...,
+    async_op: bool = ...,
+    **how: Unpack[FusedGather],
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work: ...
+def all_gather_matmul(
+    input: Tensor,
+    weight: Tensors,
+    *,
+    gather_dim: int = 0,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    activation: Activation | Sequence[Activation | None] | None = None,
+    group: Group = None,
+    return_gathered: bool = False,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work:
+    """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
+
+    Parameters
+    ----------
+    input : this rank's shard, ``[..., k]``, 2-D or more. Shards may differ in length along
+        ``gather_dim``; all other lengths agree. Any strides.
+    weight : ``(k, n)`` with any strides (a transposed ``nn.Linear.weight`` is read in place), or a
+        sequence of weights that share the gather. ``n`` may differ between ranks.
+    gather_dim : dimension of ``input`` that is sharded; the last one too.
+    bias : ``(n,)``; for several weights a sequence with one entry (or None) each.
+    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the output, taken before
+        it is rounded; for several weights also a sequence with one entry (or None) each.
+    return_gathered : also return the gathered input, contiguous along ``gather_dim``.
+    algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
+    out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
+
+    Returns
+    -------
+    The output ``[..., n]`` (a list for several weights), or ``(gathered, output)`` with
+    ``return_gathered``; with ``async_op`` a :class:`Work` whose ``wait()`` returns it. For
+    ``gather_dim`` other than 0 the output is a permuted view, as in torch's fused ops.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Gradients are recorded; all ranks' tensors must require them alike, or all ranks refuse. The activation
+    is then torch's, after the op, because its gradient needs what it was taken of, and shorter shards
+    travel with zeros behind them.
+
+    Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
+
+    >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
+    [tensor(128.), tensor(128.)]
+    """
+    options = gather.GatherMatmulOptions(
+        gather_dim, return_gathered, algorithm, out_dtype, activation
+    )
+    if requires_gradients(input, weight, bias):
+        lengths: list[int] = []
+        if matrices(input):
+            lengths = recorded.shard_lengths(group, input, weight, gather_dim)
+        if lengths:
+            return recorded.gathered((input, weight, bias), lengths, options, group, async_op)  # type: ignore[no-any-return]
+        checks.warn_without_gradients(gather.OP)
+    tensors = (input, weight, bias, (), None)
+    communicator = resolve(group).on(input)
+    return gather.gather_matmul(communicator, tensors, (options,), async_op)  # type: ignore[return-value]
+
+
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedScatter],
+) -> Tensor: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm,
+    quantize: Unscaled | None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedScatterNorm],
+) -> Normed: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm,
+    quantize: FP8,
+    async_op: No = ...,
+    **how: Unpack[FusedScatterNorm],
+) -> Quantized: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm | None = ...,
+    quantize: FP8 | Unscaled | None = ...,
+    async_op: Yes,
+    **how: Unpack[FusedScatterNorm],
+) -> Work: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor, weight: Tensor, *, norm: None = ..., async_op: bool, **how: Unpack[FusedScatter]
+) -> Tensor | Work: ...
+def matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    norm: RowNorm | None = None,
+    quantize: FP8 | Unscaled | None = None,
+    gather_normed: bool = False,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | Normed | Quantized | Work:
+    """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
+
+    Parameters
+    ----------
+    input : ``[..., k]``, 2-D or more, any strides; ``k`` may differ between ranks.
+    weight : ``(k, n)`` with any strides.
+    reduce_op : "sum" or "avg" (sum divided by the world size).
+    scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
+        ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
+    bias : ``(n,)``, added once to the reduced output.
+    activation : as for :func:`all_gather_matmul`, of the reduced output and the bias.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows, taken in the op's tail; any
+        ``scatter_dim`` but the last.
+    residual : with ``norm``, what is added before it, of the shape and dtype of the output, any strides.
+    quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
+        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them: their largest number divided by 448, and at
+        least 1e-12. The normed rows are fp8 times scale. "fp8_static": as float8_e4m3fn as they are, of a
+        norm whose weight was divided by a scale that is known before.
+    gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
+        stays scattered. The chain of a sequence-parallel block, in one op.
+    algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
+
+    Returns
+    -------
+    The own part, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it. Sums are taken in
+    fp32 in rank order, so results are bit-identical from run to run. For ``scatter_dim`` other than 0
+    the output is a permuted view, as in torch's fused ops.
+
+    With ``norm`` it is ``(normed, residual)``: the sum with the residual, rounded once, and its norm, which
+    is that of the rounded sum; quantised, ``((fp8, scales), residual)``.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    Gradients are recorded, of unequal parts too; all ranks' tensors must require them alike, or all ranks
+    refuse.
+
+    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``; with ``norm`` followed by an addition and
+    ``torch.nn.functional.rms_norm`` or ``layer_norm``, in fp32, where torch rounds after each.
+
+    >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.],
+            [16.]]), tensor([[16.],
+            [16.]])]
+    """
+    options = reduce.MatmulReduceOptions(
+        reduce_op, scatter_dim, None, algorithm, out_dtype, activation
+    )
+    given = (residual, norm, quantize, gather_normed)
+    return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
+
+
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedReduce],
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm,
+    quantize: Unscaled | None = ...,
+    async_op: No = ...,
+    **how: Unpack[FusedReduceNorm],
+) -> Normed: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm,
+    quantize: FP8,
+    async_op: No = ...,
+    **how: Unpack[FusedReduceNorm],
+) -> Quantized: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm | None = ...,
+    quantize: FP8 | Unscaled | None = ...,
+    async_op: Yes,
+    **how: Unpack[FusedReduceNorm],
+) -> Work: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor, weight: Tensor, *, norm: None = ..., async_op: bool, **how: Unpack[FusedReduce]
+) -> Tensor | Work: ...
+def matmul_all_reduce(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    norm: RowNorm | None = None,
+    quantize: FP8 | Unscaled | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | Normed | Quantized | Work:
+    """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
+
+    ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
+    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
+    one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
+    an all-gather of the parts. ``residual``, which must be the same on all ranks, ``norm`` and ``quantize``
+    as there; the normed rows and the residual are on every rank.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
+    ``torch.matmul``, then ``torch.distributed.all_reduce``.
+
+    >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
+    [tensor([[16.]]), tensor([[16.]])]
+    """
+    options = reduce.MatmulReduceOptions(
+        reduce_op, None, None, algorithm, out_dtype, activation, reduce.ALL_REDUCE
+    )
+    given = (residual, norm, quantize, False)
+    return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
+
+
+def _matmul_reduce(
+    tensors: tuple[Any, ...],
+    options: reduce.MatmulReduceOptions,
+    normed: tuple[Any, Any, Any, Any],
+    group: Group,
+    async_op: bool,
+) -> Any:
+    """Either op that reduces. ``normed``: residual, norm, quantize, gather_normed."""
+    op = options.op
+    with resolve(group).accepting(op):
+        vectors, norm = given(*normed)
+    if requires_gradients(*tensors, *vectors):
+        return recorded.reduced(op, tensors, options, normed, group, async_op)
+    communicator = resolve(group).on(tensors[0])
+    if norm is not None:
+        fused = (*tensors, *vectors, None)
+        return norms.FORMS[op](communicator, fused, (options, norm), async_op)
+    return reduce.FORMS[op](communicator, (*tensors, None), (options,), async_op)
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False

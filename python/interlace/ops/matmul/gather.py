@@ -1,0 +1,163 @@
+"""The fused op before a matmul: all-gather + matmul.
+
+A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
+rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
+``python/interlace/ops/matmul/launch_gather.py``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from interlace.arguments import checks
+from interlace.ops.matmul import launch_gather as algorithms
+from interlace.ops.matmul.operands import Linear, rows_of, unrows
+from interlace.runtime.core.call import PreparedCall
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning.auto import choose_algorithm
+
+OP = "all_gather_matmul"
+
+
+class GatherMatmulOptions(NamedTuple):
+    """The arguments of a call that are no tensors; see :func:`interlace.all_gather_matmul`."""
+
+    gather_dim: int = 0
+    return_gathered: bool = False
+    algorithm: str = "auto"
+    out_dtype: torch.dtype | None = None
+    activation: str | Sequence[str | None] | None = None
+
+
+def prepared(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None,
+    outputs: Sequence[torch.Tensor],
+    gathered: torch.Tensor | None,
+    options: GatherMatmulOptions,
+) -> PreparedCall:
+    """Checked on this rank. ``outputs``, one per weight, and ``gathered`` get the results if given."""
+    operands = checks.operands(communicator, input, weight, bias, options, options.gather_dim)
+    input, several = operands.input, operands.several
+    dim = options.gather_dim % input.dim()
+    along_k = dim == input.dim() - 1
+    if along_k and operands.algorithm not in ("auto", "unfused"):
+        raise ValueError(
+            f"algorithm={operands.algorithm!r} cannot gather along the contracted dimension, "
+            f'gather_dim={dim} of {input.dim()} dimensions; use "unfused" or "auto"'
+        )
+
+    def start() -> Outcome:
+        lengths, columns = _agreed(communicator, operands, dim, options.return_gathered)
+        if outputs and min(lengths) != max(lengths):
+            raise ValueError(
+                f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
+                f"are {lengths}; pad the shorter ones, or call interlace.{OP} itself, which takes them"
+            )
+        inner = sum(lengths) if along_k else input.shape[-1]
+        for number, each in enumerate(operands.weights):
+            if each.shape[0] != inner:
+                raise ValueError(
+                    f"weight{f'[{number}]' if several else ''} has {each.shape[0]} rows, the gathered "
+                    f"input has k = {inner} ({input.shape[-1]} on rank {communicator.rank})"
+                )
+        others = [length for i, length in enumerate(input.shape[:-1]) if i != dim]
+        rows = math.prod(others) * (1 if along_k else sum(lengths))
+        made = outputs or [
+            input.new_empty(rows, each.shape[1], dtype=operands.dtype) for each in operands.weights
+        ]
+        each_weight = zip(
+            operands.weights, operands.biases, made, operands.activations, strict=True
+        )
+        linears = [
+            Linear(weight, bias, output, activation=name)
+            for weight, bias, output, name in each_weight
+        ]
+        if along_k:
+            shard = input.movedim(-1, 0).contiguous().view(input.shape[-1], rows)
+            columns_first = input.new_empty(inner, rows) if gathered is None else gathered
+            columns_first = columns_first.view(inner, rows)
+            event = algorithms.all_gather_inner_matmul(
+                communicator, shard, linears, lengths, columns_first
+            )
+            results = [each.output.view(*others, each.output.shape[1]) for each in linears]
+            kept: torch.Tensor | None = columns_first.view(inner, *others).movedim(0, -1)
+        else:
+            per_index = math.prod(others)
+            whole = gathered
+            if whole is None and options.return_gathered:
+                whole = input.new_empty(rows, inner)
+            counts = [length * per_index for length in lengths]
+            shard = rows_of(input, dim)
+            event = _rows(communicator, shard, linears, counts, whole, operands, columns)
+            shape = [sum(lengths), *others]
+            results = [unrows(each.output, shape, dim) for each in linears]
+            kept = None if whole is None else unrows(whole, shape, dim)
+        if outputs:
+            return Outcome(None, event)
+        result = results if several else results[0]
+        return Outcome((kept, result) if options.return_gathered else result, event)
+
+    return start, (), None
+
+
+gather_matmul = internal_form(OP, prepared, fills=False)
+
+
+def _agreed(
+    communicator: Communicator, operands: checks.Operands, dim: int, return_gathered: bool
+) -> tuple[list[int], list[int]]:
+    """Every rank's length along ``dim``, and all weights' columns; raises unless all else agrees."""
+    shape, dtype = operands.input.shape, operands.input.dtype
+    mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
+    terms = (
+        ("the number of dimensions of input", len(shape)),
+        ("gather_dim", dim),
+        ("the shape of input off gather_dim", tuple(shape[:dim] + shape[dim + 1 :])),
+        ("dtype of input", dtype),
+        ("algorithm", operands.algorithm),
+        ("out_dtype", operands.dtype),
+        ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
+        ("return_gathered", bool(return_gathered)),
+    )
+    answers = communicator.parts(communicator.call_of(OP, terms, mine))
+    return [length for length, _ in answers], [n for _, columns in answers for n in columns]
+
+
+def _rows(
+    communicator: Communicator,
+    shard: torch.Tensor,
+    linears: list[Linear],
+    rows: list[int],
+    gathered: torch.Tensor | None,
+    operands: checks.Operands,
+    columns: list[int],
+) -> Event:
+    """Choose the algorithm for shards that are ``rows`` of the matmul, and start it."""
+    inner, total = shard.shape[1], sum(rows)
+    problem = tuning.gather_problem(
+        communicator.world_size, shard.dtype, max(rows), tuple(columns), inner
+    )
+    choice = tuning.choose(communicator, problem, operands.algorithm)
+    algorithm, empty = operands.algorithm, not total * inner
+    if algorithm == "auto" or empty:
+        bytes_gathered = (total - min(rows)) * inner * shard.element_size()
+        wide = torch.float64 if operands.dtype == torch.float64 else shard.dtype
+        algorithm = choose_algorithm(
+            communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
+        )
+    name_algorithm(algorithm)
+    if algorithm == "unfused":
+        whole = shard.new_empty(total, inner) if gathered is None else gathered
+        return algorithms.all_gather_matmul_unfused(communicator, shard, linears, rows, whole)
+    run = algorithms.all_gather_matmul_pipelined
+    if algorithm == "fused":
+        run = algorithms.all_gather_matmul_fused
+    return run(communicator, shard, linears, rows, gathered, choice.configuration)

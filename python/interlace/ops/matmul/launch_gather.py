@@ -1,0 +1,281 @@
+"""The launch side of all-gather + matmul: workspace layout, grid, launch sequence.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls on chunks, each as soon as its chunk is there
+``unfused``    all-gather, then matmul; any dtype
+
+Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
+strides, results are contiguous. ``rows`` lists the rows of every rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Table
+from interlace.kernels.matmul import all_gather_matmul as all_gather_matmul_kernels
+from interlace.ops.collectives import launch as plain
+from interlace.ops.matmul import node_gather as node_fused
+from interlace.ops.matmul import operands
+from interlace.ops.matmul.node_gather import GatherMoves
+from interlace.ops.matmul.operands import Linear
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.table import threshold
+
+# gathered; from there on, staging for peers to read is no slower than an engine
+SMALL_BYTES = threshold("engine_gather_bytes")
+MOST_SIZES = 1024  # kept for shapes that come again
+
+
+class _GatherSizes(NamedTuple):
+    """Values that calls of the same shapes share; ``launches``: by weight, ``chunks``, tiles, grid."""
+
+    chunk_rows: int
+    layout: Layout
+    scales_at: int
+    copiers: int
+    sends: Table
+    launches: list[tuple[Table, int, int]]
+    far: GatherMoves | None
+
+
+def _sizes(
+    communicator: Communicator,
+    configuration: Configuration,
+    rows: Sequence[int],
+    columns: Sequence[int],
+    row_bytes: int,
+    scale_bytes: int,
+) -> _GatherSizes:
+    """``scale_bytes`` travel with every row; ``columns`` are those of the own weights."""
+    key = "all_gather_matmul", configuration, tuple(rows), tuple(columns), row_bytes, scale_bytes
+    known: _GatherSizes | None = communicator.derived.get(key)
+    if known is not None:
+        return known
+    rank, world_size, place = communicator.rank, communicator.world_size, communicator.place
+    block_m = configuration.block_m
+    size = formulas.chunk_rows(rows, block_m, configuration.chunks)
+    slots, sends = formulas.chunk_slots(rows, size), plain.send_table(communicator, rows, size)
+    copiers, moving, far = min(configuration.copiers, sends.count), 0, None
+    if place.nodes is not None:
+        far = GatherMoves(communicator, rows, size, configuration)
+        copiers, moving = 0, far.programs
+    copiers = min(copiers, max(1, place.program_limit // 4))
+    layout = Layout()
+    layout.add_slots(slots if far is None else far.slots)
+    layout.add_data(formulas.gathered_bytes(rows, row_bytes))
+    scales_at = layout.add_data(sum(rows) * scale_bytes) if scale_bytes else 0
+    launches = []
+    for index, each in enumerate(columns):
+        tiles_n = formulas.ceil_div(each, configuration.block_n)
+        if far is not None:
+            lines = far.chunk_lines(block_m, tiles_n)
+        else:
+            lines = formulas.chunk_lines(rank, world_size, rows, size, block_m, tiles_n)
+        named = "chunks", tuple(rows), size, block_m, tiles_n
+        chunks = communicator.table(named, lines.copy)
+        mine = copiers if index == 0 else 0
+        resident = max(
+            mine + 1, plain.resident_programs(communicator, configuration, mine) - moving
+        )
+        tiles = formulas.tiles_of(rows, block_m, tiles_n)
+        grid = formulas.persistent_grid(mine, tiles, resident)
+        launches.append((Table(chunks, len(lines)), tiles, grid))
+    made = _GatherSizes(size, layout, scales_at, copiers, sends, launches, far)
+    if len(communicator.derived) >= MOST_SIZES:
+        communicator.derived.clear()
+    communicator.derived[key] = made
+    return made
+
+
+def all_gather_matmul_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """One kernel per weight; the first carries the copiers, or the copy engine sends.
+
+    Between nodes a kernel of its own moves the rows (``node_fused.py``). Where the weights' ``scales`` are
+    "row", that of each row travels with it.
+    """
+    rank, inner = communicator.rank, input.shape[1]
+    total = sum(rows)
+    sent_scale = linears[0].row_scale if linears[0].scales == "row" else None
+    # Made before the op begins on the streams: they wait for what the caller has issued until then.
+    sizes = _sizes(
+        communicator,
+        configuration,
+        rows,
+        [linear.weight.shape[1] for linear in linears],
+        inner * input.element_size(),
+        0 if sent_scale is None else sent_scale.element_size(),
+    )
+    size, far, scales_at = sizes.chunk_rows, sizes.far, sizes.scales_at
+    products = [
+        operands.product(communicator, configuration, input, linear) | operands.epilogue(linear)
+        for linear in linears
+    ]
+
+    def body(workspace: Workspace) -> None:
+        if far is not None:
+            far.start(workspace, input)
+        elif not sizes.copiers:
+            lines = formulas.send_lines(rank, communicator.world_size, rows, size)
+            sent = [(input, 0)] + ([] if sent_scale is None else [(sent_scale, scales_at)])
+            plain.send_by_copy_engine(communicator, workspace, lines, sent)
+        path = multicast_path(communicator, configuration, workspace)
+        copiers = sizes.copiers
+        for (chunks, tiles, grid), operand in zip(sizes.launches, products, strict=True):
+            # a switch moves 16 bytes at a time
+            multicast = path if copiers and operand["TILES"].ALIGNED else ""
+            kernel = all_gather_matmul_kernels.all_gather_matmul_kernel
+            arguments = {
+                **operand,
+                **operands.copies(configuration, copiers, multicast),
+                "scale_offset": workspace.data_offset + scales_at,
+                "sends": sizes.sends,
+                "chunks": chunks,
+                "multicast": workspace.buffer.multicast,
+            }
+            plainly = not copiers and not operand["TILES"].BIAS
+            if plainly and operands.may_have_roles(configuration, input, operand):
+                # Gluon is a language of its own, which most processes never need.
+                from interlace.kernels.matmul import all_gather_matmul_roles as roles
+
+                kernel, extents = roles.all_gather_matmul_roles_kernel, (rows[rank], total, tiles)
+                stages = configuration.num_stages
+                arguments = operands.with_roles(kernel, arguments, extents, stages)
+            options = operands.launch_options(configuration, input)
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
+            copiers = 0
+        if not any(linear.weight.shape[1] for linear in linears):
+            # No tile, so no program has waited; but what arrives late would hit the next op.
+            lines = formulas.arrival_lines(rank, communicator.world_size, rows, size, False)
+            for source, *_, slot in lines:
+                communicator.compute.wait(workspace, source, slot)
+        if gathered is not None:
+            arrived = workspace.data(rank, 0, (total, inner), input.dtype)
+            first = sum(rows[:rank])
+            for begin, end in ((0, first), (first + rows[rank], total)):
+                if begin < end:
+                    communicator.compute.copy(gathered[begin:end], arrived[begin:end], "gathered")
+            if rows[rank]:
+                communicator.compute.copy(gathered[first : first + rows[rank]], input, "own shard")
+        if far is not None:
+            far.partners.put_credits(workspace)
+
+    return communicator.enqueue("all_gather_matmul", sizes.layout, body)
+
+
+def multicast_path(
+    communicator: Communicator, configuration: Configuration, workspace: Workspace
+) -> str:
+    """Copiers' way to all ranks at once: "multimem", "peers" where kernels are interpreted, or ""."""
+    if not configuration.multimem:
+        return ""
+    if workspace.buffer.multicast:
+        return "multimem"
+    return "peers" if communicator.place.interpreted else ""
+
+
+def all_gather_matmul_pipelined(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor | None,
+    configuration: Configuration,
+) -> Event:
+    """Torch matmuls on chunks in the order of arrival.
+
+    Every rank stages its shard in its own workspace, chunk by chunk. Where a peer's memory is as good
+    as the own, matmuls read it there; elsewhere the copy stream brings each chunk over first.
+    """
+    if communicator.place.nodes is not None:
+        return node_fused.all_gather_matmul_pipelined(
+            communicator, input, linears, rows, gathered, configuration
+        )
+    rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
+    itemsize = input.element_size()
+    direct = communicator.place.direct_access
+    # a CPU gains more from large matmuls than from finer overlap
+    size = max(1, -(-max(rows) // (1 if direct else configuration.chunks)))
+    lines = formulas.arrival_lines(rank, world_size, rows, size, True)
+    if gathered is None and not direct:
+        gathered = torch.empty(sum(rows), inner, dtype=input.dtype, device=input.device)
+
+    def body(workspace: Workspace) -> None:
+        stream, copying = communicator.compute, communicator.copying
+        copying.wait_credits(workspace)
+        for source, first, count, _, slot in lines:
+            if source == rank:
+                mine = workspace.data(rank, first * inner * itemsize, (count, inner), input.dtype)
+                copying.copy(mine, input[first : first + count], f"stage rows from {first} on")
+                for peer in plain.others(communicator):
+                    copying.publish(workspace, peer, slot)
+        for source, first, count, row, slot in lines:
+            operand, rows_here = input[first : first + count], slice(row, row + count)
+            label = f"rows from {first} on of rank {source}"
+            if source != rank:
+                begin = first * inner * itemsize
+                theirs = workspace.data(source, begin, (count, inner), input.dtype)
+                if direct:
+                    stream.wait(workspace, source, slot)
+                    operand = theirs
+                else:
+                    assert gathered is not None
+                    copying.wait(workspace, source, slot)
+                    copying.copy(gathered[rows_here], theirs, label)
+                    stream.wait_event(copying.record())
+                    operand = gathered[rows_here]
+            for linear in linears:
+                operands.enqueue_product(communicator, operand, linear, rows_here, label)
+            if gathered is not None and (direct or source == rank):
+                stream.copy(gathered[rows_here], operand, "gathered")
+
+    layout = Layout(formulas.chunk_slots(rows, size), max(rows) * inner * itemsize, pulled=True)
+    return communicator.enqueue("all_gather_matmul", layout, body)
+
+
+def all_gather_matmul_unfused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linears: Sequence[Linear],
+    rows: Sequence[int],
+    gathered: torch.Tensor,
+) -> Event:
+    """Gather everything into ``gathered``, then one torch matmul per weight."""
+    parts = [part.view(-1) for part in torch.split(gathered, list(rows))]
+    flat = input.contiguous().view(-1)
+    if communicator.place.direct_access and gathered.nbytes <= SMALL_BYTES:
+        key = ("rows of all_gather_matmul", tuple(rows), input.shape[1], input.dtype)
+        call = plain.agreed_call(communicator, "all_gather_matmul", key)
+        communicator.engine.all_gather(call, parts, flat)
+    else:
+        plain.gather_made(communicator, flat, parts)
+    for linear in linears:
+        operands.enqueue_product(communicator, gathered, linear, slice(None), "matmul")
+    return communicator.compute.record()
+
+
+def all_gather_inner_matmul(
+    communicator: Communicator,
+    shard: torch.Tensor,
+    linears: Sequence[Linear],
+    lengths: Sequence[int],
+    gathered: torch.Tensor,
+) -> Event:
+    """Shards are slices of K; ``shard`` ``[own K, rows]`` and ``gathered`` ``[K, rows]`` are transposed."""
+    parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
+    plain.gather_made(communicator, shard.view(-1), parts)
+    for linear in linears:
+        operands.enqueue_product(communicator, gathered.T, linear, slice(None), "matmul")
+    return communicator.compute.record()

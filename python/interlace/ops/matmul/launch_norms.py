@@ -1,0 +1,379 @@
+"""The launch side of the kernels whose tail norms rows (``kernels/matmul/row_norms.py``).
+
+``Linear.tail`` says what becomes of the rows of a sum. The algorithms of ``matmul_reduce.py`` that multiply
+with torch heed it where they add a bias (``operands.finish_sum``); here is the fused one, and the reduction
+of rows that are there already, for which a ``Linear`` has a weight without an inner dimension.
+
+``linear.output`` is the sum with the residual, of the own rows; ``whole`` are all ranks' rows of the
+results, of which the own ones are part: the normed rows, the scales if there are some, and the sums, or
+None where these are not gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Gathered, NormOperands, Tail
+from interlace.kernels.matmul import low_latency_norm, matmul_norm, reduce_norm
+from interlace.kernels.matmul.row_norms import IN_FLIGHT
+from interlace.kernels.tiling import split_rows
+from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives import low_latency
+from interlace.ops.matmul import launch_reduce as matmul_reduce
+from interlace.ops.matmul import operands
+from interlace.ops.matmul.operands import Linear
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import WORD, Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.norms import wide
+from interlace.runtime.tuning.configuration import Configuration, choose
+from interlace.runtime.tuning.table import threshold
+from interlace.runtime.tuning.tuning import UNMEASURED, Measured
+
+ONE_SHOT_BYTES = threshold("one_shot_bytes")
+MOST_ROWS = 16  # of a slice: more leave programs without one
+Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
+
+
+class WholeRows(NamedTuple):
+    """All ranks' rows of what is gathered."""
+
+    normed: torch.Tensor
+    scale: torch.Tensor | None
+    sum: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [each for each in self if each is not None]
+
+
+def slice_blocks(columns: int, configuration: Configuration, itemsize: int) -> tuple[int, int]:
+    """(rows, columns) that a kernel looks at at once: powers of two, ``block_elements`` together at most.
+
+    Nor are they more than 32 bytes for each thread, of each of four ranks: of twice as many ptxas spills.
+
+    >>> slice_blocks(100, Configuration(), 2), slice_blocks(8192, Configuration(), 2)
+    ((16, 128), (1, 4096))
+    """
+    elements = min(configuration.block_elements, 32 * 32 * configuration.num_warps // itemsize)
+    wide = min(1 << (columns - 1).bit_length(), elements)
+    return min(elements // wide, configuration.block_m, MOST_ROWS), wide
+
+
+def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
+    """Rows of a tile that is sent and signalled as one: a slice, or as many whole ones as IN_FLIGHT takes.
+
+    >>> sent_rows(4096, 1, 2), sent_rows(100, 16, 2), sent_rows(65536, 1, 2)
+    (4, 16, 1)
+    """
+    most = IN_FLIGHT // (itemsize << (columns - 1).bit_length())
+    return max(slice_rows, min(most, MOST_ROWS))
+
+
+def tail_arguments(
+    linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
+) -> dict[str, Any]:
+    """The operands of the norm, and its constants; ``blocks`` as of :func:`slice_blocks`."""
+    tail = linear.tail
+    assert tail is not None
+    constants = Tail(
+        KIND=tail.norm.kind,
+        EPS=float(tail.norm.eps),
+        RESIDUAL=tail.residual is not None,
+        NORM_WEIGHT=tail.norm.weight is not None,
+        NORM_BIAS=tail.norm.bias is not None,
+        QUANTIZE=tail.scale is not None,
+        GATHER="" if whole is None else "normed" if whole.sum is None else "both",
+        ROWS=blocks[0],
+        COLUMNS=blocks[1],
+    )
+    vectors = tail.norm.weight, tail.norm.bias
+    # what there is not is None, which a kernel has compiled in
+    return {
+        "norm": NormOperands(tail.residual, *vectors, tail.normed, tail.scale),
+        "TAIL": constants,
+    }
+
+
+def gathering(
+    communicator: Communicator,
+    layout: Layout,
+    segments: Segments,
+    slice_rows: int,
+    linear: Linear,
+    whole: WholeRows | None,
+) -> dict[str, Any]:
+    """The argument about rows that come from other ranks, whose memory is added to ``layout``."""
+    tail, output = linear.tail, linear.output
+    assert tail is not None
+    if whole is None:
+        return {"gathered": Gathered(*[None] * 8)}
+    rows = [count for _, count in segments]
+    slots = formulas.slice_slots(communicator.world_size, rows, slice_rows)
+    first, elements = layout.add_slots(slots), sum(rows) * output.shape[1]
+    normed = layout.add_data(elements * tail.normed.element_size())
+    sums = layout.add_data(elements * output.element_size() if whole.sum is not None else 0)
+    scale = layout.add_data(sum(rows) * 4 if whole.scale is not None else 0)
+    slices = slots // communicator.world_size
+    bytes_ = first * WORD, slices, normed, sums, scale
+    return {"gathered": Gathered(whole.normed, whole.sum, whole.scale, *bytes_)}
+
+
+def _launch_options(input: torch.Tensor, configuration: Configuration) -> dict[str, Any]:
+    """As of other products; sums and norms need more registers, of which ptxas, left alone, takes fewer."""
+    return {"options": {"maxnreg": 255}, **operands.launch_options(configuration, input)}
+
+
+def matmul_reduce_scatter_fused(
+    communicator: Communicator,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Segments,
+    configuration: Configuration,
+    whole: WholeRows | None = None,
+) -> Event:
+    """One kernel: own rows of the product summed and normed; with ``whole`` all ranks get them.
+
+    Between nodes the kernels of the op without a norm, whose sums torch norms.
+    """
+    if communicator.place.nodes is not None:
+        total = torch.empty_like(linear.output)
+        product = replace(linear, output=total, tail=None)
+        matmul_reduce.matmul_reduce_scatter_fused(
+            communicator, input, product, segments, configuration
+        )
+        rest = replace(linear, bias=None, activation="")
+        return _norm_and_gather(communicator, total, rest, segments, whole)
+    columns, block_m = linear.weight.shape[1], configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    rows = [count for _, count in segments]
+    itemsize = linear.output.element_size()
+    layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, columns * itemsize)
+    known = operands.product(communicator, configuration, input, linear, published=True)
+    tail = tail_arguments(linear, slice_blocks(columns, configuration, itemsize), whole)
+    arguments = {
+        **known,
+        **operands.epilogue(linear),
+        **tail,
+        **gathering(communicator, layout, segments, tail["TAIL"].ROWS, linear, whole),
+        "segments_ptr": plain.segment_table(communicator, segments, block_m, tiles_n),
+        "AVERAGE": linear.average,
+    }
+    tiles = formulas.tiles_of(rows, block_m, tiles_n)
+    grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
+    options = _launch_options(input, configuration)
+    kernel, op = matmul_norm.matmul_reduce_scatter_norm_kernel, "matmul_reduce_scatter"
+    return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options)
+
+
+def matmul_all_reduce_fused(
+    communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
+) -> Event:
+    """One-shot: one kernel, every tile to every rank, all of which norm all rows."""
+    (rows, columns), block_m = linear.output.shape, configuration.block_m
+    tiles_n = formulas.ceil_div(columns, configuration.block_n)
+    itemsize = linear.output.element_size()
+    layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, columns * itemsize)
+    known = operands.product(communicator, configuration, input, linear)
+    # A tile is stored into every rank's memory in turn: a descriptor is for one place.
+    known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
+    arguments = {
+        **known,
+        **tail_arguments(linear, slice_blocks(columns, configuration, itemsize)),
+        "bias_ptr": operands.bias_or_none(linear),
+        "M": rows,
+        "AVERAGE": linear.average,
+    }
+    tiles = formulas.tiles_of([rows], block_m, tiles_n)
+    grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
+    options = _launch_options(input, configuration)
+    kernel = matmul_norm.matmul_all_reduce_norm_kernel
+    return plain.enqueue_kernel(
+        communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
+    )
+
+
+def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Linear) -> Event:
+    """A torch matmul, whose few rows one low-latency kernel sums and norms on all ranks."""
+    product = torch.empty_like(linear.output)
+    communicator.compute.call(
+        lambda: operands.multiply(product, input, linear.weight, None), "matmul"
+    )
+    return RowReduction(
+        communicator, "matmul_all_reduce", product, linear, None, None
+    ).low_latency()
+
+
+def reduce_fused(
+    communicator: Communicator,
+    op: str,
+    input: torch.Tensor,
+    linear: Linear,
+    segments: Segments,
+    configuration: Configuration,
+    whole: WholeRows | None = None,
+) -> Event:
+    """One kernel: the own rows of ``input``, which is dense, summed over ranks and normed."""
+    columns = linear.output.shape[1]
+    itemsize = linear.output.element_size()
+    tail = tail_arguments(linear, slice_blocks(columns, configuration, itemsize), whole)
+    slice_rows = tail["TAIL"].ROWS
+    block_m = sent_rows(columns, slice_rows, itemsize)
+    rows = [count for _, count in segments]
+    layout = plain.pushed_layout(communicator, rows, block_m, 1, columns * itemsize)
+    arguments = {
+        "input_ptr": input,
+        "bias_ptr": operands.bias_or_none(linear),
+        "output_ptr": linear.output,
+        "N": columns,
+        **tail,
+        **gathering(communicator, layout, segments, slice_rows, linear, whole),
+        "segments_ptr": plain.segment_table(communicator, segments, block_m, 1),
+        "AVERAGE": linear.average,
+        "TILES": operands.whole_rows(block_m, columns, linear),
+    }
+    slices = formulas.tiles_of(rows, slice_rows, 1)
+    grid = formulas.persistent_grid(0, slices, plain.resident_programs(communicator, configuration))
+    options = {"num_warps": configuration.num_warps, "options": {"maxnreg": 168}}
+    return plain.enqueue_kernel(
+        communicator, op, layout, reduce_norm.reduce_norm_kernel, grid, arguments, options
+    )
+
+
+def _norm_and_gather(
+    communicator: Communicator,
+    total: torch.Tensor,
+    linear: Linear,
+    segments: Segments | None,
+    whole: WholeRows | None,
+) -> Event:
+    """What becomes of rows whose sums, ``total``, are rounded."""
+    communicator.compute.call(
+        lambda: operands.finish_sum(total.to(wide(total.dtype)), linear), "norm"
+    )
+    event = communicator.compute.record()
+    if whole is None or segments is None:
+        return event
+    return gather(communicator, whole, segments, event)
+
+
+def gather(communicator: Communicator, whole: WholeRows, segments: Segments, event: Event) -> Event:
+    """All ranks' rows in ``whole``, of which this rank has its own after ``event``."""
+    for tensor in whole.tensors():
+        parts = [tensor[first : first + count].view(-1) for first, count in segments]
+        event = plain.gather_made(communicator, parts[communicator.rank], parts)
+    return event
+
+
+@dataclass
+class RowReduction:
+    """A reduction of rows that are there already, with a norm; ``segments`` None: all ranks get all rows.
+
+    ``input`` is dense. ``linear`` has no product, but the bias and all that becomes of the sum.
+    ``measured``: what tuning has found for the kernel.
+    """
+
+    communicator: Communicator
+    op: str
+    input: torch.Tensor
+    linear: Linear
+    segments: Segments | None
+    whole: WholeRows | None
+    measured: Measured = UNMEASURED
+
+    def run(self, algorithm: str) -> Event:
+        """By "fused", "pipelined", "unfused" or "low_latency"; nothing moves of no elements."""
+        if not self.input.numel():
+            operands.finish_sum(self.linear.output.clone(), self.linear)
+            return self.communicator.compute.record()
+        event: Event = getattr(self, algorithm)()
+        return event
+
+    def _by_owner(self) -> tuple[Linear, Segments, WholeRows | None]:
+        """What becomes of the own rows, whose rows are which, and what all ranks get of all."""
+        linear = self.linear
+        if self.segments is not None:
+            return linear, self.segments, self.whole
+        assert linear.tail is not None
+        segments = split_rows(self.input.shape[0], self.communicator.world_size)
+        first, count = segments[self.communicator.rank]
+        tail, own = linear.tail.part(first, count), linear.output[first : first + count]
+        whole = WholeRows(linear.tail.normed, linear.tail.scale, linear.output)
+        return replace(linear, output=own, tail=tail), segments, whole
+
+    def fused(self) -> Event:
+        """One kernel: few rows in one shot, where every rank norms all; else every rank norms its own."""
+        place, rows = self.communicator.place, self.input.shape[0]
+        default = choose(place, self.input.dtype, rows, self.input.shape[1], 1)
+        configuration = self.measured.over(default)
+        linear, whole = self.linear, None
+        segments: Segments = [(0, rows)] * self.communicator.world_size
+        if self.segments is not None or self.input.nbytes > ONE_SHOT_BYTES:
+            linear, segments, whole = self._by_owner()
+        call = (self.communicator, self.op, self.input, linear, segments, configuration, whole)
+        return reduce_fused(*call)
+
+    def low_latency(self) -> Event:
+        """One kernel for few bytes, whose words carry their flags; a program for every row."""
+        linear, (rows, columns) = self.linear, self.input.shape
+        nbytes = columns * self.input.element_size()
+        (units,) = low_latency.in_units(self.input.view(-1))
+        if nbytes % units.element_size():  # a row begins between two units
+            units = self.input.view(-1).view(torch.int16)
+        blocks = rows * low_latency.blocks_of_row(columns, self.input.element_size())
+        in_block = 4 * low_latency.BLOCK_WORDS // self.input.element_size()
+        own = {
+            **tail_arguments(linear, (1, in_block)),
+            "input_ptr": units,
+            "bias_ptr": operands.bias_or_none(linear),
+            "output_ptr": linear.output,
+            "N": columns,
+            "UNIT": units.element_size(),
+            "BIAS": linear.bias is not None,
+            "AVERAGE": linear.average,
+        }
+        kernel = low_latency_norm.low_latency_norm_kernel
+        return low_latency.run_words(self.communicator, self.op, kernel, rows, own, blocks)
+
+    def pipelined(self) -> Event:
+        """Torch operators: own rows are summed in fp32 and normed, then all gather."""
+        linear, segments, whole = self._by_owner()
+        communicator, columns = self.communicator, self.input.shape[1]
+        row_bytes = columns * self.input.element_size()
+        first, count = segments[communicator.rank]
+
+        def sum_up(workspace: Workspace) -> None:
+            plain.wait_for_all(communicator, workspace, 0)
+            parts = [
+                workspace.data(source, first * row_bytes, (count, columns), self.input.dtype)
+                for source in range(communicator.world_size)
+            ]
+            communicator.compute.call(lambda: operands.sum_with_bias(parts, linear), "norm")
+
+        staged = [plain.Staged(0, self.input, plain.others(communicator))]
+        event = plain.pull(communicator, self.op, self.input.nbytes, staged, then=sum_up)
+        return event if whole is None else gather(communicator, whole, segments, event)
+
+    def unfused(self) -> Event:
+        """The collective, whose sums are rounded; then torch's norm of them."""
+        communicator, linear, segments = self.communicator, self.linear, self.segments
+        reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
+        total = torch.empty_like(linear.output)
+        about = (f"sum of {self.op}", self.input.shape, self.input.dtype, reduction)
+        mapped = communicator.place.all_mapped
+        call = None if mapped else plain.agreed_call(communicator, self.op, about)
+        if segments is None and call is not None:
+            total.copy_(self.input)
+            communicator.engine.all_reduce(call, total, reduction)
+        elif segments is None:
+            parts = split_rows(flat.numel(), communicator.world_size)
+            plain.all_reduce_copy(communicator, flat, total.view(-1), parts, reduction=reduction)
+        else:
+            rows = [self.input[first : first + count].view(-1) for first, count in segments]
+            if call is not None:
+                communicator.engine.reduce_scatter(call, total.view(-1), rows, reduction)
+            else:
+                plain.reduce_scatter_copy(communicator, rows, total.view(-1), reduction=reduction)
+        return _norm_and_gather(communicator, total, linear, segments, self.whole)

@@ -1,0 +1,299 @@
+"""The operands of a matmul and what the fused kernels are told about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
+from interlace.ops.collectives.launch import agreed_call
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import NormTail, wide
+from interlace.runtime.numerics.reductions import fold, fold_unrounded
+from interlace.runtime.tuning.configuration import Configuration
+
+DESCRIPTOR_ALIGNMENT = 16
+
+
+@dataclass
+class Linear:
+    """One weight of an op: ``output = activation(input @ weight + bias)``. ``bias_along``: "n" or "m".
+
+    ``scales`` of fp8 operands: "tensor", one number for each, or "row", one per row of the input and per
+    column of the weight; ``scale`` is the weight's, fp32, ``row_scale`` the input's. ``fast_accum``: fewer
+    bits than fp32 has may be kept while products of fp8 numbers are added up. ``average``: a reduction of
+    products divides by the number of ranks. ``tail``: ``output`` gets a residual too, and its rows are
+    normed.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    output: torch.Tensor
+    bias_along: str = "n"
+    activation: str = ""
+    scales: str = ""
+    scale: torch.Tensor | None = None
+    fast_accum: bool = True
+    row_scale: torch.Tensor | None = None
+    average: bool = False
+    tail: NormTail | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is done to a sum of products before it is the output."""
+        return self.bias is not None or bool(self.activation) or self.tail is not None
+
+
+def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """``[..., k]`` as a matrix whose leading index is ``dim``; a copy only if strides demand it."""
+    matrix = tensor.movedim(dim, 0).flatten(0, -2)  # reshape(-1, k) cannot tell the rows if k is 0
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def factors(
+    input: torch.Tensor, weight: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Two matrices whose product has ``dim`` of ``input @ weight`` for its rows; what a bias is along."""
+    if dim == input.dim() - 1:
+        return weight.T, input.flatten(0, -2).T, "m"
+    return rows_of(input, dim), weight, "n"
+
+
+def unrows(matrix: torch.Tensor, lengths: Sequence[int], dim: int) -> torch.Tensor:
+    """The inverse of :func:`rows_of` for other columns; ``lengths`` are the leading ones, dim first."""
+    return matrix.view(*lengths, matrix.shape[-1]).movedim(0, dim)
+
+
+def multiply(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str = "",
+) -> None:
+    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ."""
+    if output.dtype != input.dtype:
+        dtype = wide(output.dtype)
+        product = input.to(dtype) @ weight.to(dtype)
+        output.copy_(activate(product if bias is None else product + bias.to(dtype), activation))
+        return
+    if bias is None:
+        torch.mm(input, weight, out=output)
+    else:
+        torch.addmm(bias, input, weight, out=output)
+    if activation:
+        output.copy_(activate(output, activation))
+
+
+def finish_sum(total: torch.Tensor, linear: Linear) -> None:
+    """``linear.output`` = activation(total + bias) + residual, rounded once, and what becomes of it.
+
+    ``total`` is changed.
+    """
+    if linear.bias is not None:
+        bias = linear.bias.to(total.dtype)
+        total += bias if linear.bias_along == "n" else bias[:, None]
+    total = activate(total, linear.activation)
+    if linear.tail is not None and linear.tail.residual is not None:
+        total = total + linear.tail.residual
+    linear.output.copy_(total)
+    if linear.tail is not None:
+        linear.tail.finish(linear.output)
+
+
+def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
+    """Sum in rank order, add the bias once, activate, round once."""
+    reduction = "avg" if linear.average else "sum"
+    if not linear.unfinished:
+        fold(reduction, parts, linear.output)
+        return
+    made = linear.output
+    total = torch.empty(made.shape, dtype=wide(made.dtype), device=made.device)
+    fold_unrounded(reduction, parts, total)
+    finish_sum(total, linear)
+
+
+def enqueue_product(
+    communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
+) -> None:
+    """``linear.output[rows]`` = activation(input @ weight + bias), by torch on the compute stream."""
+    output = linear.output[rows]
+    if output.numel():
+        communicator.compute.call(
+            lambda: multiply(output, input, linear.weight, linear.bias, linear.activation), label
+        )
+
+
+def scatter_product(
+    communicator: Communicator,
+    product: torch.Tensor,
+    linear: Linear,
+    segments: Sequence[tuple[int, int]],
+) -> Event:
+    """``linear.output`` = the engine's sum of the own rows of ``product``, then the rest."""
+    parts = [product[first : first + count].view(-1) for first, count in segments]
+    reduction = "avg" if linear.average else "sum"
+    op, about = "matmul_reduce_scatter", (tuple(segments), product.shape, product.dtype, reduction)
+    call = agreed_call(communicator, op, (f"parts of {op}", *about))
+    communicator.engine.reduce_scatter(call, linear.output.view(-1), parts, reduction)
+    if linear.unfinished:
+        made = linear.output
+        communicator.compute.call(lambda: finish_sum(made.to(wide(made.dtype)), linear), "bias")
+    return communicator.compute.record()
+
+
+def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
+    return (
+        tensor.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+        and row_stride * tensor.element_size() % DESCRIPTOR_ALIGNMENT == 0
+    )
+
+
+def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: torch.Tensor) -> str:
+    """The path of ``kernels/products.py`` for an aligned ``input`` and a weight: "", "kn" or "nk"."""
+    inner = input.shape[1]
+    if not configuration.descriptors or inner == 0 or input.stride(0) < inner:
+        return ""
+    across, along = weight.stride(0), weight.stride(1)
+    # rows that overlap, as of an expanded tensor, are no matter for a pointer but for a descriptor
+    if along == 1 and across >= weight.shape[1] > 1 and is_aligned(weight, across):
+        return "kn"
+    if across == 1 and along >= inner > 1 and is_aligned(weight, along):
+        return "nk"
+    return ""
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
+
+
+def stores_by_descriptor(configuration: Configuration, linear: Linear, descriptors: str) -> bool:
+    """Whether tiles of the product may leave through a descriptor; ``descriptors`` is the loads' path."""
+    columns = linear.weight.shape[1]
+    return (
+        configuration.output_descriptors
+        and bool(descriptors)
+        and columns > 1
+        and columns * linear.output.element_size() % DESCRIPTOR_ALIGNMENT == 0
+        and linear.output.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+    )
+
+
+def product(
+    communicator: Communicator,
+    configuration: Configuration,
+    input: torch.Tensor,
+    linear: Linear,
+    *,
+    published: bool = False,
+) -> dict[str, Any]:
+    """The matmul's arguments, without the epilogue's. ``published``: peers wait for its tiles."""
+    weight, inner = linear.weight, input.shape[1]
+    aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
+    may = aligned and communicator.place.descriptors
+    descriptors = descriptor_path(configuration, input, weight) if may else ""
+    specialized = configuration.warp_specialize and bool(descriptors)
+    activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
+    tiles = Tiles(
+        BLOCK_M=configuration.block_m,
+        BLOCK_N=configuration.block_n,
+        BLOCK_K=configuration.block_k if descriptors else configuration.pointer_block_k,
+        GROUP_M=configuration.group_m,
+        DESCRIPTORS=descriptors,
+        INPUT_PRECISION=input_precision(input.dtype),
+        FAST_ACCUM=linear.fast_accum,
+        ALIGNED=aligned,
+        FLATTEN=configuration.flatten and bool(descriptors),
+        WARP_SPECIALIZE=specialized,
+        COMPILED=communicator.place.compiled,
+        SCALES=linear.scales,
+        BIAS="" if linear.bias is None else linear.bias_along,
+        ACTIVATION=linear.activation,
+        SUBTILE=configuration.activated_parts if activated else configuration.stored_parts,
+        OUT_DESCRIPTOR=stores_by_descriptor(configuration, linear, descriptors)
+        and not (published and specialized),
+    )
+    return {
+        "input": Rows(input, input.stride(0)),
+        "weight": Weight(weight, *weight.stride()),
+        "output_ptr": linear.output,
+        "N": weight.shape[1],
+        "K": weight.shape[0],
+        "TILES": tiles,
+    }
+
+
+def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
+    """The constants of tiles that are ``rows`` whole rows, and come from no matmul."""
+    return Tiles(
+        BLOCK_M=rows,
+        BLOCK_N=1 << max(0, columns - 1).bit_length(),
+        BLOCK_K=0,
+        GROUP_M=1,
+        DESCRIPTORS="",
+        INPUT_PRECISION="",
+        FAST_ACCUM=False,
+        ALIGNED=False,
+        FLATTEN=False,
+        WARP_SPECIALIZE=False,
+        COMPILED=False,
+        SCALES="",
+        BIAS="" if linear.bias is None else linear.bias_along,
+        ACTIVATION=linear.activation,
+        SUBTILE=1,
+        OUT_DESCRIPTOR=False,
+    )
+
+
+def may_have_roles(
+    configuration: Configuration, input: torch.Tensor, operands: dict[str, Any]
+) -> bool:
+    """Whether ``warp_roles`` is asked for, and possible with what :func:`product` has made."""
+    tiles, output = operands["TILES"], operands["output_ptr"]
+    whole = 16 * configuration.num_warps == tiles.BLOCK_M and 32 <= tiles.BLOCK_N <= 256
+    simple = tiles.OUT_DESCRIPTOR and not tiles.SCALES and tiles.COMPILED
+    short = input.element_size() == output.element_size() == 2
+    return configuration.warp_roles and whole and simple and short
+
+
+def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
+
+
+def with_roles(
+    kernel: Any, arguments: dict[str, Any], extents: tuple[int, int, int], stages: int
+) -> dict[str, Any]:
+    """The arguments of a ``kernel`` whose warps have roles, by those of the reference."""
+    return taken_by(kernel, arguments) | {"extents": Extents(*extents), "STAGES": stages}
+
+
+def bias_or_none(linear: Linear) -> torch.Tensor:
+    """The tensor to hand over as the bias: some tensor of its dtype where there is none."""
+    return linear.output if linear.bias is None else linear.bias
+
+
+def epilogue(linear: Linear) -> dict[str, Any]:
+    row = linear.output if linear.row_scale is None else linear.row_scale
+    column = linear.output if linear.scale is None else linear.scale
+    return {"epilogue": Epilogue(bias_or_none(linear), row, column)}
+
+
+def copies(configuration: Configuration, copiers: int, multicast: str = "") -> dict[str, Any]:
+    """The argument about ``copiers`` that send chunks of rows."""
+    sizes = configuration.copy_rows, configuration.copy_columns
+    return {"COPIES": Copies(copiers, *sizes, multicast)}
+
+
+def launch_options(
+    configuration: Configuration, input: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """How a kernel is compiled; ``input``: of a product, if it has one."""
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    if input is None or input.element_size() != 4:
+        return options
+    # Products without tensor cores: left alone, ptxas takes fewer for the sake of occupancy, and spills.
+    return {**options, "options": {"maxnreg": 144}}

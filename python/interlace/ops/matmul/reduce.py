@@ -1,0 +1,233 @@
+"""The fused ops after a matmul: reduce-scatter and all-reduce of the product.
+
+A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
+rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
+``python/interlace/ops/matmul/launch_reduce.py``.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from interlace.arguments import checks
+from interlace.arguments.words import FusedReduceOp
+from interlace.kernels.tiling import split_rows
+from interlace.ops.collectives import launch as plain
+from interlace.ops.matmul import launch_reduce as algorithms
+from interlace.ops.matmul.operands import Linear, factors, rows_of, unrows
+from interlace.runtime.core.call import PreparedCall, Terms
+from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning.auto import choose_algorithm
+from interlace.runtime.tuning.table import threshold
+
+SCATTER, ALL_REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
+ONE_SHOT_BYTES = threshold("one_shot_bytes")
+
+
+class MatmulReduceOptions(NamedTuple):
+    """A call's arguments that are no tensors. ``scatter_dim`` is None where ``op`` is matmul_all_reduce.
+
+    ``length`` is what a graph takes for the own part of ``scatter_dim``, None for an equal one.
+    """
+
+    reduce_op: FusedReduceOp | str = "sum"
+    scatter_dim: int | None = 0
+    length: int | None = None
+    algorithm: str = "auto"
+    out_dtype: torch.dtype | None = None
+    activation: str | None = None
+    op: str = SCATTER
+
+
+def prepared(
+    communicator: Communicator,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    buffer: torch.Tensor | None,
+    options: MatmulReduceOptions,
+) -> PreparedCall:
+    """Either op, checked; ``buffer``: a matrix for the result's rows, or columns transposed, if given."""
+    request = CheckedReduce(communicator, input, weight, bias, options)
+    start = request.summed if options.op == ALL_REDUCE else request.scattered
+    return functools.partial(start, buffer), (), None
+
+
+FORMS = {op: internal_form(op, prepared, fills=False) for op in (SCATTER, ALL_REDUCE)}
+
+
+class Scattering(NamedTuple):
+    """A product whose rows are scattered: its factors, and whose rows are which, (first row, rows).
+
+    ``length`` indices along the scattered dimension, ``own`` of them this rank's from ``first`` on, are
+    ``others`` rows each; a bias is ``along`` "n" or "m".
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    segments: list[tuple[int, int]]
+    length: int
+    first: int
+    own: int
+    others: list[int]
+    along: str
+
+
+class CheckedReduce:
+    """The checked arguments of either op. ``more_terms``: on what else ranks have to agree."""
+
+    more_terms: Terms = ()
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: MatmulReduceOptions,
+    ) -> None:
+        self.op, self.communicator = options.op, communicator
+        operands = checks.operands(communicator, input, weight, bias, options)
+        self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
+        (self.weight,), (self.bias,) = operands.weights, operands.biases
+        (self.activation,) = operands.activations
+        self.dim = None
+        reduce_op = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
+        self.average = reduce_op == "avg"
+        if options.op == SCATTER:
+            self.dim = checks.index("scatter_dim", options.scatter_dim, self.input.dim())
+            checks.part("length", options.length, self._parts(), communicator.rank)
+        self.largest_inner = self.input.shape[-1]
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """First index and length by rank along what is scattered."""
+        length = (*self.input.shape[:-1], self.weight.shape[1])[self.dim]  # type: ignore[index]
+        parts: list[tuple[int, int]] = split_rows(length, self.communicator.world_size)
+        return parts
+
+    def scattering(self) -> Scattering:
+        """What is multiplied, and who owns what."""
+        input, dim, parts = self.input, self.dim, self._parts()
+        assert dim is not None
+        left, right, along = factors(input, self.weight, dim)
+        left = left if left.stride(1) == 1 else left.contiguous()
+        others = [extent for i, extent in enumerate(input.shape[:-1]) if i != dim]
+        length, per_index = input.shape[dim], math.prod(others)
+        if along == "m":
+            length, per_index = self.weight.shape[1], 1
+        segments = [(first * per_index, count * per_index) for first, count in parts]
+        first, own = parts[self.communicator.rank]
+        return Scattering(left, right, segments, length, first, own, others, along)
+
+    def scattered(self, buffer: torch.Tensor | None) -> Outcome:
+        """Start matmul_reduce_scatter."""
+        self.agree()
+        made = self.scattering()
+        left, right, first, count = made.left, made.right, made.first, made.own
+        shape = (made.segments[self.communicator.rank][1], right.shape[1])
+        output = buffer
+        if output is None:
+            output = left.new_empty(shape, dtype=self.dtype)
+        assert output.shape == shape
+        bias, along = self.bias, made.along
+        if along == "m" and bias is not None:
+            bias = bias[first : first + count]
+        linear = Linear(right, bias, output, along, self.activation, average=self.average)
+        event = self.reduce_scatter(left, linear, made.segments)
+        if buffer is not None:
+            return Outcome(None, event)
+        if along == "m":
+            return Outcome(output.T.view(*self.input.shape[:-1], count), event)
+        assert self.dim is not None
+        return Outcome(unrows(output, [count, *made.others], self.dim), event)
+
+    def summed(self, buffer: torch.Tensor | None) -> Outcome:
+        """Start matmul_all_reduce."""
+        self.agree()
+        left, weight, output = rows_of(self.input, 0), self.weight, buffer
+        if output is None:
+            output = left.new_empty((left.shape[0], weight.shape[1]), dtype=self.dtype)
+        linear = Linear(weight, self.bias, output, "n", self.activation, average=self.average)
+        event = self.all_reduce(left, linear)
+        if buffer is not None:
+            return Outcome(None, event)
+        return Outcome(unrows(output, self.input.shape[:-1], 0), event)
+
+    def agree(self) -> None:
+        """Exchange with all ranks and raise on any mismatch; learns the largest ``k``."""
+        *lengths, inner = self.input.shape
+        terms = (
+            ("dtype of input", self.input.dtype),
+            ("the shape of input without k", tuple(lengths)),
+            ("the columns of weight", self.weight.shape[1]),
+            ("scatter_dim", self.dim),
+            ("reduce_op", "avg" if self.average else "sum"),
+            ("algorithm", self.algorithm),
+            ("out_dtype", self.dtype),
+            ("whether there is a bias", self.bias is not None),
+            ("activation", self.activation or None),
+            *self.more_terms,
+        )
+        call = self.communicator.call_of(self.op, terms, inner)
+        self.largest_inner = max(self.communicator.parts(call))
+
+    def choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
+        """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
+        size, inner = self.communicator.world_size, self.largest_inner
+        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size)
+        return tuning.choose(self.communicator, problem, self.algorithm)
+
+    def chosen(self, rows: int, columns: int, tuned: str) -> str:
+        """The algorithm, once every rank's shapes are known; ``tuned`` is what the choice says."""
+        empty = not rows * columns * self.largest_inner
+        if self.algorithm != "auto" and not empty:
+            return self.algorithm
+        wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
+        return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty, tuned=tuned)
+
+    def reduce_scatter(
+        self,
+        left: torch.Tensor,
+        linear: Linear,
+        segments: list[tuple[int, int]],
+        algorithm: str = "",
+    ) -> Event:
+        """``left @ linear``, reduced; by ``algorithm``, or by what is chosen for these shapes."""
+        communicator = self.communicator
+        rows, columns = left.shape[0], linear.weight.shape[1]
+        choice = self.choice(SCATTER, max(count for _, count in segments), columns)
+        algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
+        name_algorithm(algorithm)
+        if algorithm == "fused":
+            return algorithms.matmul_reduce_scatter_fused(
+                communicator, left, linear, segments, choice.configuration
+            )
+        run = algorithms.matmul_reduce_scatter_unfused
+        if algorithm == "pipelined":
+            run = algorithms.matmul_reduce_scatter_pipelined
+        return run(communicator, left, linear, segments)
+
+    def all_reduce(self, left: torch.Tensor, linear: Linear) -> Event:
+        """The reduced product on all ranks: one-shot, or the own rows first, then the others'."""
+        communicator, output = self.communicator, linear.output
+        rows, columns = left.shape[0], linear.weight.shape[1]
+        choice = self.choice(ALL_REDUCE, rows, columns)
+        algorithm = self.chosen(rows, columns, choice.algorithm)
+        if algorithm == "fused" and output.nbytes <= ONE_SHOT_BYTES:
+            name_algorithm("fused")
+            return algorithms.matmul_all_reduce_fused(
+                communicator, left, linear, choice.configuration
+            )
+        segments = split_rows(rows, communicator.world_size)
+        parts = [output[first : first + count] for first, count in segments]
+        own = parts[communicator.rank]
+        mine = dataclasses.replace(linear, output=own)
+        self.reduce_scatter(left, mine, segments, algorithm)
+        flat = [part.view(-1) for part in parts]
+        return plain.gather_made(communicator, own.view(-1), flat)

@@ -1,0 +1,478 @@
+"""The catalogue of kernels: each in the variants that the default configuration launches.
+
+One :class:`Entry` is one compilation, as the launch of an op specialises it: the types of the arguments,
+which of them are divisible by 16, the constexprs, warps and stages. The ops themselves say so, see
+``catalogue_group.py``; the sizes come from ``tuning/configuration.py``.
+
+Variants of a fused kernel, named in this order::
+
+    bf16, fp16, fp32   dtype of all operands
+    kn, nk             B contiguous along N, or along K (a transposed nn.Linear weight)
+    tma, pointers      the path through kernels/products.py; tma where the chip has it
+    odd N, odd K       extents that are no multiples of 16: elements move one by one
+    bias n, bias m     one value per column, one per row
+    copiers            programs of this kernel push the chunks; without, the copy engine does
+    few rows           at most 64 rows per rank
+    scaled tensor      fp8 operands, bf16 output: one scale for each operand; "row": per row and column
+    fast               as many bits as the tensor cores keep while they add up, and not fp32's
+    silu, ...          the activation
+    multimem           copiers send once for all ranks, through the switch
+    rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
+                       or, "fp8_static", by one that the weight has
+    gathered           own rows go to all ranks: "normed", or "both", the sums too
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.epilogue import ACTIVATIONS
+from interlace.ops.attention import launch_head_exchange as head_exchange
+from interlace.ops.experts.grouped_routes import Routes
+from interlace.ops.experts.launch_combine import Home
+from interlace.ops.experts.launch_counted import CountedMatmul, CountedSizes
+from interlace.ops.experts.launch_grouped import GroupedMatmul
+from interlace.ops.experts.launch_grouped_combine import GroupedMatmulCombine
+from interlace.ops.matmul import launch_gather as gather_matmul
+from interlace.ops.matmul import launch_norms as normed
+from interlace.ops.matmul import launch_reduce as matmul_reduce
+from interlace.ops.matmul import node_reduce as node_matmul_reduce
+from interlace.ops.matmul.operands import Linear
+from interlace.runtime.compiler.request import Entry as Entry
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.numerics.norms import BY_ROW, QUANTIZE, QUANTIZED, NormTail, RowNorm
+from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from interlace.tools.build.absent_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.tools.build.catalogue_attention import attention
+from interlace.tools.build.catalogue_attention import decode_kernels as decode_kernels
+from interlace.tools.build.catalogue_attention import gathered_attention as gathered_attention
+from interlace.tools.build.catalogue_collectives import DTYPES as DTYPES
+from interlace.tools.build.catalogue_collectives import EXPERTS as EXPERTS
+from interlace.tools.build.catalogue_collectives import MANY_ROWS as MANY_ROWS
+from interlace.tools.build.catalogue_collectives import (
+    NODE_RANKS,
+    ROUTED,
+    SCALED_DTYPES,
+    between_nodes,
+    plain_collectives,
+)
+from interlace.tools.build.catalogue_collectives import TOPK as TOPK
+from interlace.tools.build.catalogue_collectives import ExpertsVariant as ExpertsVariant
+from interlace.tools.build.catalogue_collectives import collective as collective
+from interlace.tools.build.catalogue_collectives import experts_rows as experts_rows
+from interlace.tools.build.catalogue_collectives import signals as signals
+
+ARCHES = (80, 90, 100)  # that stand for the others
+BY_ENGINE = {"copiers": 0}
+"""What makes the copy engine send, and no programs of the kernel."""
+ROLES = {**BY_ENGINE, "warp_roles": True}
+"""What has warps of the kernel load, multiply or store."""
+
+
+def entries(arch: int) -> list[Entry]:
+    return [
+        *signals(arch),
+        *plain_collectives(arch),
+        *_fused(arch),
+        *_experts(arch),
+        *attention(arch),
+        *_norms(arch),
+        *between_nodes(arch),
+    ]
+
+
+def one_of_each(found: Iterable[Entry]) -> list[Entry]:
+    """The first variant of each kernel for each architecture."""
+    first: dict[tuple[str, int], Entry] = {}
+    for each in found:
+        first.setdefault((each.kernel, each.arch), each)
+    return list(first.values())
+
+
+@dataclass(frozen=True)
+class MatmulVariant:
+    """A variant of the matmul of all fused kernels; ``overrides`` are values of its configuration."""
+
+    dtype: str = "bf16"
+    layout: str = "kn"
+    tma: bool = True
+    columns: int = 4096
+    inner: int = 4096
+    bias: str = ""
+    rows: int = MANY_ROWS
+    overrides: dict[str, int] = field(default_factory=dict)
+    activation: str = ""
+    scales: str = ""
+    fast_accum: bool = True
+    grouped: bool = False
+    multimem: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return (DTYPES | SCALED_DTYPES)[self.dtype]
+
+    def configuration(self, arch: int) -> Configuration:
+        """The configuration that is launched for these operands."""
+        extents = self.rows, self.columns, self.inner
+        kind = {"fast_accum": self.fast_accum, "grouped": self.grouped}
+        default = gpu_default(arch, self.torch_dtype, *extents, **kind)
+        descriptors = default.descriptors and self.tma
+        own: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
+        return replace(default, **own | self.overrides)
+
+    def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear]:
+        """The input, of ``rows``, and the weight, with what belongs to it."""
+        columns, inner, dtype = self.columns, self.inner, self.torch_dtype
+        weight = meta(*experts, inner, columns, dtype=dtype)
+        if self.layout == "nk":
+            weight = meta(*experts, columns, inner, dtype=dtype).mT
+        output_dtype = torch.bfloat16 if self.scales else dtype
+        bias = meta(columns, dtype=output_dtype) if self.bias else None
+        output = meta(rows, columns, dtype=output_dtype)
+        linear = Linear(weight, bias, output, self.bias, self.activation, self.scales)
+        if self.scales:
+            linear.scale = meta(columns, dtype=torch.float32)
+            linear.row_scale = meta(rows, dtype=torch.float32)
+            linear.fast_accum = self.fast_accum
+        return meta(rows, inner, dtype=dtype), linear
+
+    def describe(self) -> str:
+        words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
+        words += ["odd N"] if self.columns % 16 else []
+        words += ["odd K"] if self.inner % 16 else []
+        words += [f"bias {self.bias}"] if self.bias else []
+        words += ["few rows"] if self.rows < MANY_ROWS else []
+        words += [f"scaled {self.scales}"] if self.scales else []
+        words += ["fast"] if self.scales and self.fast_accum else []
+        words += [self.activation] if self.activation else []
+        words += ["multimem"] if self.multimem else []
+        return " ".join(words)
+
+
+def _fused(arch: int) -> Iterator[Entry]:
+    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    bf16, transposed = MatmulVariant(tma=tma), MatmulVariant(tma=tma, layout="nk")
+    fp32 = MatmulVariant(tma=False, dtype="fp32")
+    shared = [
+        bf16,
+        transposed,
+        *([MatmulVariant(tma=False), MatmulVariant(tma=False, layout="nk")] if tma else []),
+        MatmulVariant(tma=False, columns=4095, inner=4095),
+        MatmulVariant(tma=False, inner=4095),
+        MatmulVariant(tma=False, layout="nk", columns=4095),
+        MatmulVariant(tma=tma, bias="n"),
+        MatmulVariant(tma=tma, bias="m"),
+        MatmulVariant(tma=tma, rows=64),
+        MatmulVariant(tma=tma, dtype="fp16"),
+        fp32,
+        replace(fp32, layout="nk", bias="n"),
+    ]
+    for operands in shared:
+        yield all_gather_matmul(arch, operands)
+    for operands in (bf16, transposed, fp32):
+        yield all_gather_matmul(arch, replace(operands, overrides=BY_ENGINE))
+    for operands in shared:
+        if operands.bias != "m":
+            yield grouped_matmul(arch, operands)
+    yield grouped_matmul(arch, replace(bf16, overrides=BY_ENGINE))
+    for operands in shared:
+        yield matmul_reduce_scatter(arch, operands)
+    for operands in (bf16, transposed, fp32):
+        yield matmul_node_reduce_scatter(arch, operands)
+    for operands in shared:
+        yield matmul_all_reduce(arch, operands)
+        if operands.bias != "m" and not operands.columns % RANKS:
+            yield matmul_all_to_all(arch, operands)
+            if not operands.tma and not operands.inner % RANKS:
+                yield all_to_all_matmul(arch, operands)
+    for activation in ACTIVATIONS:
+        yield all_gather_matmul(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
+        yield matmul_reduce_scatter(arch, MatmulVariant(tma=tma, bias="n", activation=activation))
+    yield matmul_all_reduce(arch, MatmulVariant(tma=tma, bias="n", activation="gelu"))
+    if arch == 90:
+        for operands in (bf16, transposed, MatmulVariant(dtype="fp16", activation="gelu")):
+            yield all_gather_matmul(arch, replace(operands, overrides=ROLES))
+            yield from matmul_reduce_scatter_roles(operands)
+    if arch >= 90:
+        yield all_gather_matmul(arch, MatmulVariant(tma=tma, multimem=True))
+        yield all_gather_matmul(
+            arch, MatmulVariant("fp8e4nv", "nk", scales="row", fast_accum=False, multimem=True)
+        )
+        for operands in _scaled():
+            yield all_gather_matmul(arch, operands)
+            yield matmul_reduce_scatter(arch, operands)
+
+
+def _scaled() -> Iterator[MatmulVariant]:
+    """fp8: weights are contiguous along K, as torch asks for."""
+    fp8 = MatmulVariant("fp8e4nv", "nk", scales="tensor", fast_accum=False)
+    yield fp8
+    yield replace(fp8, scales="row", bias="n")
+    yield replace(fp8, fast_accum=True)
+    yield replace(fp8, fast_accum=True, scales="row")
+    yield replace(fp8, dtype="fp8e5", scales="row")
+    yield replace(fp8, rows=64)
+
+
+def _fused_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, *words: str) -> Entry:
+    variant = " ".join((operands.describe(), *filter(None, words)))
+    allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
+    odd = operands.columns % 16 or operands.inner % 16
+    default = bool(operands.tma or odd or not allowed)
+    return entry(launch, variant, arch, default=default)
+
+
+def all_gather_matmul(arch: int, operands: MatmulVariant) -> Entry:
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows)
+    rows, group = [operands.rows] * RANKS, AbsentGroup(multicast=operands.multimem)
+    op = gather_matmul.all_gather_matmul_fused
+    (launch,) = launched(op, input, [linear], rows, None, configuration, group=group)
+    return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
+
+
+def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
+    operands = replace(operands, grouped=True)
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows, EXPERTS)
+    counts = ((operands.rows // EXPERTS,) * EXPERTS,) * RANKS
+    routes = Routes(0, counts, ((0, EXPERTS),) * RANKS)
+    call = "all_gather_grouped_matmul", input, linear, routes, None
+    (launch,) = launched(lambda group: GroupedMatmul(group, *call).fused(configuration))
+    return _fused_entry(arch, operands, launch, "copiers" if configuration.copiers else "")
+
+
+def counted_grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
+    """Whose counts are on the device."""
+    operands = replace(operands, grouped=True)
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows, EXPERTS)
+    sizes = CountedSizes(operands.rows, 2 * configuration.block_m, RANKS, EXPERTS)
+
+    def run(group: Any) -> None:
+        op = CountedMatmul(group, input, linear, meta(EXPERTS, RANKS, 3))
+        op.fused(meta(5 * sizes.lines + 1), meta(RANKS, 2 + EXPERTS), sizes, configuration)
+
+    (launch,) = launched(run)
+    return _fused_entry(arch, operands, launch)
+
+
+def matmul_reduce_scatter(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
+    (launch,) = scatters(arch, operands, average=average)
+    return _fused_entry(arch, operands, launch, "average" if average else "")
+
+
+def scatters(arch: int, operands: MatmulVariant, *, average: bool = False) -> list[KernelLaunch]:
+    """What matmul + reduce-scatter launches."""
+    input, linear, segments = _scattered(operands, RANKS)
+    linear.average = average
+    op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
+    return launched(op, input, linear, segments, configuration)
+
+
+def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
+    """For 9.0: the products by warps with roles, and the sums."""
+    operands = replace(operands, overrides=ROLES | operands.overrides)
+    return [_fused_entry(90, operands, launch) for launch in scatters(90, operands)]
+
+
+def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
+    """``columns`` are those of one rank."""
+    input, linear = replace(operands, columns=RANKS * operands.columns).tensors(operands.rows)
+    linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
+    call = input, linear, [operands.rows] * RANKS, operands.configuration(arch)
+    (launch,) = launched(head_exchange.to_heads_fused, *call)
+    return _fused_entry(arch, operands, launch)
+
+
+def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
+    """``inner`` is that of one rank; it goes by pointers."""
+    operands = replace(operands, tma=False)
+    _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
+    part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
+    call = part, linear, [operands.rows] * RANKS, None, operands.configuration(arch)
+    (launch,) = launched(head_exchange.from_heads_fused, *call)
+    words = "copiers" if call[-1].copiers else ""
+    return replace(_fused_entry(arch, operands, launch, words), default=True)
+
+
+def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
+    """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
+    configuration = operands.configuration(arch)
+    input, linear, segments = _scattered(operands, NODE_RANKS)
+    group = AbsentGroup(NODE_RANKS, put="stores")
+    op = node_matmul_reduce.matmul_reduce_scatter
+    _, launch, *_ = launched(op, input, linear, segments, configuration, group=group)
+    return _fused_entry(arch, operands, launch)
+
+
+def _scattered(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
+    """The input of all ranks' rows, the weight with an output of one's, the segments."""
+    input, linear = operands.tensors(ranks * operands.rows)
+    linear.output = linear.output[: operands.rows]
+    return input, linear, formulas.segments_of([operands.rows] * ranks)
+
+
+def matmul_all_reduce(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows)
+    linear.average = average
+    (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
+    return _fused_entry(arch, operands, launch, "average" if average else "")
+
+
+def _experts(arch: int) -> Iterator[Entry]:
+    """Rows of experts: words of 4 bytes, as nearly all rows are, with and without weights and scales."""
+    for dtype, weighted in (("bf16", True), ("bf16", False), ("fp32", True)):
+        yield from experts_rows(arch, dtype, weighted=weighted)
+    if arch >= 90:
+        yield from experts_rows(arch, "fp8e4nv", weighted=True)
+    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    for operands in (
+        MatmulVariant(tma=tma),
+        MatmulVariant(tma=tma, layout="nk"),
+        MatmulVariant(tma=tma, bias="n"),
+        MatmulVariant(tma=tma, rows=64),
+        MatmulVariant(tma=False, columns=4095, inner=4095),
+        MatmulVariant(tma=False, dtype="fp32", layout="nk"),
+    ):
+        yield grouped_matmul_combine(arch, operands)
+        yield counted_grouped_matmul(arch, operands)
+
+
+def grouped_matmul_combine(
+    arch: int, operands: MatmulVariant, routed: ExpertsVariant = ROUTED
+) -> Entry:
+    operands, experts = replace(operands, grouped=True), routed.experts
+    configuration, assignment = operands.configuration(arch), routed.chosen()
+    input, linear = operands.tensors(operands.rows, experts)
+    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32)
+    home = Home(
+        assignment.inverse, weights, meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
+    )
+
+    def run(group: Any) -> None:
+        op = GroupedMatmulCombine(group, input, linear, home)
+        op.fused(meta(experts, RANKS, 3), operands.rows, 128, configuration)
+
+    (launch,) = launched(run)
+    return _fused_entry(arch, operands, launch)
+
+
+@dataclass(frozen=True)
+class NormVariant:
+    """A variant of a kernel that norms rows: of a residual, with a weight; "layer" with a bias too."""
+
+    kind: str = "rms"
+    quantize: str = ""
+    gather: str = ""
+
+    def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
+        """``linear`` of ``rows`` own rows with this norm, and what is gathered on all ranks."""
+        columns, dtype = linear.output.shape[1], linear.output.dtype
+        weight = meta(columns, dtype=dtype)
+        bias = weight if self.kind == "layer" else None
+        made = QUANTIZED if self.quantize else dtype
+        scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
+        residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
+        rms = RowNorm(self.kind, 1e-6, weight, bias)
+        tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
+        whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
+        linear = replace(linear, output=total, tail=tail)
+        return linear, whole if self.gather else None
+
+    def describe(self) -> str:
+        words = [self.kind, self.quantize, f"gathered {self.gather}"]
+        return " ".join(words[: 3 if self.gather else 2]).replace("  ", " ").rstrip()
+
+
+RMS, LAYER = NormVariant(), NormVariant("layer")
+
+
+def _norms(arch: int) -> Iterator[Entry]:
+    tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
+    bf16, fp32 = MatmulVariant(tma=tma), MatmulVariant(tma=False, dtype="fp32")
+    norms = [RMS, LAYER, replace(RMS, gather="normed"), replace(LAYER, gather="both")]
+    if arch >= 89:  # below, Triton makes no float8_e4m3fn
+        made = [replace(RMS, quantize=name) for name in QUANTIZE]
+        norms += [*made, *(replace(each, gather="normed") for each in made)]
+    for norm in norms:
+        yield matmul_reduce_scatter_norm(arch, bf16, norm)
+        yield reduce_norm(arch, "bf16", norm)
+    for norm in norms[:2] + norms[4:6]:
+        yield matmul_all_reduce_norm(arch, bf16, norm)
+        yield low_latency_norm(arch, "bf16", norm)
+    for norm in (RMS, replace(LAYER, gather="both")):
+        yield matmul_reduce_scatter_norm(arch, fp32, norm)
+        yield reduce_norm(arch, "fp32", norm)
+    yield matmul_all_reduce_norm(arch, fp32, RMS)
+    yield low_latency_norm(arch, "fp32", RMS)
+
+
+def matmul_reduce_scatter_norm(
+    arch: int, operands: MatmulVariant, norm: NormVariant, *, average: bool = False
+) -> Entry:
+    """Matmul + reduce-scatter, whose own rows are normed."""
+    input, linear, segments = _scattered(operands, RANKS)
+    linear, whole = norm.linear(replace(linear, average=average), operands.rows)
+    op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
+    (launch,) = launched(op, input, linear, segments, configuration, whole)
+    return _fused_entry(arch, operands, launch, norm.describe(), "average" if average else "")
+
+
+def matmul_all_reduce_norm(
+    arch: int, operands: MatmulVariant, norm: NormVariant, *, average: bool = False
+) -> Entry:
+    """Matmul + all-reduce in one shot, all of whose rows are normed on every rank."""
+    input, linear = operands.tensors(operands.rows)
+    linear, _ = norm.linear(replace(linear, average=average), operands.rows)
+    configuration = operands.configuration(arch)
+    (launch,) = launched(normed.matmul_all_reduce_fused, input, linear, configuration)
+    return _fused_entry(arch, operands, launch, norm.describe(), "average" if average else "")
+
+
+def _of_rows(norm: NormVariant, dtype: str, columns: int) -> tuple[Linear, normed.WholeRows | None]:
+    """What becomes of rows of a sum that is no product."""
+    kind, rows = DTYPES[dtype], MANY_ROWS
+    nothing, output = meta(0, columns, dtype=kind), meta(rows, columns, dtype=kind)
+    return norm.linear(Linear(nothing, None, output), rows)
+
+
+def reduce_norm(
+    arch: int,
+    dtype: str,
+    norm: NormVariant,
+    configuration: Configuration | None = None,
+    *,
+    columns: int = 4096,
+    average: bool = False,
+) -> Entry:
+    """Reduction and norm of rows that are there already."""
+    linear, whole = _of_rows(norm, dtype, columns)
+    linear.average = average
+    configuration = configuration or gpu_default(arch, DTYPES[dtype], MANY_ROWS)
+    segments = formulas.segments_of([MANY_ROWS] * RANKS)
+    input = meta(RANKS * MANY_ROWS, columns, dtype=DTYPES[dtype])
+    call = "reduce_scatter_norm", input, linear, segments, configuration, whole
+    (launch,) = launched(normed.reduce_fused, *call)
+    words = [dtype, norm.describe(), "average" if average else ""]
+    return entry(launch, " ".join(filter(None, words)), arch)
+
+
+def low_latency_norm(
+    arch: int, dtype: str, norm: NormVariant, *, columns: int = 4096, average: bool = False
+) -> Entry:
+    """All-reduce and norm of few rows, whose words carry their flags."""
+    linear, _ = _of_rows(norm, dtype, columns)
+    linear.average = average
+    input = meta(4, columns, dtype=DTYPES[dtype])
+
+    def run(group: Any) -> None:
+        normed.RowReduction(group, "all_reduce_norm", input, linear, None, None).low_latency()
+
+    (launch,) = launched(run)
+    words = [dtype, norm.describe(), "average" if average else ""]
+    return entry(launch, " ".join(filter(None, words)), arch, ignore=("weak poll",))

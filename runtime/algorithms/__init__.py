@@ -1,1 +1,0 @@
-"""The launch side of every kernel algorithm: workspace, tables, grid, launches."""

@@ -1,0 +1,368 @@
+"""The base of all places on GPUs: streams, submission, workspaces, and how an op fails.
+
+A subclass says how memory comes to be (:meth:`DevicePlace._allocate`) and how ranks meet
+(:meth:`DevicePlace.exchange`).
+
+Epochs
+------
+An op's epoch is in device memory, and kernels read it there. The host counts along, by workspace, as
+long as it may: from the first graph capture on, a replay can run ops of which the host does not know, so
+then only kernels signal. Until then streams themselves write epochs (``words_for``). Waits are always
+kernels, which are bounded: nothing ends a stream's own wait but a write on another stream, which may share
+its hardware queue and come behind it.
+"""
+
+import functools
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from interlace.kernels import signal, slots
+from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
+from interlace.runtime.places.gpu import driver
+from interlace.runtime.places.gpu import stream as streams
+from interlace.runtime.places.gpu.launch import LaunchCache
+from interlace.runtime.places.gpu.residency import Residency, residency
+from interlace.runtime.places.gpu.stream import DeviceEvent, DeviceStream, Point, StreamTarget
+from interlace.runtime.places.gpu.watchdog import signal_report
+
+T = TypeVar("T")
+
+POLLS_PER_SECOND = 1_000_000  # of a wait in a kernel, at most
+
+
+class DevicePlace(Place):
+    """One rank on a GPU. ``poll_seconds`` bounds every wait in a kernel.
+
+    Attributes
+    ----------
+    recorder : what writes down what the call under way enqueues, if anything does; see ``plans.py``.
+    asynchronous : whether the op under way is; its items then go to streams of the group's own.
+    launches : the kernels that this rank has loaded.
+    events : CUDA events that were used and are not needed just now.
+    replays : whether graphs may run ops of which the host does not know.
+    high_priority : whether the group's own streams have precedence over others. Set before they are made.
+    """
+
+    interpreted = False
+    direct_access = False
+    high_priority = False
+
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, *, poll_seconds: float
+    ) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.asynchronous = False
+        self.recorder: Any = None
+        self.events: list[torch.cuda.Event] = []
+        self.launches = LaunchCache(device, self._loaded)
+        self.failure: Exception | None = None
+        self._poll_seconds = poll_seconds
+        self._index = device.index or 0
+        self._caller: StreamTarget | None = None
+        self._start: Point | None = None
+        self._start_event: torch.cuda.Event | None = None
+        self._deferred: list[Callable[[], None]] | None = None
+        self._buffers: list[SymmetricBuffer] = []
+        self._epochs: dict[int, int] = {}  # by address of the own memory: what its EPOCH comes to
+        self.replays = False
+        self._kept: list[Any] | None = None
+        self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
+        self._side: torch.cuda.Stream | None = None
+        self._one: torch.Tensor | None = None
+
+    # -- memory --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        """Zeroed symmetric memory, which every rank may write as soon as this returns. Collective."""
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        if self.caller()[1]:
+            raise InterlaceError(
+                f"rank {self.rank}: an op needs {nbytes} bytes of symmetric memory, which cannot be made "
+                "during a graph capture; call it once with tensors like these before the capture"
+            )
+        buffer = self._allocate(nbytes)
+        if self._one is None:  # now, for both may synchronize the device
+            self.alarm_stream()
+            self._one = driver.pinned([1])
+        self._buffers.append(buffer)
+        self._epochs[buffer.addresses[self.rank]] = 0
+        self._load_signals(buffer)
+        return buffer
+
+    def _load_signals(self, buffer: SymmetricBuffer) -> None:
+        """Load the kernels that signal, which a captured op needs even where streams did so before."""
+        known: dict[str, Any] = {"peers": peers_of(buffer, self.world_size)}
+        for kernel, rest in (
+            (signal.publish_kernel, {"peer": 0, "slot_byte": 0}),
+            (signal.wait_kernel, {"source": 0, "slot_byte": 0}),
+            (slots.wait_credits_kernel, {}),
+            (slots.finish_kernel, {}),
+        ):
+            launch = KernelLaunch(kernel, 1, {**known, **rest}, "a signal", num_warps=1)
+            self.launches.prepare(launch, *self.caller())
+
+    def _loaded(self, compiled: Any) -> None:
+        """A kernel was loaded: Triton's ``CompiledKernel``, which has ``module`` and ``function``."""
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective.
+
+        A place may answer for peers that have agreed to the same call before, and check that later.
+        """
+        return self.exchange(call.message, call.op)
+
+    # -- where the caller is -------------------------------------------------------------------
+
+    def caller(self) -> StreamTarget:
+        """The caller's current CUDA stream, and the graph capture it is in."""
+        if self._caller is not None:
+            return self._caller
+        handle = driver.current_stream(self._index)
+        capture = driver.capture_of(handle)
+        if capture:
+            self.replays = True
+        return handle, capture
+
+    @property
+    def capturing(self) -> bool:
+        return bool(self.caller()[1])
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Keep the caller's stream as it is now until :meth:`leave`."""
+        self._caller = self.caller()
+
+    def leave(self) -> None:
+        self._caller = None
+
+    def about_to_use(self, target: StreamTarget) -> None:
+        """An item is about to go to ``target``: what has to come before it is recorded now."""
+        start = self._start
+        if start is not None and start.target == target:
+            start.record()
+            self._start = None
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
+        urgent = priority or self.high_priority
+        stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+        return DeviceStream(self, stream, follows=name == "compute")
+
+    def side_stream(self) -> torch.cuda.Stream:
+        """A stream of the group's that no op uses; it may wait for one."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        return self._side
+
+    def alarm_stream(self) -> torch.cuda.Stream:
+        """A stream that never waits, for what ends the waits of others; one for all groups."""
+        return driver.alarm_stream(self._index)
+
+    def submit_item(self, item: Callable[[], None]) -> None:
+        """Run a stream item now, or with the rest of its op."""
+        if self._deferred is None:
+            item()
+        else:
+            self._deferred.append(item)
+
+    def record_current(self) -> Event:
+        event = DeviceEvent()
+        event.submitted = True
+        event.points = [self.start()]
+        return event
+
+    def start(self) -> Point:
+        """Where the caller's current stream is; recorded when the first item is about to follow."""
+        if self._start_event is None:
+            self._start_event = torch.cuda.Event()
+        # one event for all: who still has to wait for an earlier op's waits for this one's as well
+        self._start = point = Point(self.caller(), self._start_event)
+        return point
+
+    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
+        """A future that orders who takes ``value`` from it after ``event``, as torch's own do."""
+        if self.device.type != "cuda":
+            return None
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[self.device])
+        side = self.side_stream()
+        assert isinstance(event, DeviceEvent)
+        for point in event.points:
+            side.wait_event(point.record())
+        with torch.cuda.stream(side):
+            future.set_result(value)  # notes where this stream is
+        return future
+
+    def hold_current(self, event: Event, waiting_for: str) -> None:
+        assert isinstance(event, DeviceEvent)
+        target = self.caller()
+        for point in event.points:
+            if point.target[0] != target[0] and point.target[1] == target[1]:
+                streams.stream_of(target[0]).wait_event(point.record())
+        for index, (end, _) in enumerate(self._in_flight):
+            if end is event:
+                del self._in_flight[index]
+                return
+
+    def arrive(self) -> None:
+        if not self.capturing:
+            torch.cuda.current_stream().synchronize()
+
+    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
+        """Run the launch side of an op: it enqueues, and returns at once."""
+        before, self.asynchronous = self.asynchronous, asynchronous
+        self._kept = [] if asynchronous else None
+        try:
+            result = function()
+            if self._kept is not None:
+                self.in_flight(result.event if isinstance(result, Outcome) else None, self._kept)
+        finally:
+            self.asynchronous, self._kept = before, None
+        return Settled(result)
+
+    def in_flight(self, event: Event | None, used: list[Any]) -> None:
+        """``used`` lives until ``event``, the end of an asynchronous op, was waited for or has passed."""
+        if self._in_flight:
+            self._prune()
+        self._in_flight.append((event, used))
+
+    def keep(self, *used: Any) -> None:
+        """Keep what an item uses until the op has ended, if that runs on streams of the group's own.
+
+        The caching allocator would otherwise give the memory of a dropped tensor to the stream on which
+        it was made, while this one still works with it. ``record_stream`` would do, too, but leaves the
+        allocator waiting for events; here the caller's ``Work.wait()`` gives memory free.
+        """
+        if self._kept is not None:
+            self._kept.extend(used)
+
+    def _prune(self) -> None:
+        """Drop the memory of ops that have ended without being waited for."""
+        while self._in_flight:
+            event = self._in_flight[0][0]
+            if isinstance(event, DeviceEvent) and any(point.target[1] for point in event.points):
+                if self.capturing:
+                    return
+            elif event is not None and (self.capturing or not event.is_completed()):
+                return
+            self._in_flight.popleft()
+
+    # -- signals of streams --------------------------------------------------------------------
+
+    def _stream_words(self) -> driver.Driver | None:
+        """The driver by which this rank's streams write words; None if they cannot, or must not."""
+        return driver.stream_words(self._index)
+
+    def words_for(self, workspace: Workspace) -> tuple[driver.Driver | None, int]:
+        """For signals of the op in ``workspace``: what writes them, or None for kernels; its epoch."""
+        self.caller()
+        if self.replays:
+            return None, 0
+        finished = self._epochs[workspace.buffer.addresses[self.rank]]
+        return self._stream_words(), finished + 1
+
+    def finished(self, workspace: Workspace) -> None:
+        """The end of the op in ``workspace`` was enqueued."""
+        self._epochs[workspace.buffer.addresses[self.rank]] += 1
+
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        """Note that ``programs`` were enqueued, each of which adds one in ``buffer`` when it has ended."""
+        self._epochs[buffer.addresses[self.rank]] += programs
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
+        return residency(self._index, self.program_limit + 1)
+
+    @functools.cached_property  # can be written, which mypy does not know
+    def program_limit(self) -> int:  # type: ignore[override]
+        """One multiprocessor is left to signals and sums of the group's streams."""
+        properties = torch.cuda.get_device_properties(self.device)
+        return max(2, int(properties.multi_processor_count) - 1)
+
+    def poll_limit(self) -> int:
+        return int(self._poll_seconds * POLLS_PER_SECOND)
+
+    # -- failing and ending --------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        return None if completed else self.failure
+
+    def wake_kernels(self) -> None:
+        """Let every rank's waits in kernels end, from any thread: by the copy engine, which is free.
+
+        Where streams share one hardware queue this stands behind what was enqueued: then a wait may end
+        by its own bound first.
+        """
+        if (one := self._one) is None:
+            return
+
+        def tell() -> None:
+            for buffer in self.workspaces():
+                for rank in range(self.world_size):
+                    if buffer.mapped(rank):
+                        word = self.header(buffer, rank)[ABORT_WORD : ABORT_WORD + 1]
+                        word.copy_(one, non_blocking=True)
+
+        streams.run_on(self.alarm_stream(), tell)
+
+    def header(self, buffer: SymmetricBuffer, rank: int) -> torch.Tensor:
+        return buffer.view(rank, 0, (HEADER_WORDS,), torch.int64)
+
+    def workspaces(self) -> list[SymmetricBuffer]:
+        return list(self._buffers)
+
+    def ops_finished(self, buffer: SymmetricBuffer) -> int:
+        """The number of ops' ends enqueued in a workspace; replays of graphs are not counted."""
+        return self._epochs.get(buffer.addresses[self.rank], 0)
+
+    def trouble(self, doing: str) -> Exception | None:
+        return self.failure
+
+    def fail(self, error: Exception) -> None:
+        """Remember the first ``error`` for the next call, and end every wait of every rank."""
+        if self.failure is None:
+            self.failure = error
+            self.abort(str(error))
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.check()
+        for buffer in self._buffers:
+            header = self.header(buffer, self.rank).cpu().tolist()
+            if (error := signal_report(self.rank, header)) is not None:
+                raise error
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self.events.clear()
+        self._buffers.clear()
+        self._epochs.clear()
+        self.launches.clear()
+        if "residency" in self.__dict__:
+            self.residency.forget(id(self))

@@ -1,0 +1,1 @@
+"""The place ``nvshmem``: as ``processes``, over many nodes."""

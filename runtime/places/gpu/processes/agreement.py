@@ -1,0 +1,336 @@
+"""Agreement of ranks on what they call, without holding the host up once it has been reached.
+
+Where streams make ops asynchronous, a host that waits for its peers at every call loses its head start on
+the GPU. So a call on which all ranks have agreed before is not waited for again: a rank notes what it
+calls where the peers see it, and goes on. That is checked afterwards, at the rank's next calls and by its
+watchdog, and a difference is named as it would have been, on all ranks, and fails the group.
+
+Only what leaves nothing open is taken for granted: calls that are equal on all ranks and have no part of
+the rank's own (``Call.part``), such as the length of a shard, which may differ the next time. Those, and
+every call that a rank makes for the first time, are waited for::
+
+    n-th call      noted (number, digest)      known on this rank    go on, with the answer of last time
+                   with its text               not known, or a part  wait until all have noted their n-th
+
+Nobody waits for a rank that has gone on: its note is there, and its text is known, because it has been
+equal on all ranks once. A call's text is written once: who waited then has kept it. Numbers count all
+calls, so a rank that calls something else, or one more, is found at the first number at which the notes
+differ.
+
+Notes are in memory that the processes of a host share. Ranks of several hosts have none, and wait at
+every call (``Place.exchange`` of ``processes``).
+
+The notes of one call are neighbours, on rank 0's board, so that all of them are compared at once with
+what they were the last time: this costs the same for 2 ranks and for 64. A row, in int64 words::
+
+    number of rank 0, 1, ...    digest of rank 0, 1, ...    text of rank 0, 1, ...
+
+``text`` is 0, or 1 + which area of the rank has it, + 2 if the peers keep it. A note is there once its
+number is. Every rank's own board, behind a workspace's header, which an abort writes into::
+
+    0 CHECKED  up to where it has compared all peers' notes
+    16 ...     two areas for texts, used in turn: length, bytes
+    then       on rank 0: the rows of NOTES calls, by number modulo NOTES
+
+A row is written again NOTES calls later, and a rank waits rather than overwrite a note that a peer has
+not compared. An area is written again two texts later: by then everybody has noted the call of the text
+in between, hence has done with the one before.
+
+Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
+"""
+
+import hashlib
+import struct
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from interlace.kernels.signal import HEADER_WORDS
+from interlace.runtime.core.call import CALLS, Call, compare
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.memory import WORD
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.gpu.processes.op_record import OpRecord
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes.atomics import Words
+from interlace.runtime.processes.control import LARGEST_MESSAGE, check_size
+
+NOTES = 256
+MOST_KEPT = 1024
+AREAS = 2
+STEP = NOTES // 4  # calls between two looks at how far the peers have compared
+GLANCES = 8  # at a row, before ``processes`` is asked to wait for it
+_CHECKED = HEADER_WORDS
+_TEXTS = HEADER_WORDS + 16
+_AREA_WORDS = 1 + LARGEST_MESSAGE // WORD
+_ROWS = _TEXTS + AREAS * _AREA_WORDS
+_FIELDS = 3  # of a note
+_word = struct.Struct("=q").pack
+
+
+@dataclass(frozen=True, slots=True)
+class _AgreedCall:
+    """Peers' answers to a call. ``row``: digests, as noted. ``settled``: else it would be a misuse."""
+
+    digest: int
+    row: bytes
+    answers: list[bytes]
+    settled: bool
+
+
+class Agreement:
+    """One rank's side, made by all. ``number``: of its last call; ``differs``: of the first mismatch;
+    ``ops``: the record of what was agreed on.
+    """
+
+    def __init__(self, processes: Place) -> None:
+        self._processes: Any = processes
+        self._rank, self._world_size = processes.rank, processes.world_size
+        self._peers = [rank for rank in range(self._world_size) if rank != self._rank]
+        self._boards: list[Words] = []
+        if self._peers and processes.direct_access:
+            buffer = processes.allocate((_ROWS + NOTES * _FIELDS * self._world_size) * WORD)
+            self._memory = [part.numpy() for part in buffer.peer_bytes]
+            self._bytes = [part.data.cast("B") for part in self._memory]
+            self._boards = list(map(Words, buffer.addresses, self._bytes))
+            self._shared, self._row_bytes = self._boards[0], self._bytes[0]
+        self.number = self._texts = 0
+        self._known: dict[bytes, _AgreedCall] = {}
+        self._said = {_digest(b""): b""}  # what has been equal on all ranks, by digest
+        self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
+        self._heard: list[dict[int, bytes]] = [{} for _ in range(self._world_size)]
+        # by number modulo NOTES: what is to be compared with the peers' notes, if anything is
+        self._open: list[tuple[_AgreedCall, Call] | None] = [None] * NOTES
+        self._waited = 0  # number of the call whose answers are being waited for
+        self._compared = 0
+        self._room = STEP  # up to this number no note is overwritten that is not compared
+        self._problem: Exception | None = None
+        self.differs = 0
+        self._lock = threading.Lock()
+        self.ops = OpRecord(processes)
+
+    def launched(self) -> None:
+        """The host has enqueued all of the call that was agreed on last."""
+        self.ops.launched()
+
+    # -- the two ways of a call ----------------------------------------------------------------
+
+    def agree(self, call: Call) -> list[bytes]:
+        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
+        message = call.message
+        known = self._known.get(message)
+        if known is None:
+            self.ops.begins(message)
+            if not self._boards:
+                return list(self._processes.exchanged(message, call.op))
+            answers = self._exchange(message, call.op, keep=True)
+            self._learn(call, answers)
+            return answers
+        self.ops.agreed = message
+        if not known.settled:
+            return self._asked_again(call, known)
+        number = self._next(call.op, (known, call))
+        self._note(number, known.digest, 0)
+        return known.answers
+
+    def _next(self, doing: str, compared: tuple[_AgreedCall, Call] | None) -> int:
+        """The number of the next call, and what it is to be compared with."""
+        number = self.number + 1
+        if number > self._room:
+            self._make_room(number, doing)
+        self._open[number % NOTES] = compared
+        return number
+
+    def _asked_again(self, call: Call, known: _AgreedCall) -> list[bytes]:
+        """The answers to ``call``, most likely those of last time, for which this waits."""
+        self._waited = number = self._next(call.op, None)
+        self._note(number, known.digest, 0)
+        row = self._expected(number, known)
+        for _ in range(GLANCES):
+            if self._row(number) == row:
+                self._waited = 0
+                return known.answers
+        self.ops.begins(call.message)
+        answers = self._answers(number, call.message, known.digest, call.op)
+        if answers == known.answers:
+            return known.answers
+        self._learn(call, answers)
+        return answers
+
+    def _learn(self, call: Call, answers: list[bytes]) -> None:
+        """Remember what the ranks say when this one makes ``call``."""
+        digest = self._digests.get(call.message)
+        if digest is None:
+            return
+        same = all(answer == call.message for answer in answers)
+        digests = [digest] * self._world_size
+        if not same:
+            digests = [_digest(answer) for answer in answers]
+        row = struct.pack(f"={self._world_size}q", *digests)
+        settled = same and call.part is None
+        if settled:
+            self._said[digest] = call.message
+        self._known[call.message] = _AgreedCall(digest, row, answers, settled)
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
+        if not self._boards:
+            return list(self._processes.exchange(payload, doing))
+        op = payload if payload.startswith(CALLS) else doing
+        with record.recorded(self._processes.group, op):
+            return self._exchange(payload, doing, keep=False)
+
+    def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
+        """``keep``: the same is likely to be said again."""
+        check_size(payload, self._rank, doing)
+        number = self._next(doing, None)
+        digest, area = self._digests.get(payload), 0
+        if digest is None:
+            digest, keep = _digest(payload), keep and len(self._digests) < MOST_KEPT
+            if keep:
+                self._digests[payload] = digest
+            area = self._written(payload) + AREAS * keep if payload else 0
+        self._waited = number
+        self._note(number, digest, area)
+        return self._answers(number, payload, digest, doing)
+
+    def _answers(self, number: int, payload: bytes, digest: int, doing: str) -> list[bytes]:
+        """All ranks' notes under ``number``, once they are there; this one's is ``payload``."""
+        answers = [payload] * self._world_size
+        for peer in self._peers:
+            if not self._noted(number, peer):
+                self._processes.group.wait_until(partial(self._noted, number, peer), doing, (peer,))
+            theirs, area = self._note_of(number, peer)
+            if theirs != digest:
+                answers[peer] = self._text(peer, theirs, area, number)
+            if area > AREAS:
+                self._heard[peer][theirs] = answers[peer]
+        self._waited = 0
+        return answers
+
+    # -- notes ---------------------------------------------------------------------------------
+
+    def _at(self, number: int) -> int:
+        """The first word of the row of a call, on rank 0's board."""
+        return _ROWS + number % NOTES * _FIELDS * self._world_size
+
+    def _note(self, number: int, digest: int, area: int) -> None:
+        """Note the next call; what precedes this is seen by who sees the number."""
+        at, size, shared = self._at(number) + self._rank, self._world_size, self._shared
+        shared.view[at + size] = digest
+        shared.view[at + 2 * size] = area
+        shared.release(at, number)
+        self.number = number
+
+    def _noted(self, number: int, peer: int) -> bool:
+        return self._shared.acquired(self._at(number) + peer) >= number
+
+    def _note_of(self, number: int, peer: int) -> tuple[int, int]:
+        at, size = self._at(number) + peer, self._world_size
+        view = self._shared.view
+        assert view[at] == number, (peer, number, view[at])
+        return view[at + size], view[at + 2 * size]
+
+    def _row(self, number: int) -> memoryview:
+        """Numbers and digests of all ranks. What equals the expected ones was noted for this number."""
+        at = self._at(number) * WORD
+        return self._row_bytes[at : at + 2 * WORD * self._world_size]
+
+    def _expected(self, number: int, known: _AgreedCall) -> bytes:
+        return _word(number) * self._world_size + known.row
+
+    def _written(self, text: bytes) -> int:
+        """1 + the area that has ``text`` from now on."""
+        area = self._texts % AREAS
+        self._texts += 1
+        first = _TEXTS + area * _AREA_WORDS
+        self._boards[self._rank].view[first] = len(text)
+        at = (first + 1) * WORD
+        self._bytes[self._rank][at : at + len(text)] = text
+        return 1 + area
+
+    def _make_room(self, number: int, doing: str) -> None:
+        self.mismatch()  # lets the peers go on
+        oldest = number - NOTES
+        for peer in self._peers:
+            board = self._boards[peer]
+            if board.acquired(_CHECKED) < oldest:
+                self._processes.group.wait_until(
+                    lambda board=board: board.acquired(_CHECKED) >= oldest, doing, (peer,)
+                )
+        if self.mismatch() is None and self._compared < oldest:
+            self._processes.group.wait_until(
+                lambda: self.mismatch() is not None or self._compared >= oldest, doing, self._peers
+            )
+        compared = [self._boards[peer].acquired(_CHECKED) for peer in self._peers]
+        if self._problem is None:
+            compared.append(self._compared)
+        self._room = min(NOTES + min(compared), number + STEP)
+
+    def _text(self, peer: int, digest: int, area: int, number: int) -> bytes:
+        """The message that ``peer`` noted under ``number``, from its text or from earlier calls."""
+        if area:
+            first = _TEXTS + (area - 1) % AREAS * _AREA_WORDS
+            at, length = (first + 1) * WORD, self._boards[peer].view[first]
+            text = self._bytes[peer][at : at + length].tobytes()
+            if _digest(text) == digest:
+                return text
+        for known in (self._said, self._heard[peer]):
+            if digest in known:
+                return known[digest]
+        raise InterlaceError(
+            f"rank {self._rank}: ranks call different things: call {number} of rank {peer} is another one "
+            f"than that of rank {self._rank}"
+        )
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def mismatch(self) -> Exception | None:
+        """Compare what the peers have noted since the last time. From any thread; never waits."""
+        if self._compared == self.number or not self._boards:
+            return self._problem
+        with self._lock:
+            before = number = self._compared
+            while number < self.number and self._problem is None:
+                entry = self._open[(number + 1) % NOTES]
+                if entry is None:
+                    if number + 1 == self._waited:
+                        break  # the notes have not been read
+                elif self._row(number + 1) != self._expected(
+                    number + 1, entry[0]
+                ) and not self._equal(number + 1, *entry):
+                    break
+                number += 1
+            if number > before:
+                self._compared = number
+                self._boards[self._rank].release(_CHECKED, number)
+        return self._problem
+
+    def _equal(self, number: int, known: _AgreedCall, call: Call) -> bool:
+        """Whether all peers have noted ``call`` under ``number``; if one has noted another, says so."""
+        ready = True
+        for peer in self._peers:
+            if not self._noted(number, peer):
+                ready = False
+            elif self._note_of(number, peer)[0] != known.digest:
+                self.differs, self._problem = number, self._difference(peer, call, number)
+                return False
+        return ready
+
+    def _difference(self, peer: int, call: Call, number: int) -> Exception:
+        """The error that an exchange would have raised."""
+        messages = [call.message] * self._world_size
+        try:
+            for other in self._peers:
+                if other == peer or self._noted(number, other):
+                    digest, area = self._note_of(number, other)
+                    messages[other] = self._text(other, digest, area, number)
+            compare(messages)
+        except Exception as error:
+            return error
+        return InterlaceError(f"rank {self._rank}: call {number} of rank {peer} differs")
+
+
+def _digest(message: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,202 @@
+"""Ranks on GPUs that are processes, one per rank: how they meet, agree, and learn of each other's end.
+
+All that needs no GPU is done by another place of the same ranks, ``processes``: ``shm`` where they share
+a host, ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers
+live, and carries an abort. The GPU's part is here: agreement that does not hold the CPU up
+(``agreement.py``), a watchdog for what happens on the device, and closing both in order.
+
+Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS: what one rank enqueues is in an order in which every
+item waits only for items that every rank enqueues before it, so one hardware queue will do.
+"""
+
+import atexit
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from interlace.kernels.signal import SPIN_LIMIT_WORD
+from interlace.runtime.core.call import Call
+from interlace.runtime.core.memory import SymmetricBuffer, Workspace
+from interlace.runtime.core.place import Place
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.plans import Plans
+from interlace.runtime.places.gpu.processes.agreement import Agreement
+from interlace.runtime.places.gpu.processes.messages import HostMessages
+from interlace.runtime.places.gpu.stream import DeviceEvent, Point
+from interlace.runtime.places.gpu.watchdog import Watchdog
+from interlace.runtime.processes import dump as record
+
+_places: "weakref.WeakSet[DeviceProcessPlace]" = weakref.WeakSet()
+
+
+class DeviceProcessPlace(DevicePlace):
+    """One rank of a group of processes on GPUs. ``processes``, its place without them, is closed with it.
+
+    ``timeout``, in seconds, bounds every wait on the device; others have the bound of ``processes``.
+    """
+
+    def __init__(self, processes: Any, device: torch.device, *, timeout: float) -> None:
+        super().__init__(processes.rank, processes.world_size, device, poll_seconds=timeout)
+        self.processes, self.joining = processes, processes.joining
+        self.timeout = timeout
+        self._agreement = Agreement(processes)
+        self._watchdog: Watchdog | None = None
+        self._memory: Any = None
+        self._closed = False
+        _places.add(self)
+
+    def known_as(self, ranks: Sequence[int]) -> None:
+        self.processes.known_as(ranks)
+        group = self.processes.group
+        record.known_as(group, [ranks[rank] for rank in group.names], ranks)
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        return self._agreement.exchange(payload, doing)
+
+    def agree(self, call: Call) -> list[bytes]:
+        self._check_calls()
+        return self._agreement.agree(call)
+
+    @property
+    def calls(self) -> int:  # type: ignore[override]
+        return self._agreement.number
+
+    def _check_calls(self) -> None:
+        """Raise if ranks have called different things, as far as they have noted it."""
+        problem = self._agreement.mismatch()
+        if problem is not None:
+            self.fail(problem)
+            raise problem
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        return self._of(self.processes.subgroup(ranks, generation))
+
+    def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
+        processes, left = self.processes.reunited(ranks)
+        return self._of(processes), left
+
+    def _of(self, processes: Place) -> Place:
+        place = type(self)(processes, self.device, timeout=self.timeout)
+        place.high_priority = self.high_priority
+        return place
+
+    def bound(self) -> float:
+        return float(self.processes.bound())
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = self._poll_seconds = seconds
+        self.processes.set_timeout(seconds)
+        for buffer in self.workspaces():
+            self.header(buffer, self.rank)[SPIN_LIMIT_WORD] = self.poll_limit()
+
+    def new_plans(self, communicator: Any) -> Any:
+        return Plans(communicator, self, self._agreement, self.processes.check)
+
+    @functools.cached_property
+    def _messages(self) -> HostMessages:
+        return HostMessages(self.processes.new_engine(None), self._bring)
+
+    def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copy to the GPU, on a stream of the group's that waits for nothing; from any thread."""
+        side = self.side_stream()
+        with torch.cuda.stream(side):
+            to.copy_(source)
+            event = DeviceEvent()
+            event.points, event.submitted = [Point((int(side.cuda_stream), 0))], True
+            event.points[0].record()
+        return event
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        return self._messages.send(tensor, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        # what was enqueued on the tensor's memory so far comes before the message
+        self.side_stream().wait_stream(torch.cuda.current_stream())
+        return self._messages.recv(tensor, peer, tag)
+
+    def finished(self, workspace: Workspace) -> None:
+        super().finished(workspace)
+        self._enqueued(workspace.buffer)
+
+    def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
+        super().counts(buffer, programs)
+        self._enqueued(buffer)
+
+    def _enqueued(self, buffer: SymmetricBuffer) -> None:
+        """The end of an op, or of a part of it, was enqueued in ``buffer``."""
+        epoch = None if self.replays else self.ops_finished(buffer)
+        self._agreement.ops.enqueued(buffer.addresses[self.rank], epoch)
+        self._watched().look_after()
+
+    def reached(self, epochs: Mapping[int, int]) -> None:
+        """How many ops the device has ended in each of the own workspaces, by address."""
+        self._agreement.ops.reached(epochs)
+
+    def _watched(self) -> Watchdog:
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self)
+        return self._watchdog
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self._check_calls()
+        self.processes.check()
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        problem = self._agreement.mismatch()
+        if problem is not None:
+            self.fail(problem)
+            if number < self._agreement.differs:
+                return None if completed else self.failure
+            return problem
+        return super().failure_of(number, completed=completed)
+
+    def trouble(self, doing: str) -> Exception | None:
+        if self.failure is not None:
+            return self.failure
+        return self._agreement.mismatch() or self.processes.trouble(doing)
+
+    def fault(self, reason: str) -> None:
+        self.processes.fault(reason)
+
+    def fail(self, error: Exception) -> None:
+        if self.failure is None:
+            self._agreement.ops.failed(error)
+        super().fail(error)
+
+    def abort(self, reason: str) -> None:
+        """Implements ``Place.abort``; on this rank's GPU and its peers' every wait ends, too."""
+        self.processes.abort(reason)
+        self.wake_kernels()
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def close(self) -> None:
+        """Leave the group; symmetric memory goes back with the last tensor over it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_watching()
+        if self._memory is not None:
+            self._buffers.clear()
+            self._memory.close()
+        super().close()
+        self.processes.linger = self.linger
+        self.processes.close()
+
+
+def _at_exit() -> None:
+    """A thread that uses CUDA must not come back into an interpreter that is gone."""
+    for place in list(_places):
+        place._stop_watching()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,134 @@
+"""The place ``cuda`` with virtual ranks: several ranks of one process share one GPU.
+
+Symmetric memory is one plain allocation per rank; all of them are in one address space, so the kernels
+run as they would between GPUs, publishing and waiting included. Every rank has its own streams.
+
+What keeps it from blocking:
+
+- persistent grids share the SMs, so the kernels of all ranks are resident together (``program_limit``);
+- the launches of one op happen together: ranks first allocate and compile, then meet, then launch. No rank
+  does anything that might synchronize the device (an allocation, a module load) while a kernel of another
+  rank polls for a launch that is still to come;
+- they launch in step, item by item: what an item waits for, every rank has enqueued before. So one hardware
+  queue will do, and streams may share queues as they like.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
+from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.core.place import Place
+from interlace.runtime.places.gpu.available import gpu_problem
+from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.residency import Residency, residency
+from interlace.runtime.places.gpu.turns import Turns, run_threads
+
+
+class VirtualRankPlace(DevicePlace):
+    """One virtual rank of one group. ``members`` are ranks of the run, in group order."""
+
+    name = "cuda"
+    virtual = True
+
+    def __init__(self, turns: Turns, members: tuple[int, ...], rank: int, key: Any) -> None:
+        poll_seconds = min(turns.timeout, 20.0)
+        super().__init__(rank, len(members), current_device(), poll_seconds=poll_seconds)
+        self._turns, self._members, self._key = turns, members, key
+        self._meetings = 0
+
+    def _meet(self, bring: Any, doing: str) -> list[Any]:
+        number, self._meetings = self._meetings, self._meetings + 1
+        answers = self._turns.meet((self._key, number), self.rank, self.world_size, bring, doing)
+        self._turns.forget((self._key, number - 2))
+        return answers
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        return self._meet(payload, doing)
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream().synchronize()  # peers may write as soon as they know the address
+        parts = self._meet(mine, "an allocation of symmetric memory")
+        return SymmetricBuffer.over(self.rank, parts)
+
+    def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
+        members = tuple(self._members[rank] for rank in ranks)
+        key = (self._key, members, generation)
+        return VirtualRankPlace(self._turns, members, ranks.index(self.rank), key)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        with super().launching():
+            self._deferred = []
+            try:
+                yield
+                items = self._deferred
+            finally:
+                self._deferred = None
+            longest = max(self._meet(len(items), "the launch of an op"))
+            for number in range(longest):
+                if number < len(items):
+                    items[number]()
+                self._meet(None, "the launch of an op")
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """The residency of this rank's share of the GPU, the same for all its groups."""
+        capacity, known = self.program_limit + 1, self._turns.residencies
+        return residency(self._members[self.rank], capacity, known)
+
+    @functools.cached_property  # can be written, which mypy does not know
+    def program_limit(self) -> int:  # type: ignore[override]
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return max(2, sms // self._turns.world_size - 1)
+
+    def check(self) -> None:
+        super().check()
+        if self._turns.failed is not None:
+            raise InterlaceError(f"rank {self.rank}: the group has failed: {self._turns.failed}")
+
+    def abort(self, reason: str) -> None:
+        self._turns.fail(reason)
+        self.wake_kernels()
+
+
+def run_virtual_ranks(
+    on_rank: Callable[[Place], Any], world_size: int, *, timeout: float
+) -> list[Any]:
+    """Run ``on_rank(place)`` on ``world_size`` virtual ranks of the current GPU; results by rank."""
+    problem = gpu_problem()
+    if problem:
+        raise PlaceUnavailableError(
+            f'place "cuda" cannot be used here: {problem}; use place="sim" or "shm"'
+        )
+    device = torch.cuda.current_device()
+    turns = Turns(world_size, timeout)
+    members = tuple(range(world_size))
+    places: list[VirtualRankPlace] = []
+
+    def main(rank: int) -> Any:
+        torch.cuda.set_device(device)
+        place = VirtualRankPlace(turns, members, rank, "world")
+        places.append(place)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            result = on_rank(place)
+            place.exchange(b"", "the end of the run")
+            place.settle()
+        return result
+
+    try:
+        return run_threads(main, world_size, turns)
+    except BaseException:
+        for place in places:
+            place.abort("the run failed")  # wakes every kernel that still polls
+        torch.cuda.synchronize()
+        raise
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,1 +1,0 @@
-"""The place ``nvshmem``: as ``cuda_processes``, over many nodes."""

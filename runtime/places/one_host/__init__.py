@@ -1,1 +1,0 @@
-"""Processes of one host that form a group: shared segments, messages, waits, deaths."""

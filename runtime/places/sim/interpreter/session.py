@@ -1,0 +1,394 @@
+"""Triton's interpreter as a library: one patched session, exact arithmetic, and hooks.
+
+Stock Triton patches its language for every call of every device function and runs the programs of a
+grid one after another. Here a *session* patches once; programs are plain callables that a scheduler may
+run in any interleaving; and every memory access and atomic passes through the session's hooks. All of
+it happens by instance attributes on ``triton.runtime.interpreter.interpreter_builder``, which are
+removed when the session ends.
+
+The builder is global to the process, so only one session exists at a time; a second thread waits.
+"""
+
+import difflib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from interlace.runtime.compat.attributes import Replacement, replaced
+from interlace.runtime.compat.triton_interpreter import (
+    NO_POLICY,
+    Autotuner,
+    InterpretedFunction,
+    JITFunction,
+    KernelInterface,
+    TensorHandle,
+    atomics,
+    bare,
+    ir,
+    triton_interpreter,
+    unchecked,
+)
+from interlace.runtime.compat.triton_launcher import unknown_options
+from interlace.runtime.core.accesses import Atomic, Hooks
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
+from interlace.runtime.core.launch import checked_grid
+from interlace.runtime.places.sim.interpreter import provenance, shortcut_arithmetic, shortcut_calls
+from interlace.runtime.places.sim.interpreter.descriptors import checked
+from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
+
+
+def require_interpreter(kernel: Any) -> None:
+    """Raise unless ``kernel`` was decorated while Triton was in interpreter mode."""
+    kind = InterpretedFunction
+    if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # its own functions were first
+        return
+    raise PlaceUnavailableError(
+        "this place runs kernels in Triton's interpreter, but they were loaded for the compiler: "
+        "set TRITON_INTERPRET=1 before Python starts. interlace sets it by itself when no CUDA device "
+        "is visible and triton has not been imported yet; if triton was imported before interlace, "
+        "import interlace first"
+    )
+
+
+def program_function(
+    kernel: Any, arguments: dict[str, Any], origin: provenance.Asked = lambda path, tensor: None
+) -> Callable[[], None]:
+    """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
+    require_interpreter(kernel)
+    names = kernel.arg_names
+    unknown = set(arguments) - set(names)
+    assert not unknown, f"{kernel.__name__} has no argument {sorted(unknown)}"
+    fixed = constants(kernel)
+    converted = {
+        name: value if name in fixed else triton_interpreter._implicit_cvt(value)
+        for name, value in arguments.items()
+    }
+    for name in arguments.keys() - fixed:
+        provenance.mark(name, arguments[name], converted[name], origin)
+    body = kernel.rewrite()
+    return lambda: body(**converted)
+
+
+_session_lock = threading.RLock()
+
+
+def is_open() -> bool:
+    """Whether there is a session; for who holds the lock, one of this thread."""
+    return "create_inline_asm" in vars(triton_interpreter.interpreter_builder)
+
+
+@contextmanager
+def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
+    """Patch the language, yield the builder. Without ``shortcuts`` that sees every operation."""
+    builder = triton_interpreter.interpreter_builder
+    with _session_lock, ExitStack() as stack:
+        if is_open():
+            raise PlaceUnavailableError(
+                "a kernel is already being interpreted in this thread: ranks of place 'sim' cannot "
+                "start another interlace.run"
+            )
+        stack.enter_context(replaced(*_language()))
+        nothing = SimpleNamespace(restore=lambda: None)
+        changes: list[Replacement] = [
+            # the language is patched for good; kernels that user code launches in between
+            # must not patch and restore it in an order of their own
+            (triton_interpreter, "_patch_lang", lambda function: nothing),
+            # without the stock re-patching (206 us against 16 us per call)
+            (
+                InterpretedFunction,
+                "__call__",
+                lambda self, *a, **named: self.rewrite()(*a, **named),
+            ),
+            # of a block, which an assert may be about, stock Triton's is True
+            (tl.tensor, "__bool__", lambda tensor: bool(tensor.handle.data.all())),
+            # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
+            (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
+            (triton_interpreter, "_get_np_dtype", _numpy_dtype),
+            (triton_interpreter, "_implicit_cvt", _converted),
+            *((kind, "run", _launched(hooks)) for kind in (InterpretedFunction, JITFunction)),
+            # no configuration is timed, so the first that is left is taken
+            (Autotuner, "do_bench", lambda *call, **how: (0.0,) * 3),
+        ]
+        shortcuts = shortcuts and not builder.options.debug
+        if not builder.options.debug:
+            # checks every integer operation for overflow, then drops what it found
+            unchecked = replace(builder.options, sanitize_overflow=False)
+            changes.append((builder, "options", unchecked))
+        changes += [
+            (triton_interpreter.interpreter_semantic, "device_assert", _device_assert),
+            (tl, "multiple_of", functools.partial(_multiple_of, tl.multiple_of)),
+            (builder, "create_assume", lambda condition: _check("assume", condition.data, "")),
+        ]
+        stack.enter_context(replaced(*exact_arithmetic(), *changes))
+        if shortcuts:
+            stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
+        stack.enter_context(replaced(*_hooked(builder, hooks)))
+        if shortcuts:
+            stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
+        yield builder
+
+
+def _converted(argument: Any) -> Any:
+    """Stock Triton's has 32 bits for what is one."""
+    if isinstance(argument, bool):
+        return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
+    return _stock_converted(argument)
+
+
+def _device_assert(condition: Any, message: Any, mask: Any) -> None:
+    """Checked always; Triton does where it compiles with ``debug``."""
+    holds = condition.handle.data.astype(np.bool_)
+    _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
+
+
+def _multiple_of(stock: Callable[..., Any], input: Any, values: Any, **named: Any) -> Any:
+    """What is said of a block is true of its first element: there its elements begin to be neighbours."""
+    made = stock(input, values, **named)
+    if isinstance(made, tl.tensor):
+        first = int(made.handle.data.flat[0])
+        for each in made.handle.attr["tt.divisibility"]:
+            _check("multiple_of", np.bool_(first % each == 0), f"{first} is not one of {each}")
+    return made
+
+
+def _check(what: str, holds: Any, message: Any) -> None:
+    if not holds.all():
+        told = f"{what} fails"
+        if holds.size > 1:
+            shape, first = "x".join(map(str, holds.shape)), np.argwhere(~holds)[0].tolist()
+            told += f" for {(~holds).sum()} elements, the first {(*first,)} of a block of {shape}"
+        raise AssertionError(f"{told}: {message}" if message else told)
+
+
+@functools.cache  # looking through the language takes as long as a small run
+def _language() -> list[Replacement]:
+    """What Triton replaces in its language for interpreted functions, found by letting it."""
+    modules = [tl, *(each for each in vars(tl).values() if inspect.ismodule(each))]
+    kinds = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
+    before = [(each, dict(vars(each))) for each in (*modules, *kinds)]
+    for function in (_uses_language, tl.zeros.fn):
+        triton_interpreter._patch_lang(function)
+    changed = [
+        (each, name, value)
+        for each, names in before
+        for name, value in vars(each).items()
+        if names.get(name) is not value and name != "__annotations__"  # which come when asked for
+    ]
+    for each, names in before:
+        for name in [name for place, name, _ in changed if place is each]:
+            if name in names:
+                setattr(each, name, names[name])
+            else:
+                delattr(each, name)
+    return changed
+
+
+def _uses_language() -> None:
+    """Its globals hold ``tl``, which is what the patcher looks for."""
+
+
+_stock_converted = triton_interpreter._implicit_cvt
+_stock_numpy_dtype = triton_interpreter._get_np_dtype
+_numpy_dtypes: dict[str, Any] = {}
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    """The stock function builds a table of all types at every call; this looks up by name."""
+    if isinstance(dtype, (tl.pointer_type, tl.block_type)):
+        return _stock_numpy_dtype(dtype)
+    found = _numpy_dtypes.get(dtype.name)
+    if found is None:
+        found = _numpy_dtypes[dtype.name] = _stock_numpy_dtype(dtype)
+    return found
+
+
+def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
+    load, store = builder.create_masked_load, builder.create_masked_store
+    cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
+
+    def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        def perform(mask: Any = mask) -> Any:
+            if other is not None:
+                return load(pointers, mask, other, *rest, **named)
+            element = pointers.get_element_ty()
+            kind = _numpy_dtype(element)
+            zeros = np.zeros(pointers.data.shape, kind)
+            return unchecked(atomics.load(pointers.data, mask.data, zeros, kind), element)
+
+        if named["is_volatile"] if named else rest[-1]:
+            # PTX: "treated as a relaxed operation with system scope"
+            return hooks.atomic(Atomic(pointers, mask, "load", "relaxed", "sys", True), perform)
+        return hooks.load(pointers, mask, perform)
+
+    def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        def perform(mask: Any = mask) -> Any:
+            return store(pointers, value, mask, *rest, **named)
+
+        return hooks.store(pointers, value, mask, perform)
+
+    def atomic_cas(pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+        reads_only = bool((compare.data == value.data).all())
+        atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
+
+        def perform(mask: Any = None) -> Any:
+            if mask is None:
+                return cas(pointers, compare, value, sem, scope)
+            return TensorHandle(np.zeros_like(value.data), value.dtype)
+
+        return hooks.atomic(atomic, perform)
+
+    def atomic_rmw(op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        kind = _KINDS[op]
+        reads_only = kind == "add" and not value.data.any()
+        atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
+
+        def perform(mask: Any = mask) -> Any:
+            return rmw(op, pointers, value, mask, sem, scope)
+
+        return hooks.atomic(atomic, perform)
+
+    def atomic_load(pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
+
+        def perform(mask: Any = mask) -> Any:
+            return load(pointers, mask, None, *NO_POLICY, True)
+
+        return hooks.atomic(atomic, perform)
+
+    def atomic_store(pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
+
+    def atomic_poll(pointers: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+        # Without the timeout, which is of a GPU's clock: whoever waits in vain is reported.
+        everywhere = TensorHandle(np.ones(1, np.bool_), tl.int1)
+        values = np.broadcast_to(expected.data, pointers.data.shape)
+        for address, value in zip(pointers.data.ravel(), values.ravel(), strict=True):
+            one = TensorHandle(np.array([address]), pointers.dtype)
+            while atomic_load(one, everywhere, sem, scope).data[0] != value:
+                pass
+        return TensorHandle(np.ones(pointers.data.shape, np.bool_), tl.int1)
+
+    since_39 = [
+        (builder, function.__name__.replace("atomic", "create_atomic"), function)
+        for function in (atomic_load, atomic_store, atomic_poll)
+    ]
+    from interlace.runtime.places.sim.interpreter.inline_ptx.threads import (
+        InlineAssembly,  # few need it
+    )
+
+    return [
+        *(each for each in since_39 if hasattr(builder, each[1])),
+        *provenance.overrides(builder, hooks),
+        (builder, _DESCRIPTOR, checked(getattr(builder, _DESCRIPTOR))),
+        (builder, "create_masked_load", masked_load),
+        (builder, "create_masked_store", masked_store),
+        (builder, "create_atomic_cas", atomic_cas),
+        (builder, "create_atomic_rmw", atomic_rmw),
+        (builder, "create_barrier", hooks.barrier),
+        (builder, "create_inline_asm", InlineAssembly(builder, hooks).create),
+    ]
+
+
+_DESCRIPTOR = "create_make_tensor_descriptor"
+_SEMS = {
+    ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    ir.MEM_SEMANTIC.RELEASE: "release",
+    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+}
+_SCOPES = {
+    ir.MEM_SYNC_SCOPE.CTA: "cta",
+    ir.MEM_SYNC_SCOPE.GPU: "gpu",
+    ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
+}
+_KINDS = {
+    getattr(ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # as "add" of FADD, "min" of UMIN
+    for name in ["ADD", "FADD", "MIN", "UMIN", "MAX", "UMAX", "AND", "OR", "XOR", "XCHG"]
+}
+
+
+def _launched(hooks: Hooks) -> Callable[..., None]:
+    """In place of ``InterpretedFunction.run``, which runs one program after another."""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if warmup:
+            return
+        options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+        given = {name: value for name, value in named.items() if name in kernel.arg_names}
+        if unknown := unknown_options(options):
+            near = difflib.get_close_matches(
+                unknown[0], [*kernel.arg_names, "num_warps", "num_stages"]
+            )
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise KeyError(
+                f"{unknown[0]!r} is no parameter of {kernel.__name__} and no option of a launch{meant}"
+            )
+        bound = inspect.signature(kernel.fn).bind(*args, **given)
+        bound.apply_defaults()
+        told = {name: bound.arguments[name] for name in bound.arguments.keys() - constants(kernel)}
+        for path, value in leaves(told).items():
+            if not isinstance(value, KernelInterface):
+                kind_of(path, value)
+        for hook in kernel.pre_run_hooks:
+            hook(*args, **given)
+        extents = checked_grid(grid(bound.arguments) if callable(grid) else grid)
+        hooks.launch(kernel, extents, dict(bound.arguments), options)
+
+    return run
+
+
+def active_addresses(pointers: Any, mask: Any) -> Any:
+    """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
+    return active(pointers.data, pointers, mask)
+
+
+def active(values: Any, pointers: Any, mask: Any) -> Any:
+    """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
+    values, shape = np.asarray(values), pointers.data.shape
+    if values.shape != shape:
+        values = np.broadcast_to(values, shape)
+    if mask is None or bare(mask).all():
+        return values.ravel()
+    return values[chosen(pointers, mask)]
+
+
+def chosen(pointers: Any, mask: Any) -> Any:
+    """Of each pointer whether the mask lets the access be."""
+    return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
+
+
+def as_mask(chosen: Any) -> Any:
+    """The handle of a mask."""
+    return TensorHandle(chosen, tl.int1)
+
+
+def outwards(frame: Any) -> Iterator[Any]:
+    """``frame``, which may be None, and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def source_frames(frame: Any) -> list[Any]:
+    """The frames of kernel code: a kernel's author has no use for those of Triton and of the runtime."""
+    return [
+        each
+        for each in outwards(frame)
+        if _of_kernels(each.f_code.co_filename, each.f_globals.get("__name__", ""))
+    ]
+
+
+@functools.cache  # asked for every frame at every access of a run that is observed
+def _of_kernels(file: str, module: str) -> bool:
+    ours = module.startswith(("interlace.runtime.", "interlace.verify."))
+    return not file.startswith(triton.__path__[0]) and not ours and "greenlet" not in file

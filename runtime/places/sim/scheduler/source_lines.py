@@ -1,0 +1,234 @@
+"""Source lines of programs and of user code, from the frames they are suspended in."""
+
+import ast
+import contextvars
+import functools
+import linecache
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from interlace.runtime.core.errors import (
+    BlockedWait,
+    InterlaceError,
+    RankError,
+    SourceText,
+)
+from interlace.runtime.places.sim.interpreter.session import outwards, source_frames
+from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
+from interlace.runtime.places.sim.scheduler.task import Task
+
+# who polls there was called by the kernel that waits
+_SIGNALS = ("signal.py", "slots.py", "flagged_words.py")
+LAUNCHED: contextvars.ContextVar[SourceText | None]
+LAUNCHED = contextvars.ContextVar("interlace_launched", default=None)
+"""Of a program that a stream has launched: what that was, and where it was enqueued, if anybody looks."""
+_COMPARED = re.compile(r"(==|!=|<=|>=|<|>)\s*(\w+)")
+
+
+def polling(
+    task: Task, seen: int | None, words: list[int], memory: Allocations, values: Sequence[int] = ()
+) -> BlockedWait:
+    """Describe a program that polls ``words``, from the frames it is suspended in.
+
+    ``values``: of the words when they were read last; ``seen``: of the first one, which the others led to.
+    """
+    suspended = task.greenlet.gr_frame
+    frames = source_frames(suspended)
+    expected = source = None
+    what = together(map(memory.name, words)) if words else "a slot"
+    if seen is None and len(values) > 1:
+        more = f" and {len(values) - 2} more" * (len(values) > 2)
+        what += f", seen {values[0]} and {values[1]}{more}"
+    where = SourceText("")
+    for frame in frames:
+        if frame.f_code.co_name == "wait" and "epoch" in frame.f_locals:
+            found = frame.f_locals
+            expected = _scalar(found["epoch"])
+            source = _scalar(found.get("source"))
+            what = f"slot at byte {_scalar(found.get('slot_byte'))} from rank {source}"
+        elif frame.f_code.co_name == "wait_slots" and (
+            late := _late(frame.f_locals, words, values)
+        ):
+            expected, source, byte, seen = late
+            what = f"slot at byte {byte} from rank {source}"
+        elif not where or where.startswith(_SIGNALS):
+            where = place_of(frame)
+    if frames and expected is None:
+        expected = _expected(frames[0])
+    for frame in outwards(suspended):
+        inside = frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads")
+        if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
+            where = SourceText(f"{where}, inline PTX: {text}", where.frames)
+            break
+    if not frames and (lines := _ptx_lines(suspended)):
+        where = SourceText(", called from ".join(lines), lines[0].frames)
+    return BlockedWait(task.rank, task.who, what, seen, expected, where, source)
+
+
+def _late(
+    found: dict[str, Any], words: Sequence[int], values: Sequence[int]
+) -> tuple[int, int, int, int] | None:
+    """Of ``wait_slots`` the first slot that has not come: the epoch, the source, the byte, what it has."""
+    epoch, read = _scalar(found.get("epoch")), dict(zip(words, values, strict=False))
+    names = ("pointers", "sources", "slot_bytes")
+    if epoch is None or any(name not in found for name in names):
+        return None
+    columns = (found[name].handle.data.ravel().tolist() for name in names)
+    for address, source, byte in zip(*columns, strict=True):
+        if read.get(address, epoch) < epoch:
+            return epoch, source, byte, read[address]
+    return None
+
+
+def _expected(frame: Any) -> int | None:
+    """The number with which the line compares, if written or in a scalar variable: the end of a poll."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = _COMPARED.findall(line)
+    if not found:
+        return None
+    operator, name = found[-1]
+    if operator == "==" and line.lstrip().startswith("while"):
+        return None  # it goes on until that changes
+    return int(name) if name.isdigit() else _scalar(frame.f_locals.get(name))
+
+
+def program_line(task: Task) -> str:
+    frames = source_frames(task.greenlet.gr_frame)
+    return place_of(frames[0]) if frames else "its beginning"
+
+
+def user_frame(frame: Any) -> Any:
+    """The innermost frame of the user's code at or above ``frame``; None if there is none."""
+    ours = ("interlace", "torch", "contextlib", "concurrent", "numpy", "triton")
+    around = outwards(frame)
+    return next((f for f in around if not f.f_globals.get("__name__", "").startswith(ours)), None)
+
+
+def user_line(task: Task) -> str:
+    """Where in the user's code a suspended user task stands."""
+    return line_of(user_frame(task.greenlet.gr_frame))
+
+
+def line_of(frame: Any) -> SourceText:
+    """The frame's line, as in "file.py:12"; empty for None."""
+    if frame is None:
+        return SourceText("")
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    return SourceText(f"{os.path.basename(path)}:{number}", ((path, number),))
+
+
+def place_of(frame: Any) -> SourceText:
+    """The frame's line and function: "file.py:12 in function"."""
+    line = line_of(frame)
+    return SourceText(f"{line} in {frame.f_code.co_name}", line.frames)
+
+
+def with_lines(error: BaseException) -> SourceText:
+    """What ``error`` says, and where in kernels and user code it was raised, unless it says so itself."""
+    text = str(error).strip()
+    if not text or text.endswith(":"):
+        text = f"{text.removesuffix(':') or type(error).__name__} without a message"
+    raised = error.original if isinstance(error, RankError) else error
+    if isinstance(raised, InterlaceError) and raised.frames:
+        return SourceText(text, raised.frames)
+    lines = _compiled_lines(raised)
+    refused = isinstance(raised, NotImplementedError)  # what a kernel wants, at a line of its own
+    if isinstance(raised, InterlaceError) and not lines and not refused:
+        return SourceText(text)
+    return at_lines(text, lines or raised_in(raised))
+
+
+def at_lines(text: str, lines: list[SourceText]) -> SourceText:
+    """``text`` with ``lines``, outermost first, behind it."""
+    at = f" at {', called from '.join(lines[::-1])}" if lines else ""
+    return SourceText(text + at, tuple(frame for line in lines[::-1] for frame in line.frames))
+
+
+def raised_in(error: BaseException) -> list[SourceText]:
+    """The lines of kernels and user code, outermost first, that ``error`` has come through."""
+    lines = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if _is_ours(frame) or user_frame(frame) is frame:
+            path = frame.f_code.co_filename
+            place = f"{os.path.basename(path)}:{number} in {frame.f_code.co_name}"
+            lines.append(SourceText(place, ((path, number),)))
+    return lines
+
+
+def _compiled_lines(error: BaseException | None) -> list[SourceText]:
+    """The lines, outermost first, of the compiled code that raised ``error`` or its cause, if any did."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if found := [each for each in _ptx_lines(frame, around=False) if each.frames]:
+                return found[::-1]
+        error = error.__cause__
+    return []
+
+
+def program_lines() -> tuple[SourceText, ...]:
+    """Lines of the running program, innermost first; empty outside of kernels."""
+    frame = sys._getframe()
+    frames = source_frames(frame)
+    lines = tuple(map(place_of, frames))
+    launched = LAUNCHED.get()
+    if lines and launched is not None and launched.frames and all(map(_is_ours, frames)):
+        lines += (launched,)  # of a kernel of interlace a user knows no other line
+    return lines or _ptx_lines(frame)
+
+
+def _is_ours(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("interlace.kernels.")
+
+
+def task_lines(task: Task) -> tuple[SourceText, ...]:
+    """The user's line, for user code and for what user code has put on a stream."""
+    if task.owner is not None:
+        return (task.owner.running,)
+    frame = user_frame(sys._getframe(2))
+    return () if frame is None else (place_of(frame),)
+
+
+def _ptx_lines(frame: Any, *, around: bool = True) -> tuple[SourceText, ...]:
+    """The line that the machine at or above ``frame`` runs, or its module reads, if there is one."""
+    for each in outwards(frame) if around else (frame,):
+        where = each.f_locals.get("where") if _is_machine(each, "module") else None
+        if _is_machine(each, "machine"):
+            where = each.f_locals["self"].where
+        if where is not None:
+            text, places = where()
+            return tuple(_written(*place) for place in places) or (SourceText(text),)
+    return ()
+
+
+def _is_machine(frame: Any, name: str) -> bool:
+    return str(frame.f_globals.get("__name__", "")).endswith(f".ptx.machine.{name}")
+
+
+@functools.cache
+def _written(path: str, number: int) -> SourceText:
+    """A line that a compiler names: where the call that it is part of begins, and in which function."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        tree = ast.Module([], [])
+    first, function = number, ""
+    for node in ast.walk(tree):  # outer ones first
+        if not isinstance(node, (ast.Call, ast.FunctionDef)):
+            continue
+        if node.lineno <= number <= (node.end_lineno or 0):
+            if isinstance(node, ast.Call):
+                first = node.lineno
+            else:
+                function = f" in {node.name}"
+    return SourceText(f"{os.path.basename(path)}:{first}{function}", ((path, first),))
+
+
+def _scalar(value: Any) -> int | None:
+    handle = getattr(value, "handle", None)
+    if handle is not None:
+        return int(handle.data.ravel()[0]) if handle.data.size == 1 else None
+    return value if isinstance(value, int) else None

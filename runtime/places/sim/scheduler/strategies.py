@@ -1,0 +1,184 @@
+"""The strategies by which the scheduler explores interleavings: which task goes on.
+
+A *point* is where a task may be interrupted: before every load, store and atomic of a program, between
+the pieces of a copy, at every call that waits. A strategy is asked twice. At a memory access, whether
+to interrupt at all; and after an interruption, which task goes on. Both answers may depend on a seed
+and on nothing else, so a seed is a schedule.
+
+=============  ====================================================================================
+Random         any task that can run, with equal chances; memory accesses interrupt now and then
+Priority       probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): tasks have random
+               priorities, the highest one runs, and at ``depth - 1`` random points it becomes the
+               lowest. Finds a bug that needs ``depth`` ordered events with a known probability.
+Replay         a list of segments (task, points), as another run has recorded it
+=============  ====================================================================================
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from interlace.runtime.places.sim.scheduler.task import Task
+
+MEMORY_SWITCH = 0.2
+
+
+class ScheduleSegment(NamedTuple):
+    """``task`` ran over ``points`` points before another task did."""
+
+    task: str
+    points: int
+
+
+class Strategy(Protocol):
+    def interrupts(self) -> bool:
+        """A task is about to touch memory: interrupt it?"""
+
+    def passes(self) -> None:
+        """A task is being interrupted, whatever the strategy thinks of it."""
+
+    def tires(self) -> None:
+        """The running task has gone on for long and changed nothing: let others go first."""
+
+    def choose(self, tasks: Sequence[Task]) -> Task | None:
+        """A task that can run; None if none can."""
+
+
+class Random:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def interrupts(self) -> bool:
+        return self._random.random() < MEMORY_SWITCH
+
+    def passes(self) -> None: ...
+
+    def tires(self) -> None: ...
+
+    def choose(self, tasks: Sequence[Task]) -> Task | None:
+        count = len(tasks)
+        first = int(self._random.random() * count)
+        for step in range(count):
+            task = tasks[(first + step) % count]
+            if task.can_run():
+                return task
+        return None
+
+
+class Priority:
+    """Always the task of highest priority; ``depth - 1`` times within ``length`` points it changes.
+
+    ``by_rank``: first by a random order of the ranks, so that kernels and streams of one rank fall far
+    behind; their user code does not, or no other rank could begin its next op.
+    """
+
+    def __init__(
+        self, seed: int, *, depth: int = 3, length: int = 2000, by_rank: bool = False
+    ) -> None:
+        self._random = random.Random(seed)
+        self._by_rank = by_rank
+        self._of_rank: dict[int, float] = {}
+        self._priorities: dict[Task, float] = {}
+        self._changes = {self._random.randrange(length) for _ in range(depth - 1)}
+        self._point = 0
+        self._lowest = 0.0
+        self._last: Task | None = None
+        self._tasks: list[Task] = []  # that there were last, and their order, if it is known
+        self._order: list[Task] = []
+
+    def interrupts(self) -> bool:
+        # Only a change of priorities makes an interruption worthwhile.
+        if self._point in self._changes:
+            return True
+        self._point += 1
+        return False
+
+    def passes(self) -> None:
+        if self._point in self._changes:
+            self._demote()
+        self._point += 1
+
+    def tires(self) -> None:
+        self._demote()
+
+    def _first(self, task: Task) -> float:
+        own = self._random.random()
+        if not self._by_rank:
+            return own
+        if task.owner is None and task.program is None:
+            return 2 + own
+        return self._of_rank.setdefault(task.rank, self._random.random()) + own / 1e3
+
+    def _demote(self) -> None:
+        self._lowest -= 1
+        if self._last is not None:
+            self._priorities[self._last] = self._lowest
+            self._order = []
+
+    def choose(self, tasks: Sequence[Task]) -> Task | None:
+        if tasks != self._tasks:
+            self._tasks = list(tasks)
+            for task in tasks:
+                if task not in self._priorities:
+                    self._priorities[task] = self._first(task)
+            self._order = []
+        if not self._order:
+            self._order = sorted(tasks, key=lambda task: -self._priorities[task])
+        for task in self._order:
+            if task.can_run():
+                self._last = task
+                return task
+        return None
+
+
+def for_seed(seed: int) -> Strategy:
+    """Strategies of checks in turn: random as in ``interlace.run``, priorities, priorities by rank."""
+    if seed % 3 == 0:
+        return Random(seed)
+    return Priority(seed, by_rank=seed % 3 == 2)
+
+
+class Replay:
+    """Follow ``segments``, but those whose task cannot run; then each task goes on while it can."""
+
+    def __init__(self, segments: Sequence[ScheduleSegment]) -> None:
+        self._segments = list(segments)
+        self._next = 0
+        self._left = 0
+        self._name = ""
+        self._tired = False
+
+    def interrupts(self) -> bool:
+        if self._name and self._left > 0:
+            self._left -= 1
+            return self._left == 0
+        return False
+
+    def passes(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+
+    def tires(self) -> None:
+        self._tired = self._left == 0  # while there are segments, they say who goes on
+
+    def choose(self, tasks: Sequence[Task]) -> Task | None:
+        current = next((task for task in tasks if task.name == self._name), None)
+        if self._left > 0 and current is not None and current.can_run():
+            return current
+        while self._next < len(self._segments):
+            name, points = self._segments[self._next]
+            self._next += 1
+            task = next((task for task in tasks if task.name == name), None)
+            if task is not None and task.can_run():
+                self._name, self._left = name, points
+                return task
+        self._left = 0
+        if current is not None and current.can_run() and not self._tired:
+            return current
+        first = 0 if current is None else tasks.index(current) + 1
+        self._tired = False
+        for task in (*tasks[first:], *tasks[:first]):
+            if task.can_run():
+                self._name = task.name
+                return task
+        return None

@@ -1,0 +1,313 @@
+"""The control segments of a host group: messages with small data, counters, abort, in shared memory.
+
+Every rank owns one segment, which all map and only its owner writes, but for ABORTED, BELL and RESULT.
+After the header page::
+
+       0 SEQUENCE  int64, released by the owner: number of its last message
+      64 ABORTED   int64, released by anyone: 1 + the rank that aborted the group, or 0
+     128 LEFT      int64, released by the owner: 1 once it has closed the place
+     192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
+    1280 ELSEWHERE  when (float64), length (int64) and text of where else the owner waits
+    1808 MEETING  int64, released by the owner: the group that it is about to join; length (int64) and bytes
+         of its card, see ``meetings.py``
+    2032 ATTEMPT, RESULT  int64, released by the owner: attempts to go on without those that have died, and
+         what came of them; the others strike the owner off in RESULT, see ``meetings.py``
+    2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
+    2056 WANTED    int64, released by the owner: with whom it means to go on, see ``meetings.py``
+    2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
+    2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
+    2240 ASLEEP    int64: the owner sleeps, or is about to, until rank n - 1 does something, or ANYONE
+    2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
+    2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
+    2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
+    2504 WAITS  int64: 1 + the rank that the owner waits for, 0 at first
+    2512 SINCE  float64: when it last said so, by the monotonic clock
+    2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
+    2528 CLAIM, SEEN  int64, released by the owner: for whom it waits, and the circle of such waits that it
+         has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
+    2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages of two ranks (``shm/boxes.py``)
+    2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
+    4096 area for messages of even numbers
+    4096 + AREA    for those of odd numbers
+    behind them    PLACES areas for the small data that goes with a message, used in turn
+    behind them    counters of messages between two ranks, see ``shm/boxes.py``
+    behind them    the owner's record, see ``recorder.py``; an entry of it has of a message
+                   its length, extent, range and offset of shared memory
+    behind them    rings for messages between two ranks; their memory is there from first use on
+
+A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
+release and W - 1 acquires per rank, whatever W is.
+
+Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so after it
+finished n - 1, for which it saw message n - 1 of every peer; and a peer sends n - 1 only after it has
+read everybody's n - 2. So whoever could still need the old message has said, with a release that was
+acquired here, that it does not. For data two would do, too; but writing what another core has just read
+is several times as slow as writing what has meanwhile left its cache.
+"""
+
+import struct
+from collections.abc import Sequence
+
+from interlace.runtime.processes.bell import ANYONE, Bell, wake
+from interlace.runtime.processes.cores import CoreSpread
+from interlace.runtime.processes.recorder import (
+    ENTRIES,
+    ENTRY_WORDS,
+    MESSAGES,
+    REGION_BYTES,
+    FlightRecorder,
+)
+from interlace.runtime.processes.segment import Mapping
+
+Buffer = bytes | memoryview
+
+LARGEST_MESSAGE = 64 << 10
+SMALL_DATA = 64 << 10
+PLACES = 16
+LONGEST_REASON = 1 << 10
+BOX_BYTES, BOXES_BYTES = 256, 16 << 10  # for one rank, for as many as there may be
+
+_LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
+_LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
+ATTEMPT, RESULT, WANTED = 2032 // 8, 2040 // 8, 2056 // 8
+SEQUENCE, ABORTED = 0, 64 // 8
+STAGED, REDUCED, DONE, MET, HOW = 2048 // 8, 2112 // 8, 2176 // 8, 2432 // 8, 2520 // 8
+CLAIM, SEEN = 2528 // 8, 2536 // 8
+_ASLEEP, _CORE, _WAITS, _SINCE, _MAIL, _WRITES = 2240, 2496, 2504, 2512, 2560, 2688
+_AREAS = 4096
+_TEXT = 64
+AREA = LARGEST_MESSAGE
+_INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
+_DATA = (_AREAS + 2 * AREA + 4095) & ~4095
+BOXES = _DATA + PLACES * SMALL_DATA
+RECORD = BOXES + BOXES_BYTES
+RINGS = RECORD + REGION_BYTES + 4095 & ~4095
+RINGS_BYTES = 16 << 20
+CONTROL_BYTES = RINGS + RINGS_BYTES
+HEADERS = RECORD + MESSAGES  # of messages
+
+
+def _area(sequence: int) -> int:
+    """Where in a segment message ``sequence`` is."""
+    return _AREAS + (sequence & 1) * AREA
+
+
+def check_size(payload: bytes, rank: int, doing: str) -> None:
+    """Raise ValueError if ``payload`` is too long for one message."""
+    if len(payload) > LARGEST_MESSAGE:
+        raise ValueError(
+            f"rank {rank}: payload of {doing} has {len(payload)} bytes, "
+            f"an exchange takes at most {LARGEST_MESSAGE}"
+        )
+
+
+def said(segment: Buffer) -> tuple[int, float, str]:
+    """What the owner of the segment whose data begins so says, see :meth:`Control.says_of`."""
+    (word,), (since,) = _INT64.unpack_from(segment, _WAITS), _FLOAT64.unpack_from(segment, _SINCE)
+    (length,) = _INT64.unpack_from(segment, _REASON)
+    text = bytes(segment[_REASON + _TEXT : _REASON + _TEXT + min(max(length, 0), LONGEST_REASON)])
+    return word - 1, since, text.decode(errors="replace")
+
+
+class Control:
+    """All control segments of a group, as one rank sees them. Keeps them mapped while it lives."""
+
+    def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
+        self._rank = rank
+        self._bytes = [mapping.array().data for mapping in mappings]
+        from interlace.runtime.processes.atomics import (
+            Words,
+        )  # needs Triton; `inspect` does not
+
+        self.words = [Words(each.data_address, each.array().data) for each in mappings]
+        self.views = [words.view for words in self.words]
+        self.bases = [mapping.data_address for mapping in mappings]
+        self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
+        self.bell, self.mail_bell = Bell(self.own_asleep), Bell(self.mail_asleep(rank))
+        self._sleepers = list(
+            zip([self.views[peer] for peer in self.peers], self.asleep, strict=True)
+        )
+        self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
+        self._own = self.words[rank]
+        self.own_view = self._own.view
+        self.written: list[object] = [None, None]  # as what, by whether the number is odd
+        self.recorder = FlightRecorder(self.record(rank))
+
+    def record(self, rank: int) -> memoryview:
+        """The region of ``rank``'s record."""
+        return self._bytes[rank][RECORD : RECORD + REGION_BYTES]
+
+    @property
+    def writes(self) -> memoryview:
+        return self._bytes[-1][_WRITES:_AREAS]
+
+    def write(self, sequence: int, payload: bytes) -> None:
+        """Write message ``sequence``, of which the entry is in the record."""
+        area = _area(sequence)
+        self.written[sequence & 1] = None
+        self._bytes[self._rank][area : area + len(payload)] = payload
+        self.written[sequence & 1] = payload
+
+    def send(self, sequence: int) -> None:
+        """Release message ``sequence``, and what was written before."""
+        self._own.release(SEQUENCE, sequence)
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake every peer that sleeps until this rank does something. Called after each release."""
+        own = 1 + self._rank
+        for view, asleep in self._sleepers:
+            if view[_ASLEEP // 8] in (ANYONE, own):
+                wake(asleep)
+
+    @property
+    def sequences(self) -> list[int]:
+        return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
+
+    def ring_for(self, peer: int) -> None:
+        """Wake ``peer`` if it sleeps until a message moves; once, however long it takes to get a core."""
+        if self.views[peer][_MAIL // 8]:
+            self.views[peer][_MAIL // 8] = 0  # then the bell, for who sleeps again by now
+            wake(self.mail_asleep(peer))
+
+    def mail_asleep(self, rank: int) -> int:
+        """The address of ``rank``'s word for those who sleep until a message moves."""
+        return self.bases[rank] + _MAIL
+
+    @property
+    def own_asleep(self) -> int:
+        return self.bases[self._rank] + _ASLEEP
+
+    @property
+    def asleep(self) -> list[int]:
+        return [self.bases[peer] + _ASLEEP for peer in self.peers]
+
+    def length(self, rank: int) -> int:
+        """The address of the length of ``rank``'s message 0; that of n is n % ENTRIES entries on."""
+        return self.bases[rank] + HEADERS + 8
+
+    def area(self, rank: int) -> int:
+        """The address of the area for ``rank``'s messages of even numbers; the odd one's is AREA on."""
+        return self.bases[rank] + _AREAS
+
+    def message(self, peer: int, sequence: int) -> bytes:
+        """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
+        area = _area(sequence)
+        return bytes(self._bytes[peer][area : area + self._header(peer, sequence, 1)])
+
+    def says(self, peer: int, sequence: int, payload: bytes) -> bool:
+        """Whether message ``sequence`` of ``peer`` is ``payload``."""
+        area = _area(sequence)
+        return (
+            self._header(peer, sequence, 1) == len(payload)
+            and self._bytes[peer][area : area + len(payload)] == payload
+        )
+
+    def _header(self, peer: int, sequence: int, word: int) -> int:
+        return int(self.views[peer][(HEADERS >> 3) + sequence % ENTRIES * ENTRY_WORDS + word])
+
+    def extent(self, peer: int, sequence: int) -> int:
+        return self._header(peer, sequence, 2)
+
+    def where(self, peer: int, sequence: int) -> tuple[int, int]:
+        """The shared range and offset that ``peer`` sent with message ``sequence``."""
+        return self._header(peer, sequence, 3), self._header(peer, sequence, 4)
+
+    def data(self, peer: int) -> int:
+        """The address of the first place for small data of ``peer``."""
+        return self.bases[peer] + _DATA
+
+    def waits(self, rank: int, now: float) -> None:
+        """Say that the owner waits for ``rank``."""
+        self.own_view[_WAITS // 8] = 1 + rank
+        _FLOAT64.pack_into(self._bytes[self._rank], _SINCE, now)
+
+    def say_elsewhere(self, text: str, now: float) -> None:
+        """Say that the owner waits in an op of another group."""
+        own, said = self._bytes[self._rank], text.encode()[:_LONGEST_ELSEWHERE]
+        own[_ELSEWHERE + 16 : _ELSEWHERE + 16 + len(said)] = said
+        _INT64.pack_into(own, _ELSEWHERE + 8, len(said))
+        _FLOAT64.pack_into(own, _ELSEWHERE, now)
+
+    def elsewhere(self, rank: int, since: float) -> str:
+        """Where else ``rank`` waits; empty if it has not said so ``since`` then."""
+        (when,) = _FLOAT64.unpack_from(self._bytes[rank], _ELSEWHERE)
+        return self.claim_text(rank) if when >= since else ""
+
+    def make_claim(self, claim: int, text: str) -> None:
+        """Say for whom the owner waits, see ``deadlock.py``."""
+        self.say_elsewhere(text, 0.0)
+        self._own.release(CLAIM, claim)
+
+    def claim(self, rank: int) -> int:
+        return self.words[rank].acquired(CLAIM)
+
+    def see(self, circle: int) -> None:
+        """Say that the owner has seen the circle of this hash."""
+        self._own.release(SEEN, circle)
+
+    def seen(self, rank: int) -> int:
+        return self.words[rank].acquired(SEEN)
+
+    def claim_text(self, rank: int) -> str:
+        """What ``rank`` has said last on where it waits."""
+        theirs = self._bytes[rank]
+        (length,) = _INT64.unpack_from(theirs, _ELSEWHERE + 8)
+        text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
+        return text.decode(errors="replace")
+
+    def says_of(self, rank: int) -> tuple[int, float, str]:
+        """For whom ``rank`` has said last that it waits, and when; and why it aborted the group, if so."""
+        return said(self._bytes[rank])
+
+    def post(self, key: int, card: bytes) -> None:
+        """Show ``card`` to ranks that know ``key``, in place of the one before."""
+        own, words = self._bytes[self._rank], _MEETING // 8
+        self._own.release(words, 0)
+        self.own_view[words + 1] = len(card[:_LONGEST_CARD])
+        own[_MEETING + 16 : _MEETING + 16 + len(card[:_LONGEST_CARD])] = card[:_LONGEST_CARD]
+        self._own.release(words, key)
+
+    def posted(self, rank: int, key: int) -> bytes | None:
+        """The card that ``rank`` shows under ``key``; None if it shows none, or another."""
+        if self.words[rank].acquired(_MEETING // 8) != key:
+            return None
+        length = min(self.views[rank][_MEETING // 8 + 1], _LONGEST_CARD)
+        card = bytes(self._bytes[rank][_MEETING + 16 : _MEETING + 16 + length])
+        return card if self.words[rank].acquired(_MEETING // 8) == key else None
+
+    def awaited(self, rank: int, since: float) -> int | None:
+        """For whom ``rank`` waits; None if it has not said so ``since`` then."""
+        word, (when,) = (
+            self.views[rank][_WAITS // 8],
+            _FLOAT64.unpack_from(self._bytes[rank], _SINCE),
+        )
+        return int(word) - 1 if when >= since and 0 < word <= len(self.bases) else None
+
+    def abort(self, reason: str) -> None:
+        """Tell every rank. The first abort of the group keeps its reason."""
+        if self.reason(self._rank):
+            return
+        own = self._bytes[self._rank]
+        text = (reason or "no reason given").encode()[:LONGEST_REASON]
+        own[_REASON + _TEXT : _REASON + _TEXT + len(text)] = text
+        _INT64.pack_into(own, _REASON, len(text))
+        if not self._own.acquired(ABORTED):
+            for words in self.words:
+                words.release(ABORTED, self._rank + 1)
+
+    def aborted_by(self) -> tuple[int, str] | None:
+        """The rank that aborted the group, and why; None if none has."""
+        word = self._own.acquired(ABORTED)
+        return (word - 1, self.reason(word - 1)) if word else None
+
+    def reason(self, rank: int) -> str:
+        """Why ``rank`` aborted the group; empty if it did not."""
+        return said(self._bytes[rank])[2]
+
+    def leave(self) -> None:
+        """Say that this rank takes part in nothing any more."""
+        self._own.release(_LEFT // 8, 1)
+
+    def has_left(self, rank: int) -> bool:
+        return bool(self.words[rank].acquired(_LEFT // 8))

@@ -1,0 +1,499 @@
+"""The processes of one host that form a group: messages, segments, waiting, and each other's end.
+
+This is what a place needs of its host and what has nothing to do with how kernels run: joining
+through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer
+has died (pidfd) or left. After a failed collective the ranks may disagree about what happened: the
+group refuses further ones, and has to be aborted, closed and made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from interlace.kernels.signal import MAX_WORLD_SIZE
+from interlace.runtime.core.call import CALLS
+from interlace.runtime.core.context import current
+from interlace.runtime.core.errors import (
+    DIED,
+    OF_PARENT,
+    REPLACED,
+    AbortedError,
+    BlockedWait,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+    of_another_rank,
+)
+from interlace.runtime.processes import dump as record
+from interlace.runtime.processes import meetings, rendezvous
+from interlace.runtime.processes.bell import LONGEST_SLEEP
+from interlace.runtime.processes.blame import Blame, aborted_by
+from interlace.runtime.processes.control import (
+    ABORTED,
+    CONTROL_BYTES,
+    RINGS_BYTES,
+    SEQUENCE,
+    Control,
+    check_size,
+)
+from interlace.runtime.processes.deadlock import Kind, LastingWait
+from interlace.runtime.processes.recorder import MESSAGES
+from interlace.runtime.processes.segment import (
+    Identity,
+    Mapping,
+    SharedRanges,
+    SharedSegment,
+    agreed_identities,
+    map_segment,
+)
+from interlace.runtime.processes.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.processes.worker import close_at_exit
+
+SETTLE_SECONDS = 0.02
+_CLOSED = "the group is closed"
+END_SECONDS = 0.02  # from the end of a process's connections to its own
+LOOK = 8  # messages after which the ranks look again whether they share cores evenly
+
+_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
+
+
+class HostGroup:
+    """One rank's membership in a group of processes. Joining is collective.
+
+    Its ranks find each other in ``meeting``, of which a group of one needs none; ``prefix`` names the group
+    and its generation there. ``timeout``, in seconds, bounds joining and every later wait. An abort of
+    ``parent``, a group of which this one is a part, ends the waits of this group too. ``names`` are the
+    ranks as errors call them, ``beyond(name)`` is for whom such a one waits in the end, as others know.
+    """
+
+    def __init__(
+        self,
+        meeting: meetings.MeetingPoint | None,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float,
+        prefix: str,
+        parent: HostGroup | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not within world size {world_size}")
+        if world_size > (most := MAX_WORLD_SIZE):
+            raise ValueError(f"world size {world_size} is more than the {most} ranks of one host")
+        if world_size > 1 and meeting is None:
+            raise ValueError(f"store must not be None for world size {world_size}")
+        self.rank, self.world_size, self.since = rank, world_size, time.monotonic()
+        self.name, self.names = rank, tuple(range(world_size))
+        self.beyond: Callable[[int], int] = lambda name: name
+        self.prefix, self.timeout = prefix, timeout
+        self._meeting = meeting if world_size > 1 else None
+        self._parent = parent
+        self.sequence = 0
+        self._unusable = ""
+        self.dumped, self.tag = False, ""  # of the record's files
+        self.within = False  # a group of several hosts, which records messages of two ranks itself
+        self.control: Control | None = None  # while joining, and after leaving
+        self.blame = Blame(self)
+        self.options: Any = None  # torch's, of an op that the caller waits for
+        self._joining = False
+        self.segment: SharedSegment | None = None
+        self._leave: weakref.finalize[[], HostGroup] | None = None
+        self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
+        self._spins = SPINS if self.spins else 1
+        self.collective_lock = threading.RLock()
+        self._abort_lock = threading.RLock()
+        self.pidfds: dict[int, int] = {}
+        weakref.finalize(self, _close_values, self.pidfds).atexit = False
+        self.pids: dict[int, int] = {rank: os.getpid()}
+        self.shared_ranges = SharedRanges(rank)
+        self._rendezvous = meetings.connect(self, self._meeting)
+        self.nonce, self.hung_up = self._rendezvous.nonce, self._rendezvous.hung_up
+        self._joining = True
+        try:
+            self._join()
+        except BaseException as error:
+            cause = meetings.reason(self._meeting, rank, self._rendezvous.pids, error)
+            self.close()
+            raise cause from (None if cause is error else error)
+        self._joining, self._meeting = False, None
+        _groups.add(self)
+        close_at_exit(self)
+        record.register(self)
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
+        """This rank's membership in a group of some of the ranks, which an abort of this one ends, too."""
+        self.check_usable()
+        return self.of_some(ranks, f"{self.prefix}/{name}", self.interruption, parent=self)
+
+    def of_some(
+        self,
+        ranks: Sequence[int],
+        name: str,
+        hopeless: Callable[[str, Sequence[int]], InterlaceError | None],
+        parent: HostGroup | None = None,
+    ) -> HostGroup:
+        """This rank's membership in a group of ``ranks``. ``hopeless`` finds why there cannot be one."""
+        meeting = meetings.MemoryMeeting(self, ranks, name, hopeless)
+        rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
+        return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
+
+    def _join(self) -> None:
+        """Trade control segments and pidfds, check them, and forget the store's keys."""
+        # Whoever inspects this process from outside finds its descriptor.
+        self.segment = own = self.new_segment(CONTROL_BYTES, later=RINGS_BYTES)
+        pidfd = os.pidfd_open(os.getpid())
+        patience = Patience(self.rank, self.timeout, self.interruption)
+        doing = f"joining group {self.prefix!r}"
+        step = functools.partial(patience.step, doing)
+        try:
+            self._rendezvous.meet_peers(step)
+            received = self._rendezvous.trade((own.descriptor, pidfd), step)
+            for peer, delivery in received.items():
+                self.pids[peer] = delivery.pid
+                self.pidfds[peer] = delivery.descriptors.pop()
+            ranks, size = range(self.world_size), self.world_size
+            identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
+            self.control = Control(self.rank, self._map(own.mapping, received, identities))
+            self._leave = weakref.finalize(self, self.control.leave)  # also if nobody closes it
+            self._leave.atexit = False
+            record.known_as(self, self.names)
+        finally:
+            os.close(pidfd)
+        self.exchange(b"", doing)  # everyone has read the keys
+        if self._meeting is not None:
+            self._meeting.forget()
+        self.exchange(b"", doing)  # they are gone: the next generation cannot find them
+
+    def _map(
+        self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
+    ) -> list[Mapping]:
+        """Check and map the segments of the peers. Closes their descriptors."""
+        try:
+            return [
+                own if rank == self.rank else map_segment(received[rank].descriptors[0], identity)
+                for rank, identity in enumerate(identities)
+            ]
+        finally:
+            for delivery in received.values():
+                rendezvous.close_all(delivery.descriptors)
+
+    def new_segment(self, nbytes: int, later: int = 0) -> SharedSegment:
+        """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
+        return SharedSegment(Identity(self.nonce, self.rank, self.world_size, nbytes), later)
+
+    def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
+        """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
+
+        Either all ranks get it or all raise: InterlaceError naming the rank and the size when
+        memory is short, ValueError when the ranks ask for different sizes.
+        """
+        self.check_usable()
+        own, problem = None, ""
+        identity = Identity(self.nonce, self.rank, self.world_size, nbytes)
+        try:
+            own = SharedSegment(identity)
+        except (InterlaceError, OSError) as error:
+            problem = str(error)
+        try:
+            return self._share(own, identity, problem, doing)
+        finally:
+            if own is not None:
+                own.close()
+
+    def share(self, own: SharedSegment, doing: str) -> list[Mapping]:
+        """Share a segment that is there as :meth:`allocate` does a new one; several groups may share it."""
+        return self._share(own, own.identity, "", doing)
+
+    def _share(
+        self, own: SharedSegment | None, identity: Identity, problem: str, doing: str
+    ) -> list[Mapping]:
+        """First all say what they have, or why not; then descriptors go round, of headers as was said."""
+        with self.collective_lock:
+            self.check_usable()
+            identities = self._compare(identity, problem, doing)
+            assert own is not None  # or its problem was raised
+            mappings: list[Mapping] = []
+            try:
+                received = self._rendezvous.trade((own.descriptor,), self._trading(doing))
+                mappings = self._map(own.mapping, received, identities)
+            except (PeerDiedError, AbortedError, CollectiveTimeoutError):
+                raise
+            except (InterlaceError, OSError) as error:
+                problem = str(error)
+            self._compare(identity, problem, doing)
+        return mappings
+
+    def _trading(self, doing: str) -> Callable[[Sequence[int]], None]:
+        """For one trade: called while descriptors are missing. Whoever cannot send or take them says so
+        in the next message, and is not waited for; what it has sent before that can be taken by then.
+        """
+        control, sequence, patience = self.control, self.sequence, self.patience()
+        assert control is not None
+        before: set[int] = set()  # ahead when what had come was taken last
+
+        def step(missing: Sequence[int]) -> None:
+            nonlocal before
+            words = control.words
+            ahead = {rank for rank in missing if words[rank].acquired(SEQUENCE) > sequence}
+            if gone := [self.names[rank] for rank in sorted(ahead & before)]:
+                raise InterlaceError(f"ranks {gone} have sent no descriptor of their memory")
+            before = ahead
+            if not ahead:
+                patience.step(doing, missing)
+
+        return step
+
+    def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
+        """The headers of all ranks' segments; all raise the same if one has a problem or sizes differ."""
+        answers = self.exchange(identity.pack() + problem.encode(), doing)
+        return agreed_identities(answers, self.names)
+
+    def exchange(self, payload: bytes, doing: str) -> list[bytes]:
+        """All-gather of at most 64 KiB, without a kernel; ``doing`` names the op in errors. Collective."""
+        check_size(payload, self.name, doing)
+        with self.collective_lock:
+            if self.world_size == 1:
+                self.check_usable()
+                return [payload]
+            self.check()  # or what peers of an aborted group have left would let this rank go on alone
+            op = payload if payload.startswith(CALLS) else doing
+            control, sequence = self.begin(payload)
+            kept = control.recorder
+            kept.begins(MESSAGES, sequence, len(payload), 0, 0, 0, kept.told(op))
+            control.send(sequence)
+            self.await_message(sequence, doing)
+            kept.ended(sequence)
+            return [
+                payload if rank == self.rank else control.message(rank, sequence)
+                for rank in range(self.world_size)
+            ]
+
+    def begin(self, payload: bytes) -> tuple[Control, int]:
+        """Write the next message, unsent, but for its entry of the record. Under ``collective_lock``."""
+        control = self.control
+        if self._unusable or control is None:
+            self.check_usable()
+            raise InterlaceError(f"rank {self.name}: the group is still joining")
+        self.sequence = sequence = self.sequence + 1
+        if control.written[sequence & 1] is not payload:  # the same object only once
+            control.write(sequence, payload)
+        if not sequence % LOOK:
+            control.spread.say()
+        return control, sequence
+
+    def await_message(self, sequence: int, doing: str) -> None:
+        control = self.control
+        assert control is not None
+        self.await_word(control.peers, SEQUENCE, sequence, doing)
+        if not sequence % LOOK:
+            control.spread.look()
+
+    def await_word(self, peers: Sequence[int], index: int, value: int, doing: str) -> None:
+        """Return when word ``index`` of these peers' control segments is at least ``value``."""
+        control = self.control
+        assert control is not None
+        for peer in peers:
+            if control.words[peer].acquired(index) < value:
+                self._await(control, peer, index, value, doing)
+                control.words[peer].acquired(index)
+
+    def release(self, index: int, value: int) -> None:
+        """Store a word of the own control segment; what was written before comes before it."""
+        control = self.control
+        assert control is not None
+        control.words[self.rank].release(index, value)
+        control.ring()
+
+    def _await(self, control: Control, peer: int, index: int, value: int, doing: str) -> None:
+        """Poll one word of ``peer``. A group in which this fails cannot be used any more."""
+        view = control.views[peer]
+        for _ in range(self._spins):
+            if view[index] >= value:
+                return
+        patience, waited_for = self.patience(), (peer,)
+        try:
+            while view[index] < value:
+                patience.step(doing, waited_for, lambda: view[index] >= value)
+        except BaseException as error:
+            self._unusable = f"an earlier exchange failed ({error})"
+            raise
+
+    def wait_until(
+        self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
+    ) -> None:
+        """Poll ``predicate``; raise when a rank of ``waited_for`` is gone, on abort, on timeout."""
+        self.check_usable()
+        patience = self.patience()
+        others = [rank for rank in waited_for if rank != self.rank]
+        while not predicate():
+            patience.step(doing, others)
+
+    def patience(
+        self, timeout: float | None = None, kind: Kind = Kind.OF_OP, **of: float
+    ) -> Patience:
+        """For one wait: step it after every poll that failed. ``of``: more of what Patience takes.
+
+        ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
+        """
+        wait, seconds = LastingWait(self.blame, kind), timeout or of.pop("bound", 0) or self.bound()
+        bell, judge = self.control.bell if self.control else None, None if timeout else wait
+        spins = int(of.pop("spins", self._spins))
+        return Patience(self.name, seconds, wait.look, spins=spins, bell=bell, judge=judge, **of)
+
+    def bound(self) -> float:
+        """Seconds that bound a wait of the op that runs now."""
+        options = self.options
+        own = options.timeout.total_seconds() if options is not None else 0.0
+        return own if own > 0 else current().bound_seconds or self.timeout
+
+    def idle_hook(self) -> Callable[[BlockedWait], None]:
+        """For one launch: to be called whenever all its programs wait for peers.
+
+        The timeout starts again whenever another wait is reported, so it bounds one wait. The
+        report is of one program of many, so any peer may be the one that is waited for; but a peer
+        that has left in good order has finished its part of every op.
+        """
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        patience: Patience | None = None
+        last = ""
+
+        def idle(wait: BlockedWait) -> None:
+            nonlocal patience, last
+            doing = str(wait)
+            if patience is None or doing != last:
+                patience, last = self.patience(kind=Kind.OF_MANY), doing
+            patience.step(doing, [rank for rank in peers if not self.has_left(rank)])
+
+        return idle
+
+    def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
+        """Why a wait for these ranks can never end. Root causes come first.
+
+        A peer that died is named before an abort, which is often the answer of another survivor to
+        the same death. A peer that aborted before it died is not the cause but the abort is.
+        """
+        if self._unusable:
+            return InterlaceError(f"rank {self.name}: {doing}: {self._unusable}")
+        control = self.control
+        ends = self._rendezvous
+        if self._joining and self._meeting is not None and (gone := ends.hung_up(ends.pids)):
+            told = filter(None, map(self._meeting.told, gone))
+            return next(map(InterlaceError, told), ends.died(gone[0], doing))
+        if control is None:
+            return None
+        awaited = {rank: self.pidfds[rank] for rank in waited_for if rank in self.pidfds}
+        death = self._death(control, awaited, doing)
+        failure = self.failure()
+        if death is not None or failure is not None:
+            # of an abort by another survivor the death of any rank is the cause
+            return death or self._death(control, self.pidfds, doing) or failure
+        for rank in waited_for:
+            if control.has_left(rank):  # perhaps because of a death
+                left = (
+                    f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it"
+                )
+                error = of_another_rank(InterlaceError(f"{left} in {doing}"))
+                return self._death(control, self.pidfds, doing) or error
+        return None
+
+    def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
+        """The error that names a rank of ``pidfds`` that died, or is another program now; None if none."""
+        ended = ended_processes(pidfds)
+        for rank in (*ended, *self.hung_up(pidfds)):
+            if not control.reason(rank) and not control.has_left(rank):
+                died = rank in ended or ended_processes({rank: pidfds[rank]}, END_SECONDS)
+                return PeerDiedError(
+                    self.names[rank], self.pids[rank], doing, DIED if died else REPLACED
+                )
+        return None
+
+    def failure(self) -> InterlaceError | None:
+        """The error by which this group, or one it is a part of, was aborted."""
+        if self.control is not None and (found := self.control.aborted_by()) is not None:
+            return AbortedError(aborted_by(self.names[found[0]], found[1]))
+        return self._parent.failure() if self._parent is not None else None
+
+    def check(self) -> None:
+        """Raise if this group, or one it is a part of, has failed; to be closed is no failure."""
+        control = self.control
+        if self._unusable or control is None:
+            if self._unusable != _CLOSED:
+                self.check_usable()
+        elif (control.own_view[ABORTED] or self._parent) and (failure := self.failure()):
+            raise failure
+
+    def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
+        """If the group was aborted, raise why: rather a death among these ranks than the abort."""
+        failure = self.failure()
+        if failure is not None:
+            raise self.interruption(doing, waited_for) or failure
+
+    def has_left(self, rank: int) -> bool:
+        return self.control is not None and self.control.has_left(rank)
+
+    def abort(self, reason: str, blamed: Sequence[int] = ()) -> None:
+        """Make all waits of all ranks end with an AbortedError that says ``reason``, the first one's."""
+        with self._abort_lock:
+            if (control := self.control) is not None:
+                control.abort(reason)
+        record.dump(self, reason, blamed)
+
+    def disown(self, reason: str) -> None:
+        """Refuse every later collective with ``reason``, and never touch the memory again."""
+        self._unusable, self.control = reason, None
+        if self._leave is not None:
+            self._leave.detach()
+        self._rendezvous.close()
+
+    def close(self, linger: float = 0.0) -> None:
+        """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
+
+        ``linger``: seconds for which this rank waits for rank 0 to leave, too, which often serves the
+        store: a rank that returned earlier could meet the next generation in a store about to go.
+        """
+        self._unusable = self._unusable or _CLOSED
+        control, self.control = self.control, None
+        if self._leave is not None:
+            self._leave()
+        if self.segment is not None:
+            self.segment.close()
+        if control is not None:
+            self._await_first(control, linger)
+        self._rendezvous.close()
+        _close_values(self.pidfds)
+
+    def _await_first(self, control: Control, seconds: float) -> None:
+        if self.rank == 0 or seconds <= 0:
+            return
+        deadline = time.monotonic() + seconds
+        pidfd = {0: self.pidfds[0]} if 0 in self.pidfds else {}
+        while not control.has_left(0) and time.monotonic() < deadline:
+            if ended_processes(pidfd):
+                return
+            time.sleep(LONGEST_SLEEP)
+        time.sleep(SETTLE_SECONDS)  # it leaves first and gives the store up then
+
+    def check_usable(self) -> None:
+        if self._unusable:
+            raise InterlaceError(f"rank {self.name}: {self._unusable}")
+
+
+def _close_values(descriptors: dict[int, int]) -> None:
+    """Close them once: of a group that was closed, and of one that was dropped."""
+    values = list(descriptors.values())
+    descriptors.clear()
+    rendezvous.close_all(values)
+
+
+def _after_fork_in_child() -> None:
+    for group in list(_groups):
+        group.disown(OF_PARENT)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

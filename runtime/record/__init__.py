@@ -1,1 +1,0 @@
-"""The flight recorder: the last ops of every rank of a host, in memory that outlives its process."""
