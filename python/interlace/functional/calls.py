@@ -55,7 +55,7 @@ def run(
     made: torch.Tensor
     how = {} if out is None else {"out": out}
     if direct(*args[:tensors], out):
-        started = library.BY_NAME[op].start(bound(group, tag), *args, **how)
+        started = library.BY_NAME[op].begin(bound(group, tag), args, **how)
         return AsyncTensor(started.outputs[0], started.work)
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
@@ -69,7 +69,7 @@ def run_to_list(
 ) -> list[Any]:
     """Run an op that returns a list, as :func:`run` does; ``tensors`` are all those in its arguments."""
     if direct(*tensors):
-        started = library.BY_NAME[op].start(bound(group, tag), *args)
+        started = library.BY_NAME[op].begin(bound(group, tag), args)
         return [AsyncTensor(each, started.work) for each in started.outputs]
     name, size = describe(group, tag)
     return list(_traced[op](*args, size, name))

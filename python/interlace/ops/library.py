@@ -19,10 +19,10 @@ from interlace.ops.matmul import gather, reduce
 from interlace.ops.matmul import norm_torch_ops as norms
 from interlace.ops.matmul.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.ops.op import gradients, registry, shapes
-from interlace.ops.op import sim_dispatch as undispatched
+from interlace.ops.op.from_text import from_text
+from interlace.ops.op.op import GROUP, Op
 from interlace.ops.op.pending import finish
 from interlace.ops.op.pending import register as register_work
-from interlace.ops.op.sim_dispatch import Op
 from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current, needing
@@ -68,7 +68,7 @@ def _plain(name: str, arguments: str, setup: Callable[..., Any]) -> Op:
     """A collective, whose kernel and backward have its name, in a module each."""
     start = getattr(plain, name)
     backward = setup, getattr(gradients, name)
-    return Op(name, arguments, start, start.make, backward, communicates={})
+    return from_text(name, arguments, start, start.make, backward, communicates={})
 
 
 REDUCED = gradients.setup_reduction
@@ -89,8 +89,8 @@ OPS = (
     _plain("permute", "Tensor input, int[] src_dst", MOVED),
     _plain("gather", "Tensor input, int dst, int gather_dim", MOVED),
     _plain("scatter", "Tensor input, int src, int scatter_dim", MOVED),
-    Op("rank", "Tensor input", plain.rank, shapes.number, None),
-    Op(
+    from_text("rank", "Tensor input", plain.rank, shapes.number, None),
+    from_text(
         "all_gather_matmul",
         f"Tensor input, {GATHER_MATMUL}, {MATMUL}",
         fused.all_gather_matmul,
@@ -99,7 +99,7 @@ OPS = (
         "Tensor[]",
         {"input": (0,), "a weight": (1,)},
     ),
-    Op(
+    from_text(
         "matmul_reduce_scatter",
         f"{REDUCE_MATMUL}, int scatter_dim, SymInt? length, {MATMUL}",
         fused.matmul_reduce_scatter,
@@ -107,7 +107,7 @@ OPS = (
         (gradients.setup_reduced, gradients.matmul_reduce_scatter),
         communicates={"input": (0,), "weight": (1,)},
     ),
-    Op(
+    from_text(
         "matmul_all_reduce",
         f"{REDUCE_MATMUL}, {MATMUL}",
         fused.matmul_all_reduce,
@@ -116,7 +116,7 @@ OPS = (
         communicates={"input or weight": (0, 1)},
     ),
     *(
-        Op(
+        from_text(
             name,
             grouped.ARGUMENTS,
             functools.partial(grouped.start, name),
@@ -127,7 +127,7 @@ OPS = (
         )
         for name in (GATHER, EXCHANGE)
     ),
-    Op(
+    from_text(
         experts.DISPATCH,
         experts.DISPATCH_ARGUMENTS,
         experts.start_dispatch,
@@ -136,7 +136,7 @@ OPS = (
         "Tensor[]",
         {"x or topk_weights": (0, 3)},
     ),
-    Op(
+    from_text(
         experts.COMBINE,
         experts.COMBINE_ARGUMENTS,
         experts.start_combine,
@@ -145,7 +145,7 @@ OPS = (
         "Tensor[]",
         {"y": (0,)},
     ),
-    Op(
+    from_text(
         experts.MATMUL_COMBINE,
         experts.MATMUL_COMBINE_ARGUMENTS,
         experts.start_products,
@@ -154,7 +154,7 @@ OPS = (
         "Tensor[]",
         {"input, weight or bias": (0, 1, 2)},
     ),
-    Op(
+    from_text(
         experts.ROUTED,
         experts.ROUTED_ARGUMENTS,
         experts.start_routed,
@@ -163,7 +163,7 @@ OPS = (
         "Tensor[]",
         {"input, weight or bias": (0, 1, 2)},
     ),
-    Op(
+    from_text(
         experts.ROUTED_BACKWARD,
         experts.ROUTED_BACKWARD_ARGUMENTS,
         experts.start_routed_backward,
@@ -171,7 +171,7 @@ OPS = (
         None,
         "Tensor[]",
     ),
-    Op(
+    from_text(
         "context_parallel_attention",
         attention.ARGUMENTS,
         attention.start,
@@ -180,7 +180,7 @@ OPS = (
         "Tensor[]",
         {"q, k or v": (0, 1, 2)},
     ),
-    Op(
+    from_text(
         "context_parallel_attention_backward",
         attention.BACKWARD_ARGUMENTS,
         attention.start_backward,
@@ -189,7 +189,7 @@ OPS = (
         "Tensor[]",
         {},
     ),
-    Op(
+    from_text(
         "distributed_decode",
         attention.DECODE_ARGUMENTS,
         attention.start_decode,
@@ -198,7 +198,7 @@ OPS = (
         "Tensor[]",
         {},
     ),
-    Op(
+    from_text(
         "matmul_all_to_all",
         attention.TO_HEADS_ARGUMENTS,
         attention.start_to_heads,
@@ -206,7 +206,7 @@ OPS = (
         (attention.setup_to_heads, attention.to_heads_backward),
         communicates={"input, weight or bias": (0, 1, 2)},
     ),
-    Op(
+    from_text(
         "all_to_all_matmul",
         attention.FROM_HEADS_ARGUMENTS,
         attention.start_from_heads,
@@ -214,7 +214,7 @@ OPS = (
         (attention.setup_from_heads, attention.from_heads_backward),
         "Tensor[]",
     ),
-    Op(
+    from_text(
         "all_gather_scaled_matmul",
         "Tensor input, Tensor[] weights, Tensor input_scale, Tensor[] weight_scales, Tensor?[] biases, "
         f"int gather_dim, bool return_gathered, {SCALED}",
@@ -224,7 +224,7 @@ OPS = (
         "Tensor[]",
         {},
     ),
-    Op(
+    from_text(
         "scaled_matmul_reduce_scatter",
         "Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias, "
         f"str reduce_op, int scatter_dim, {SCALED}",
@@ -257,19 +257,21 @@ def register() -> None:
         _library.define(op.schema, tags=tags)
         _implement(op.name, _kernel(op), _fake(op))
         if op.gradient is not None:
-            setup, backward = op.gradient
             torch.library.register_autograd(
-                f"{NAMESPACE}::{op.name}", backward, setup_context=setup, lib=_library
+                f"{NAMESPACE}::{op.name}",
+                op.backward,
+                setup_context=op.setup_context,
+                lib=_library,
             )
     for name in WITH_OUT:
         op = BY_NAME[name]
-        schema = f"{name}_out({op.arguments}, {undispatched.GROUP}, *, Tensor(a!) out) -> ()"
+        schema = f"{name}_out({op.parameters}, {GROUP}, *, Tensor(a!) out) -> ()"
         _library.define(schema, tags=tags)
         _implement(f"{name}_out", _out_kernel(op), lambda *args, out: None)
     for name in IN_PLACE:
         op = BY_NAME[name]
-        arguments = op.arguments.replace("Tensor input", "Tensor(a!) input")
-        _library.define(f"{name}_({arguments}, {undispatched.GROUP}) -> Tensor(a!)", tags=tags)
+        arguments = op.parameters.replace("Tensor input", "Tensor(a!) input")
+        _library.define(f"{name}_({arguments}, {GROUP}) -> Tensor(a!)", tags=tags)
         _implement(f"{name}_", _in_place_kernel(op), lambda input, *args: input)
         getattr(_ops, f"{name}_").default.py_functionalize_impl(_functional_form(name))
 
@@ -301,16 +303,15 @@ def _bound(name: str, size: int) -> Communicator:
 
 
 def _kernel(op: Op) -> Callable[..., Any]:
-    start, single = op.start, op.returns == "Tensor"
-
     def kernel(*args: Any) -> Any:
         *own, size, name = args
         needs = current().needs
         with needing(UNTOLD if needs is None else needs):
-            started = start(_bound(name, size), *own)
+            started = op.begin(_bound(name, size), own)
         register_work(started)
         # what the op still writes must not count as a change of what autograd saves: own versions
-        return started.outputs[0].data if single else [each.data for each in started.outputs]
+        made = [each.data for each in started.outputs]
+        return made if op.several else made[0]
 
     return kernel
 
@@ -318,7 +319,8 @@ def _kernel(op: Op) -> Callable[..., Any]:
 def _fake(op: Op) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
         inductor.register_lowerings(BY_NAME)
-        return op.fake(*args[:-1])
+        *own, size, _ = args
+        return op.outputs(op.arguments(*own), size)
 
     return fake
 
@@ -328,7 +330,7 @@ def _out_kernel(op: Op) -> Callable[..., Any]:
 
     def kernel(*args: Any, out: torch.Tensor) -> None:
         *own, size, name = args
-        finish(op.start(_bound(name, size), *own, out=out))
+        finish(op.begin(_bound(name, size), own, out=out))
 
     return kernel
 
@@ -336,7 +338,7 @@ def _out_kernel(op: Op) -> Callable[..., Any]:
 def _in_place_kernel(op: Op) -> Callable[..., Any]:
     def kernel(input: torch.Tensor, *args: Any) -> Any:
         *own, size, name = args
-        register_work(op.start(_bound(name, size), input, *own, out=input))
+        register_work(op.begin(_bound(name, size), [input, *own], out=input))
         return input
 
     return kernel

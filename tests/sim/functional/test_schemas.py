@@ -11,7 +11,7 @@ import interlace
 from interlace import experts, functional, nn
 from interlace.ops.library import OPS, WITH_OUT
 from interlace.ops.op import sim_dispatch as undispatched
-from interlace.ops.op.sim_dispatch import Op
+from interlace.ops.op.op import Op
 
 TAKEN: dict[str, Any] = {
     "Tensor": torch.ones(1), "str": "", "bool": False, "float": 1.0, "int": 0, "SymInt": 0,
@@ -38,7 +38,7 @@ def test_schemas_are_those_of_saved_graphs() -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_every_argument_is_named(op: Op) -> None:
-    arguments = [each.split(" ") for each in op.arguments.split(", ")]
+    arguments = [(kind, name) for name, kind in op.kinds.items()]
 
     def on_rank() -> None:
         for at, (_, name) in enumerate(arguments):

@@ -17,8 +17,9 @@ import torch
 
 from interlace.ops.matmul import eager_norms as norms
 from interlace.ops.op import gradients
+from interlace.ops.op.from_text import from_text
 from interlace.ops.op.gradients import longest, padded, wait
-from interlace.ops.op.sim_dispatch import Op, Ops
+from interlace.ops.op.sim_dispatch import Ops
 from interlace.runtime.numerics.norms import RowNorm, backward
 
 _ops: Any = Ops()
@@ -150,7 +151,7 @@ COMMUNICATES: dict[str, dict[str, tuple[int, ...]]] = {
     "reduce_scatter_norm": {"input": (0,), OTHERS: (1, 2, 3, 4)},
 }
 OPS = tuple(
-    Op(
+    from_text(
         op,
         arguments,
         norms.START[op],

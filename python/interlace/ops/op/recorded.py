@@ -29,7 +29,8 @@ def agreed(
 
     ``operands``: the first arguments of the op, by its schema.
     """
-    needs = registry.op(op).needs(operands) or "another tensor"
+    record = registry.op(op)
+    needs = record.needs(dict(zip(record.kinds, operands, strict=False))) or "another tensor"
 
     def start() -> Outcome:
         with needing(needs):

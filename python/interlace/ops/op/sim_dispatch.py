@@ -18,14 +18,15 @@ seen by    compilers and modes                        nobody; under one of them 
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from interlace.groups import groups, specs
 from interlace.ops.op.async_tensor import AsyncTensor, wait
-from interlace.ops.op.pending import Started, finish
+from interlace.ops.op.op import Op, tensors
+from interlace.ops.op.pending import finish
 from interlace.ops.op.registry import OPS
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.compat.torch_modes import (
@@ -39,49 +40,17 @@ from interlace.runtime.core.context import needing
 
 _dispatched: Any = torch.ops.interlace
 
-GROUP = "SymInt group_size, str group_name"
-
-
-class Op(NamedTuple):
-    """``start`` takes a communicator, ``fake`` its size last. ``gradient``: (setup_context, backward).
-
-    ``communicates``: for which arguments' gradients the backward does: their places, by name in errors.
-    Ranks agree on them, but for plain collectives, whose engines take equal messages alone.
-    """
-
-    name: str
-    arguments: str
-    start: Callable[..., Started]
-    fake: Callable[..., Any]
-    gradient: tuple[Callable[..., Any], Callable[..., Any]] | None
-    returns: str = "Tensor"
-    communicates: dict[str, tuple[int, ...]] = {"input": (0,)}  # noqa: RUF012
-
-    def needs(self, own: Sequence[Any]) -> str:
-        """Those that need one, in words."""
-        if not (self.gradient and torch.is_grad_enabled()):
-            return ""
-        return " and ".join(
-            what
-            for what, places in self.communicates.items()
-            if any(each.requires_grad for each in _tensors([own[place] for place in places]))
-        )
-
-    @property
-    def schema(self) -> str:
-        return f"{self.name}({self.arguments}, {GROUP}) -> {self.returns}"
-
-
 _TENSOR = object()  # in place of one, where only its position matters
 
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group."""
     *own, size, group = args
-    with needing(OPS[name].needs(own)):
+    op = OPS[name]
+    with needing(op.needs(dict(zip(op.kinds, own, strict=True)))):
         if not _simulated(own):
             return _through(name, name, args)
-        return _run(OPS[name], specs.bind(group, size), own, size, group)
+        return _run(op, specs.bind(group, size), own, size, group)
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
@@ -91,7 +60,7 @@ def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
         _through(name, f"{name}_out", args, out=out)
         return
     plain = tree_map_only(torch.Tensor, wait, own)
-    finish(OPS[name].start(specs.bind(group, size), *plain, out=wait(out)))
+    finish(OPS[name].begin(specs.bind(group, size), plain, out=wait(out)))
 
 
 _WRONG_TYPE = re.compile(r"interlace::\w+\(\) Expected .* for argument '(\w+)' .* type '(.*?)'")
@@ -107,7 +76,7 @@ def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tenso
         return getattr(_dispatched, overload).default(*args, **out)
     except RuntimeError as error:
         wrong = _WRONG_TYPE.match(str(error))
-        kinds = dict(each.split(" ")[::-1] for each in OPS[name].arguments.split(", "))
+        kinds = OPS[name].kinds
         if wrong is None or wrong[1] not in kinds:
             raise
         text = f"{wrong[1]} must be {_in_words(kinds[wrong[1]])}, got {wrong[2]}"
@@ -146,19 +115,19 @@ def _simulated(own: Sequence[Any]) -> bool:
         )
     return all(
         (type(each) in PLAIN_TYPES or type(each) is AsyncTensor) and not each.is_meta
-        for each in _tensors(own)
+        for each in tensors(own)
     )
 
 
 def _run(op: Op, group: Communicator, own: list[Any], size: int, name: str) -> Any:
     own = tree_map_only(torch.Tensor, wait, own)
     with torch.no_grad():
-        outputs = [each.detach() for each in finish(op.start(group, *own))]
-    tensors = _tensors(own)
-    if torch.is_grad_enabled() and op.gradient and any(each.requires_grad for each in tensors):
-        prepare(group, *tensors)
-        outputs = _RecordedOp.apply(op, outputs, [*own, size, name], *tensors)  # type: ignore[no-untyped-call]
-    return outputs[0] if op.returns == "Tensor" else list(outputs)
+        outputs = [each.detach() for each in finish(op.begin(group, own))]
+    given = tensors(own)
+    if torch.is_grad_enabled() and op.gradient and any(each.requires_grad for each in given):
+        prepare(group, *given)
+        outputs = _RecordedOp.apply(op, outputs, [*own, size, name], *given)  # type: ignore[no-untyped-call]
+    return list(outputs) if op.several else outputs[0]
 
 
 class _RecordedOp(torch.autograd.Function):
@@ -166,19 +135,17 @@ class _RecordedOp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Op, outputs: list[torch.Tensor], given: list[Any], *tensors: torch.Tensor
+        ctx: Any, op: Op, outputs: list[torch.Tensor], given: list[Any], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        assert op.gradient is not None
-        setup, ctx.of_op = op.gradient
-        ctx.single = op.returns == "Tensor"
-        setup(ctx, tuple(given), outputs[0] if ctx.single else outputs)
+        ctx.op = op
+        op.setup_context(ctx, tuple(given), outputs if op.several else outputs[0])
         # which keeps no tensor alive
         ctx.given = tree_map_only(torch.Tensor, lambda tensor: _TENSOR, given)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        found = ctx.of_op(ctx, grads[0] if ctx.single else grads)
+        found = ctx.op.backward(ctx, grads if ctx.op.several else grads[0])
         of_tensors: list[Any] = []
         for given, grad in zip(ctx.given, found, strict=False):
             if given is _TENSOR:
@@ -187,8 +154,3 @@ class _RecordedOp(torch.autograd.Function):
                 among = grad if isinstance(grad, (list, tuple)) else [None] * len(given)
                 of_tensors += [g for each, g in zip(given, among, strict=True) if each is _TENSOR]
         return None, None, None, *of_tensors
-
-
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors among ``values`` and the lists in it, in their order."""
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,129 @@
+"""One op, declared once: its arguments, what it gives, how it starts, and its gradient.
+
+Its arguments are the fields of a dataclass. They make the schema that torch knows, and the order in which
+autograd wants the gradients; all else goes by name. The group, as size and name, follows the arguments.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from interlace.ops.op.pending import Started
+from interlace.runtime.core.communicator import Communicator
+
+GROUP = "SymInt group_size, str group_name"
+Tensor = torch.Tensor
+_KINDS: dict[Any, str] = {
+    Tensor: "Tensor",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    float: "float",
+    torch.dtype: "ScalarType",
+    torch.SymInt: "SymInt",
+}
+
+
+def kind(annotation: Any) -> str:
+    """The type of an argument as torch's schemas write it: ``list[Tensor | None]`` is "Tensor?[]"."""
+    if annotation in _KINDS:
+        return _KINDS[annotation]
+    inner = [each for each in typing.get_args(annotation) if each is not types.NoneType]
+    if typing.get_origin(annotation) is list:
+        return f"{kind(inner[0])}[]"
+    return f"{kind(inner[0])}?"
+
+
+class OpGradient(NamedTuple):
+    """How an op is differentiated; in both functions the group is ``ctx.size`` and ``ctx.name``.
+
+    ``save(ctx, given, output)`` keeps what the other needs. ``backward(ctx, grad)`` returns gradients by
+    arguments' names; of an op with several results it gets a list.
+    """
+
+    save: Callable[[Any, Any, Any], None]
+    backward: Callable[[Any, Any], Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op of ``torch.ops.interlace``, and of ``interlace.functional``.
+
+    Attributes
+    ----------
+    arguments : a dataclass; its fields are the arguments, in the order of the schema.
+    start : called with a communicator and the arguments; with ``out`` where the op has such a form.
+    outputs : called with the arguments and the size of the group; makes the results, on fake tensors too.
+    communicates : for which arguments' gradients the backward communicates: their names, by the words of
+        error messages. Ranks agree on them, but for plain collectives, whose engines take equal messages
+        alone.
+    several : whether it returns a list.
+    """
+
+    name: str
+    arguments: type
+    start: Callable[..., Started]
+    outputs: Callable[[Any, Any], Any]
+    gradient: OpGradient | None = None
+    communicates: Mapping[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=lambda: {"input": ("input",)}
+    )
+    several: bool = False
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, str]:
+        """The types of the arguments, as schemas write them, by name and in order."""
+        hints = typing.get_type_hints(self.arguments)
+        return {each.name: kind(hints[each.name]) for each in dataclasses.fields(self.arguments)}
+
+    @functools.cached_property
+    def parameters(self) -> str:
+        """The arguments as a schema lists them, without the group."""
+        return ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())
+
+    @property
+    def returns(self) -> str:
+        """The type of the result in the schema."""
+        return "Tensor[]" if self.several else "Tensor"
+
+    @property
+    def schema(self) -> str:
+        return f"{self.name}({self.parameters}, {GROUP}) -> {self.returns}"
+
+    def begin(self, communicator: Communicator, given: Sequence[Any], **out: Tensor) -> Started:
+        """Start the op with arguments in the order of the schema."""
+        return self.start(communicator, self.arguments(*given), **out)
+
+    def needs(self, given: Mapping[str, Any]) -> str:
+        """Those of ``communicates`` that require a gradient among arguments by name, in words."""
+        if not (self.gradient and torch.is_grad_enabled()):
+            return ""
+        return " and ".join(
+            words
+            for words, names in self.communicates.items()
+            if any(each.requires_grad for each in tensors([given[name] for name in names]))
+        )
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """For autograd: ``inputs`` are the arguments, and the group."""
+        assert self.gradient is not None
+        *given, ctx.size, ctx.name = inputs
+        self.gradient.save(ctx, self.arguments(*given), output)
+
+    def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
+        """For autograd: a gradient, or None, for each argument in order, and for the group."""
+        assert self.gradient is not None
+        found = self.gradient.backward(ctx, grad)
+        assert found.keys() <= self.kinds.keys(), f"{self.name}: {sorted(found)}"
+        return (*(found.get(name) for name in self.kinds), None, None)
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """The tensors among ``values`` and the lists in it, in their order."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
