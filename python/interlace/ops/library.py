@@ -9,7 +9,7 @@ import torch
 from interlace.groups import specs
 from interlace.ops import inductor
 from interlace.ops.attention import torch_ops as attention
-from interlace.ops.collectives import eager as plain
+from interlace.ops.collectives import records
 from interlace.ops.experts import grouped_torch_ops as grouped
 from interlace.ops.experts import torch_ops as experts
 from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedOptions
@@ -64,32 +64,13 @@ def _scaled_scattered(*rest: Any) -> Tensor:
     return shapes.like(scaled.scattered(operands, options, size).view)
 
 
-def _plain(name: str, arguments: str, setup: Callable[..., Any]) -> Op:
-    """A collective, whose kernel and backward have its name, in a module each."""
-    start = getattr(plain, name)
-    backward = setup, getattr(gradients, name)
-    return from_text(name, arguments, start, start.make, backward, communicates={})
-
-
-REDUCED = gradients.setup_reduction
-MOVED = gradients.setup_moved
 MATMUL = "str algorithm, ScalarType? out_dtype"
 SCALED = "ScalarType? out_dtype, bool use_fast_accum, str algorithm"
-SPLITS = "SymInt[]? output_split_sizes, SymInt[]? input_split_sizes"
 GATHER_MATMUL = "Tensor[] weights, Tensor?[] biases, int gather_dim, bool return_gathered"
 REDUCE_MATMUL = "Tensor input, Tensor weight, Tensor? bias, str reduce_op"
 
 OPS = (
-    _plain("all_reduce", "Tensor input, str reduce_op", REDUCED),
-    _plain("all_gather", "Tensor input, int gather_dim", MOVED),
-    _plain("reduce_scatter", "Tensor input, str reduce_op, int scatter_dim", REDUCED),
-    _plain("all_to_all", f"Tensor input, {SPLITS}", MOVED),
-    _plain("broadcast", "Tensor input, int src", MOVED),
-    _plain("reduce", "Tensor input, str reduce_op, int dst", MOVED),
-    _plain("permute", "Tensor input, int[] src_dst", MOVED),
-    _plain("gather", "Tensor input, int dst, int gather_dim", MOVED),
-    _plain("scatter", "Tensor input, int src, int scatter_dim", MOVED),
-    from_text("rank", "Tensor input", plain.rank, shapes.number, None),
+    *records.OPS,
     from_text(
         "all_gather_matmul",
         f"Tensor input, {GATHER_MATMUL}, {MATMUL}",

@@ -3,14 +3,6 @@
 =====================  ==============================================================================
 op                     gradient of its input
 =====================  ==============================================================================
-all_reduce             all_reduce of the gradients; for max and min to the ranks that had the value, in
-                       equal parts; for product times what the other ranks multiplied with
-reduce_scatter         all_gather, and so on as for all_reduce
-all_gather             reduce_scatter
-all_to_all             all_to_all with the sizes exchanged
-broadcast / reduce     reduce / broadcast
-gather / scatter       scatter / gather
-permute                permute, back
 all_gather_matmul      matmul_reduce_scatter; of a weight: gathered input times gradient
 matmul_reduce_scatter  all_gather_matmul; of the weight: input times gathered gradient. Unequal parts get
                        zeros behind them for it, which are then left off
@@ -49,97 +41,6 @@ def kept(output: Tensor) -> Tensor:
 def complete(saved: Tensor) -> Tensor:
     """What :func:`kept` has saved."""
     return saved if modes_active() else wait(saved)
-
-
-def setup_reduction(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    input, reduce_op, *rest = inputs
-    *ctx.dims, ctx.size, ctx.name = rest
-    ctx.reduce_op = reduce_op
-    if reduce_op in ("max", "min"):
-        ctx.save_for_backward(input, output)
-    elif reduce_op == "product":
-        ctx.save_for_backward(input)
-
-
-def all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    total = wait(_ops.all_reduce(grad, "sum", ctx.size, ctx.name))
-    whole = wait(ctx.saved_tensors[1]) if ctx.reduce_op in ("max", "min") else None
-    return _of_reduced(ctx, "all_reduce", total, whole), None, None, None
-
-
-def reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    def gathered(tensor: Tensor) -> Tensor:
-        return wait(_ops.all_gather(tensor, ctx.dims[0], ctx.size, ctx.name))
-
-    whole = gathered(wait(ctx.saved_tensors[1])) if ctx.reduce_op in ("max", "min") else None
-    return _of_reduced(ctx, "reduce_scatter", gathered(grad), whole), None, None, None, None
-
-
-def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Tensor | None) -> Tensor:
-    """From the gradient of the whole reduced tensor to that of the own one that went into it."""
-    size, name = ctx.size, ctx.name
-    result: Tensor
-    if ctx.reduce_op == "sum":
-        return total
-    if ctx.reduce_op == "avg":
-        result = total / size
-        return result
-    if ctx.reduce_op in ("max", "min"):
-        mine: Tensor = (ctx.saved_tensors[0] == whole).to(total.dtype)
-        return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
-    if ctx.reduce_op == "product":
-        (own,) = ctx.saved_tensors
-        # the product of the others, not a quotient, which has no derivative where one is 0
-        every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
-        ranks = torch.arange(size, device=own.device).view(size, *[1] * own.dim())
-        others = torch.where(ranks == _ops.rank(own, size, name), 1, every).prod(0)
-        return total * others.conj()
-    raise RuntimeError(f"interlace.{op} with reduce_op {ctx.reduce_op!r} has no gradient")
-
-
-def setup_moved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.input_dim = inputs[0].dim()
-    *ctx.arguments, ctx.size, ctx.name = inputs[1:]
-
-
-def all_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (dim,) = ctx.arguments
-    part = wait(_ops.reduce_scatter(grad, "sum", dim, ctx.size, ctx.name))
-    return part if ctx.input_dim else part.reshape(()), None, None, None
-
-
-def all_to_all(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    received, sent = ctx.arguments
-    return wait(_ops.all_to_all(grad, sent, received, ctx.size, ctx.name)), None, None, None, None
-
-
-def broadcast(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return wait(_ops.reduce(grad, "sum", *ctx.arguments, ctx.size, ctx.name)), None, None, None
-
-
-def reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    reduce_op, dst = ctx.arguments
-    if reduce_op not in ("sum", "avg"):
-        raise RuntimeError(f"interlace.reduce with reduce_op {reduce_op!r} has no gradient")
-    own = wait(_ops.broadcast(grad, dst, ctx.size, ctx.name))
-    return own if reduce_op == "sum" else own / ctx.size, None, None, None, None
-
-
-def permute(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    (src_dst,) = ctx.arguments
-    back = [src_dst.index(rank) for rank in range(len(src_dst))]
-    return wait(_ops.permute(grad, back, ctx.size, ctx.name)), None, None, None
-
-
-def gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dst, dim = ctx.arguments
-    part = wait(_ops.scatter(grad, dst, dim, ctx.size, ctx.name))
-    return part if ctx.input_dim else part.reshape(()), None, None, None, None
-
-
-def scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    src, dim = ctx.arguments
-    return wait(_ops.gather(grad, src, dim, ctx.size, ctx.name)), None, None, None, None
 
 
 def rows(tensor: Tensor, dim: int) -> Tensor:
