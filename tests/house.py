@@ -19,6 +19,16 @@ SOURCES = ("kernels", "runtime", "python")
 BESIDE = ("tests", "benchmarks")
 MOST_FILES = 20
 MOST_PARAMETERS = 14
+# What checks kernels without a GPU, counted apart; and what only makes or measures, not the ops themselves.
+LABORATORY = ("interlace/verify", "interlace_pytest", "runtime/ptx", "runtime/compiler/lint",
+              "runtime/places/sim/interpreter/inline_ptx", "runtime/places/sim/programs")  # fmt: skip
+TOOLS = ("interlace/tools", "interlace/cli", "interlace/benchmark", "runtime/tuning")
+OPS = {
+    "all_gather_matmul": ("gather_matmul",),
+    "attention": ("attention",),
+    "dispatch": ("dispatch",),
+}
+OPTION = "gather_normed"
 
 # Besides, every folder of runtime and python may import kernels.
 FOLDERS = {
@@ -450,6 +460,36 @@ def longest_parameter_list(texts: Iterable[str]) -> int:
     )
 
 
+def within(folder: str, parts: Iterable[str]) -> bool:
+    """Whether a folder is one of ``parts``, or in it."""
+    return any(folder == part or folder.startswith(f"{part}/") for part in parts)
+
+
+def folders_of(
+    words: Iterable[str], files: dict[str, pathlib.PurePath], texts: dict[str, str]
+) -> set[str]:
+    """Folders with a function or class whose name contains one of ``words``, but for tools."""
+    found = set()
+    for module, text in texts.items():
+        folder = folder_of(files[module])
+        if not within(folder, (*LABORATORY, *TOOLS)):
+            kinds = ast.FunctionDef, ast.ClassDef
+            names = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+            plain = [name.lower().replace("_", "") for name in names]
+            if any(word.replace("_", "") in name for word in words for name in plain):
+                found.add(folder)
+    return found
+
+
+def longest_chain() -> int:
+    """Floors from ``kernels`` to the highest room that users import: each needs the one below it."""
+
+    def chain(graph: dict[str, set[str]], name: str) -> int:
+        return 1 + max((chain(graph, each) for each in graph[name]), default=0)
+
+    return 1 + sum(max(chain(graph, name) for name in graph) for graph in floors().values())
+
+
 def figures() -> dict[str, str]:
     """What to watch, and its values."""
     files = sources()
@@ -457,9 +497,17 @@ def figures() -> dict[str, str]:
     graph, counts = edges(texts), files_in(files.values())
     largest = max(counts, key=lambda folder: counts[folder])
     kernels = [text for module, text in texts.items() if files[module].parts[0] == "kernels"]
+    library = [m for m, file in files.items() if not within(folder_of(file), LABORATORY)]
+    lines = {module: text.count("\n") for module, text in texts.items()}
+    spread = {op: len(folders_of(words, files, texts)) for op, words in OPS.items()}
     return {
-        "source lines": f"{sum(text.count(chr(10)) for text in texts.values())}",
+        "source lines": f"{sum(lines.values())}",
+        "source lines without the laboratory": f"{sum(lines[m] for m in library)}",
+        "files without the laboratory": f"{len(library)}",
         "files": f"{len(files)} in {len(counts)} folders",
+        "folders with parts of": ", ".join(f"{op} {count}" for op, count in spread.items()),
+        f"files that name {OPTION}": f"{sum(OPTION in text for text in texts.values())}",
+        "longest chain of floors": f"{longest_chain()}",
         "circles of files": f"{len(circles(graph))}",
         "circles of folders": f"{len(circles(folder_edges(files, graph)))}",
         "largest folder": f"{largest}: {counts[largest]} files",
@@ -478,7 +526,7 @@ def main(arguments: list[str]) -> None:
         trips.report(files="--files" in arguments)
     else:
         for name, value in figures().items():
-            print(f"{name:<36}{value}")
+            print(f"{name:<40}{value}")
 
 
 if __name__ == "__main__":
