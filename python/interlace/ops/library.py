@@ -1,7 +1,7 @@
 """The ops' schemas, and their registration with torch."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from interlace.ops.collectives import records
 from interlace.ops.experts import grouped_torch_ops as grouped
 from interlace.ops.experts import torch_ops as experts
 from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedOptions
-from interlace.ops.matmul import eager as fused
 from interlace.ops.matmul import eager_scaled as scaled
 from interlace.ops.matmul import gather, reduce
 from interlace.ops.matmul import norm_torch_ops as norms
@@ -35,17 +34,6 @@ NAMESPACE = "interlace"
 # What ops give, made of the arguments and the group's size, which comes last.
 
 
-def _gather_products(input: Tensor, weights: Sequence[Tensor], _: Any, *rest: Any) -> list[Tensor]:
-    *given, size = rest
-    products = fused.gather_products(input, weights, gather.GatherMatmulOptions(*given), size)
-    return [product.view for product in products]
-
-
-def _product(options_of: Any, input: Tensor, weight: Tensor, _: Any, *rest: Any) -> Tensor:
-    *given, size = rest
-    return fused.reduce_product(input, weight, options_of(*given), size).view
-
-
 def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> list[Tensor]:
     *given, _ = rest
     return grouped.products(input, weight, GroupedOptions("", *given))
@@ -64,38 +52,12 @@ def _scaled_scattered(*rest: Any) -> Tensor:
     return shapes.like(scaled.scattered(operands, options, size).view)
 
 
-MATMUL = "str algorithm, ScalarType? out_dtype"
 SCALED = "ScalarType? out_dtype, bool use_fast_accum, str algorithm"
-GATHER_MATMUL = "Tensor[] weights, Tensor?[] biases, int gather_dim, bool return_gathered"
-REDUCE_MATMUL = "Tensor input, Tensor weight, Tensor? bias, str reduce_op"
 
 OPS = (
     *records.OPS,
-    from_text(
-        "all_gather_matmul",
-        f"Tensor input, {GATHER_MATMUL}, {MATMUL}",
-        fused.all_gather_matmul,
-        _gather_products,
-        (gradients.setup_gather, gradients.all_gather_matmul),
-        "Tensor[]",
-        {"input": (0,), "a weight": (1,)},
-    ),
-    from_text(
-        "matmul_reduce_scatter",
-        f"{REDUCE_MATMUL}, int scatter_dim, SymInt? length, {MATMUL}",
-        fused.matmul_reduce_scatter,
-        functools.partial(_product, reduce.MatmulReduceOptions),
-        (gradients.setup_reduced, gradients.matmul_reduce_scatter),
-        communicates={"input": (0,), "weight": (1,)},
-    ),
-    from_text(
-        "matmul_all_reduce",
-        f"{REDUCE_MATMUL}, {MATMUL}",
-        fused.matmul_all_reduce,
-        functools.partial(_product, fused.all_reduce_options),
-        (gradients.setup_reduced, gradients.matmul_all_reduce),
-        communicates={"input or weight": (0, 1)},
-    ),
+    gather.ALL_GATHER_MATMUL,
+    *reduce.OPS,
     *(
         from_text(
             name,

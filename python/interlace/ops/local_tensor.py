@@ -19,7 +19,7 @@ In the mode ``LocalTensorMode`` itself, not in classes derived from it, for torc
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 from interlace.groups import groups, rank_lists, specs
 from interlace.ops import library
 from interlace.ops.matmul import simulated, simulated_norms
+from interlace.ops.op.op import Op
 from interlace.runtime.compat.torch_groups import resolve
 
 NAMESPACE = "interlace"
-PER_RANK = ("output_split_sizes", "input_split_sizes")
 
 _LocalTensor: Any = simulation.LocalTensor
 _Mode: Any = simulation.LocalTensorMode
@@ -44,16 +44,16 @@ _defined: dict[str, list[list[int]]] = {}
 RankLists = list[list[int]]
 
 
-def register(names: Iterable[str], with_out: Sequence[str], in_place: Sequence[str]) -> None:
+def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[str]) -> None:
     """Give every op its rule. An op without a simulation refuses."""
     _rule("group_size", _group_size)
-    for name in names:
+    for name, op in ops.items():
         compute = getattr(simulated, name, None) or simulated_norms.RULES.get(name)
-        _rule(name, _refusal(name) if compute is None else _simulation(compute))
+        _rule(name, _refusal(name) if compute is None else _simulation(op, compute))
     for name in with_out:
-        _rule(f"{name}_out", _simulation(getattr(simulated, name), "out"))
+        _rule(f"{name}_out", _simulation(ops[name], getattr(simulated, name), "out"))
     for name in in_place:
-        _rule(f"{name}_", _simulation(getattr(simulated, name), "input"))
+        _rule(f"{name}_", _simulation(ops[name], getattr(simulated, name), "input"))
 
 
 def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
@@ -86,7 +86,9 @@ def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
     return sizes[0]
 
 
-def _simulation(compute: Callable[..., simulated.Outputs], written: str = "") -> Callable[..., Any]:
+def _simulation(
+    op: Op, compute: Callable[..., simulated.Outputs], written: str = ""
+) -> Callable[..., Any]:
     """A rule that computes for all ranks; into ``written``, "out" or "input", if that is given."""
 
     def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +104,7 @@ def _simulation(compute: Callable[..., simulated.Outputs], written: str = "") ->
                 f"{written} must be a LocalTensor, as the others are, got {type(target).__name__}"
             )
         with _outside():
-            made = _computed(compute, mode, func, args, ranks)
+            made = _computed(op, compute, mode, args, ranks)
             if written:
                 for rank, (output,) in made.items():
                     _write(written, target._local_tensors[rank], output, rank)
@@ -154,18 +156,14 @@ def _outside() -> Any:
 
 
 def _computed(
-    compute: Callable[..., simulated.Outputs], mode: Any, func: Any, args: Any, ranks: list[int]
+    op: Op, compute: Callable[..., simulated.Outputs], mode: Any, args: Any, ranks: list[int]
 ) -> dict[int, simulated.Tensors]:
     """Outputs by rank."""
     *own, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
-        columns = []
-        for argument, value in zip(func._schema.arguments, own, strict=False):
-            entries = [_on_rank(value, rank) for rank in row]
-            each = argument.name in PER_RANK or "Tensor" in str(argument.type)
-            columns.append(entries if each else entries[0])
-        for rank, made in zip(row, compute(*columns, len(row)), strict=True):
+        given = [op.arguments(*[_on_rank(value, rank) for value in own]) for rank in row]
+        for rank, made in zip(row, compute(given, len(row)), strict=True):
             outputs[rank] = made
     return {rank: outputs[rank] for rank in ranks}
 

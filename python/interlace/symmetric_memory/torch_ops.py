@@ -27,7 +27,7 @@ import torch
 from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import eager as plain
-from interlace.ops.matmul import eager as fused
+from interlace.ops.matmul import gather, reduce
 from interlace.ops.matmul.eager_scaled import scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.pending import Started, finish
@@ -70,8 +70,8 @@ def fused_all_gather_matmul(
         whole, dim = _gathered(communicator, A, gather_dim), 0 if last else gather_dim
         rows = whole.movedim(dim, 0)  # with the strides of torch's op: ``dim`` is outermost
         return whole if return_A else None, [torch.matmul(rows, B).movedim(0, dim) for B in Bs]
-    started = fused.all_gather_matmul(communicator, A, Bs, [], gather_dim, return_A, "auto", None)
-    products = list(finish(started))
+    call = gather.AllGatherMatmulArguments(A, Bs, [], gather_dim, return_A)
+    products = list(finish(gather.start(communicator, call)))
     whole_or_none = products.pop() if return_A else None
     if whole_or_none is not None and last:
         whole_or_none = whole_or_none.contiguous()
@@ -94,10 +94,8 @@ def fused_matmul_reduce_scatter(
     communicator = _ranks(group_name, A)
     if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
         return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
-    started = fused.matmul_reduce_scatter(
-        communicator, A, B, None, reduce_op, scatter_dim, None, "auto", None
-    )
-    return _now(started).contiguous()
+    call = reduce.MatmulReduceScatterArguments(A, B, None, reduce_op, scatter_dim)
+    return _now(reduce.start(communicator, call)).contiguous()
 
 
 def _scattered(communicator: Communicator, tensor: Tensor, reduce_op: str, dim: int) -> Tensor:

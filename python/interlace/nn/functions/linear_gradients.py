@@ -16,8 +16,11 @@ from torch.autograd.function import once_differentiable
 from interlace.nn.functions import weight_gradients
 from interlace.nn.functions.weight_gradients import DeferredWeightGradients, gather
 from interlace.ops.collectives.rootless import _all_reduce
-from interlace.ops.matmul import eager as fused
+from interlace.ops.matmul import gather as gather_matmul
+from interlace.ops.matmul import reduce
+from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
+from interlace.ops.matmul.reduce import MatmulAllReduceArguments, MatmulReduceScatterArguments
 from interlace.ops.op.pending import Started, finish
 from interlace.runtime.core.communicator import Communicator
 
@@ -130,9 +133,10 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
                 assert layer.communicator is not None
                 keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
                 matrices = [weight.t() for weight in weights]
-                how = (layer.dim, keep, "auto", layer.out_dtype)
-                started = fused.all_gather_matmul(layer.communicator, own, matrices, biases, *how)
-                outputs = _finished(started)
+                call = AllGatherMatmulArguments(
+                    own, matrices, biases, layer.dim, keep, out_dtype=layer.out_dtype
+                )
+                outputs = _finished(gather_matmul.start(layer.communicator, call))
                 if keep:
                     kept = outputs.pop()
             else:
@@ -195,8 +199,8 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     if over is None:
         return Started([grad @ weight], None)
     if not layer.sharded:
-        return fused.matmul_all_reduce(over, grad, weight, None, "sum", "auto", None)
-    return fused.matmul_reduce_scatter(over, grad, weight, None, "sum", 0, None, "auto", None)
+        return reduce.start(over, MatmulAllReduceArguments(grad, weight, None, "sum"))
+    return reduce.start(over, MatmulReduceScatterArguments(grad, weight, None, "sum", 0))
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -213,13 +217,15 @@ class RowParallelLinearFunction(torch.autograd.Function):
             if communicator is None:
                 output = _linear(own, matrix, vector, layer.out_dtype or dtype)
             else:
-                product = (communicator, own, matrix.t(), vector, "sum")
-                how = ("auto", layer.out_dtype)
+                product = own, matrix.t(), vector, "sum"
+                call: MatmulReduceScatterArguments | MatmulAllReduceArguments
                 if layer.sharded:
-                    started = fused.matmul_reduce_scatter(*product, layer.dim, None, *how)
+                    call = MatmulReduceScatterArguments(
+                        *product, layer.dim, out_dtype=layer.out_dtype
+                    )
                 else:
-                    started = fused.matmul_all_reduce(*product, *how)
-                (output,) = _finished(started)
+                    call = MatmulAllReduceArguments(*product, out_dtype=layer.out_dtype)
+                (output,) = _finished(reduce.start(communicator, call))
         ctx.layer, ctx.parameter = layer, weight
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(own, matrix)
@@ -240,9 +246,8 @@ class RowParallelLinearFunction(torch.autograd.Function):
             if shared and over is None:
                 started = Started([rows @ weight], None)
             elif shared and over is not None:
-                started = fused.all_gather_matmul(
-                    over, rows, [weight], [], 0, weighed, "auto", None
-                )
+                call = AllGatherMatmulArguments(rows, [weight], [], 0, return_gathered=weighed)
+                started = gather_matmul.start(over, call)
             gathered = gather(over if weighed and not shared else None, rows)
             if biased:
                 wide = torch.promote_types(grad.dtype, torch.float32)

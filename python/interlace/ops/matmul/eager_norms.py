@@ -15,7 +15,7 @@ from interlace.arguments import checks
 from interlace.arguments.norms import BY_ROW, NormOptions
 from interlace.ops.matmul import norms
 from interlace.ops.matmul.norms import ReduceNormOptions
-from interlace.ops.matmul.reduce import ALL_REDUCE, SCATTER, MatmulReduceOptions
+from interlace.ops.matmul.reduce import ALL_REDUCE, SCATTER, MatmulReduceOptions, check_factors
 from interlace.ops.op import shapes
 from interlace.ops.op.pending import Started
 from interlace.ops.op.shapes import Output
@@ -80,11 +80,7 @@ def outputs(input: Tensor, columns: Any, call: NormCall, size: Any) -> list[Outp
 def matmul_outputs(
     op: str, input: Tensor, weight: Tensor, call: NormCall, size: Any
 ) -> list[Output]:
-    if input.dim() < 2 or weight.dim() != 2:
-        raise ValueError(
-            f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
+    check_factors(input, weight)
     return outputs(input, weight.shape[1], call, size)
 
 
@@ -108,9 +104,7 @@ def _matmul(
     call, public = call_of(op, *given), MATMULS[op]
     with communicator.accepting(public):
         made = matmul_outputs(op, input, weight, call, communicator.world_size)
-    options = MatmulReduceOptions(
-        call.reduce_op, call.scatter_dim, call.length, call.algorithm, call.out_dtype, op=public
-    )
+    options = MatmulReduceOptions.of(call)
     buffers = [each.matrix for each in made]
     tensors = (input, weight, bias, residual, norm_weight, norm_bias, buffers)
     work = norms.FORMS[public](communicator, tensors, (options, call.norm), True)

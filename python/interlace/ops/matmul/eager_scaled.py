@@ -27,11 +27,8 @@ from interlace.arguments import checks, dense
 from interlace.arguments.words import ScaledAlgorithm
 from interlace.ops.collectives import eager as plain
 from interlace.ops.collectives import launch as collective_algorithms
-from interlace.ops.matmul import eager as fused
-from interlace.ops.matmul import scaled_kernels
-from interlace.ops.matmul.gather import GatherMatmulOptions
+from interlace.ops.matmul import gather, reduce, scaled_kernels
 from interlace.ops.matmul.operands import rows_of
-from interlace.ops.matmul.reduce import MatmulReduceOptions
 from interlace.ops.matmul.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.ops.op import shapes
 from interlace.ops.op.pending import Started
@@ -179,8 +176,10 @@ def gathered_products(
             "gathered"
         )
     dtype, weights = options.out_dtype or torch.bfloat16, [each.weight for each in found]
-    unscaled = GatherMatmulOptions(options.gather_dim, return_gathered=True, out_dtype=dtype)
-    return fused.gather_products(input, weights, unscaled, size)
+    unscaled = gather.AllGatherMatmulArguments(
+        input, weights, [], options.gather_dim, True, out_dtype=dtype
+    )
+    return gather.results(unscaled, size)
 
 
 def all_gather_scaled_matmul(communicator: Communicator, *given: Any) -> Started:
@@ -256,8 +255,11 @@ OP = "scaled_matmul_reduce_scatter"
 def scattered(found: ScaledOperands, options: ReduceOptions, size: int) -> shapes.Output:
     """``[.., n / size, .., columns]``."""
     dtype = options.out_dtype or torch.bfloat16
-    unscaled = MatmulReduceOptions(scatter_dim=options.scatter_dim, out_dtype=dtype)
-    return fused.reduce_product(found.input, found.weight, unscaled, size)
+    dim = options.scatter_dim
+    product = reduce.MatmulReduceScatterArguments(
+        found.input, found.weight, None, options.reduce_op, dim, out_dtype=dtype
+    )
+    return reduce.result(product, size)
 
 
 def product(found: ScaledOperands, options: ReduceOptions, rank: int) -> Tensor:

@@ -3,17 +3,26 @@
 A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
 rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
 ``python/interlace/ops/matmul/launch_gather.py``.
+
+The gradient of the input is a matmul_reduce_scatter; that of a weight the gathered input times the
+product's. The one that communicates is started first, and waited for last.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.operands import Linear, rows_of, unrows
+from interlace.ops.op import shapes
+from interlace.ops.op.gradients import rows, wait
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -22,6 +31,21 @@ from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 OP = "all_gather_matmul"
+Tensor = torch.Tensor
+_ops: Any = Ops()
+
+
+@dataclasses.dataclass
+class AllGatherMatmulArguments:
+    """The arguments of the op; see :func:`interlace.functional.all_gather_matmul`."""
+
+    input: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    gather_dim: int
+    return_gathered: bool
+    algorithm: str = "auto"
+    out_dtype: torch.dtype | None = None
 
 
 class GatherMatmulOptions(NamedTuple):
@@ -36,11 +60,11 @@ class GatherMatmulOptions(NamedTuple):
 
 def prepared(
     communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor | Sequence[torch.Tensor],
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None,
-    outputs: Sequence[torch.Tensor],
-    gathered: torch.Tensor | None,
+    input: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None,
+    outputs: Sequence[Tensor],
+    gathered: Tensor | None,
     options: GatherMatmulOptions,
 ) -> PreparedCall:
     """Checked on this rank. ``outputs``, one per weight, and ``gathered`` get the results if given."""
@@ -88,7 +112,7 @@ def prepared(
                 communicator, shard, linears, lengths, columns_first
             )
             results = [each.output.view(*others, each.output.shape[1]) for each in linears]
-            kept: torch.Tensor | None = columns_first.view(inner, *others).movedim(0, -1)
+            kept: Tensor | None = columns_first.view(inner, *others).movedim(0, -1)
         else:
             per_index = math.prod(others)
             whole = gathered
@@ -96,7 +120,7 @@ def prepared(
                 whole = input.new_empty(rows, inner)
             counts = [length * per_index for length in lengths]
             shard = rows_of(input, dim)
-            event = _rows(communicator, shard, linears, counts, whole, operands, columns)
+            event = _multiply_rows(communicator, shard, linears, counts, whole, operands, columns)
             shape = [sum(lengths), *others]
             results = [unrows(each.output, shape, dim) for each in linears]
             kept = None if whole is None else unrows(whole, shape, dim)
@@ -131,12 +155,12 @@ def _agreed(
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
 
 
-def _rows(
+def _multiply_rows(
     communicator: Communicator,
-    shard: torch.Tensor,
+    shard: Tensor,
     linears: list[Linear],
     rows: list[int],
-    gathered: torch.Tensor | None,
+    gathered: Tensor | None,
     operands: checks.Operands,
     columns: list[int],
 ) -> Event:
@@ -161,3 +185,99 @@ def _rows(
     if algorithm == "fused":
         run = algorithms.all_gather_matmul_fused
     return run(communicator, shard, linears, rows, gathered, choice.configuration)
+
+
+def results(given: AllGatherMatmulArguments, size: int) -> list[shapes.Output]:
+    """A product per weight, then the gathered input if asked for."""
+    input = given.input
+    if input.dim() < 2:
+        raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
+    dim = shapes.dimension("gather_dim", given.gather_dim, input.dim())
+    dtype = checks.output_dtype(given.out_dtype, input)
+    made = []
+    for each in given.weights:
+        if each.dim() != 2:
+            raise ValueError(f"weight must have 2 dimensions (k, n), got shape {tuple(each.shape)}")
+        made.append(shapes.gathered_rows(input, dim, size, each.shape[1], dtype))
+    if given.return_gathered:
+        made.append(shapes.gathered_input(input, dim, size))
+    return made
+
+
+def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Started:
+    with communicator.accepting(OP):
+        made = results(given, communicator.world_size)
+    outputs = [each.matrix for each in made]
+    gathered = outputs.pop() if given.return_gathered else None
+    tensors = (given.input, given.weights, given.biases or None, outputs, gathered)
+    options = GatherMatmulOptions(
+        given.gather_dim, given.return_gathered, given.algorithm, given.out_dtype
+    )
+    work = gather_matmul(communicator, tensors, (options,), True)
+    return Started([each.view for each in made], work)
+
+
+def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
+    ctx.dim, ctx.algorithm = given.gather_dim, given.algorithm
+    ctx.with_gathered = given.return_gathered
+    ctx.shared = given.input.requires_grad
+    ctx.weighed = [each.requires_grad for each in given.weights]
+    ctx.biased = [each is not None and each.requires_grad for each in given.biases]
+    ctx.set_materialize_grads(False)  # zeros for the gathered input would keep the fused op away
+    ctx.save_for_backward(output[-1] if ctx.with_gathered else given.input, *given.weights)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
+    kept, *weights = ctx.saved_tensors
+    products = [None if grad is None else grad.to(kept.dtype) for grad in grads[: len(weights)]]
+    gathered = kept
+    if not ctx.with_gathered and any(ctx.weighed):
+        gathered = _ops.all_gather(kept, ctx.dim, ctx.size, ctx.name)
+    of_gathered = grads[len(weights)] if ctx.with_gathered else None
+    of_input = _of_shards(ctx, products, weights, of_gathered) if ctx.shared else None
+    of_weights: list[Tensor | None] = [None] * len(weights)
+    if any(ctx.weighed):
+        whole = rows(wait(gathered), ctx.dim)
+        for index, product in enumerate(products):
+            if product is not None and ctx.weighed[index]:
+                of_weights[index] = whole.mT @ rows(product, ctx.dim)
+    of_biases = [
+        product.flatten(0, -2).sum(0) if biased and product is not None else None
+        for product, biased in zip(products, ctx.biased, strict=False)
+    ]
+    if of_input is not None:
+        of_input = wait(of_input)
+    return {"input": of_input, "weights": of_weights, "biases": of_biases}
+
+
+def _of_shards(
+    ctx: Any,
+    products: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    of_gathered: Tensor | None,
+) -> Any:
+    """The input's gradient, in flight: products' gradients times their weights, reduced and scattered."""
+    dim, size, name = ctx.dim, ctx.size, ctx.name
+    pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
+    if not pairs:
+        if of_gathered is None:
+            return None
+        return _ops.reduce_scatter(of_gathered, "sum", dim, size, name)
+    product = pairs[0][0] if len(pairs) == 1 else torch.cat([p for p, _ in pairs], -1)
+    weight = pairs[0][1] if len(pairs) == 1 else torch.cat([w for _, w in pairs], 1)
+    if of_gathered is not None:
+        total = of_gathered + product @ weight.t()
+        return _ops.reduce_scatter(total, "sum", dim, size, name)
+    how = ("sum", dim, None, ctx.algorithm, None, size, name)
+    return _ops.matmul_reduce_scatter(product, weight.t(), None, *how)
+
+
+ALL_GATHER_MATMUL = Op(
+    OP,
+    AllGatherMatmulArguments,
+    start,
+    lambda given, size: [each.view for each in results(given, size)],
+    OpGradient(_save, _backward),
+    {"input": ("input",), "a weight": ("weights",)},
+    several=True,
+)

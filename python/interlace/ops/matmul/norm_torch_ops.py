@@ -10,16 +10,15 @@ give their gradients back by a reduce-scatter. fp8 has no gradient.
 
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from interlace.ops.matmul import eager_norms as norms
-from interlace.ops.op import gradients
+from interlace.ops.matmul.reduce import MatmulReduceOptions, equal_part, factor_gradients
 from interlace.ops.op.from_text import from_text
 from interlace.ops.op.gradients import longest, padded, wait
-from interlace.ops.op.sim_dispatch import Ops
+from interlace.ops.op.registry import Ops
 from interlace.runtime.numerics.norms import RowNorm, backward
 
 _ops: Any = Ops()
@@ -83,8 +82,16 @@ def gradient(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
     of_sum = of_sum.to(total.dtype)
     found[1] = of_sum
     if op in norms.MATMULS:
-        of_input, of_weight = _of_product(op, ctx, factors, of_sum)
-        of_factors = [of_input, of_weight]
+        part = equal_part(of_sum, (*factors[0].shape[:-1], factors[1].shape[1]), call, size)
+        by_name = factor_gradients(
+            part,
+            *factors,
+            options=MatmulReduceOptions.of(call),
+            needs=(ctx.shared, ctx.weighed),
+            size=size,
+            name=name,
+        )
+        of_factors = [by_name.get("input"), by_name.get("weight")]
     else:
         of_factors = [_of_rows(ctx, factors[0], of_sum)]
     found[0] = of_sum.flatten(0, -2).sum(0) if of_sum.dim() > 1 else of_sum
@@ -106,27 +113,6 @@ def _own_rows(grad: Tensor, call: norms.NormCall, size: int, name: str) -> Tenso
     return own if call.length is None else own.narrow(dim, 0, call.length)
 
 
-def _of_product(
-    op: str, ctx: Any, factors: Sequence[Tensor], of_sum: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """By the gradient of the op without a norm."""
-    call = ctx.call
-    plain = SimpleNamespace(
-        saved_tensors=factors,
-        size=ctx.size,
-        name=ctx.name,
-        dim=call.scatter_dim,
-        length=call.length,
-        reduce_op=call.reduce_op,
-        algorithm=call.algorithm,
-        biased=False,
-        weighed=ctx.weighed,
-        shared=ctx.shared,
-    )
-    of_input, of_weight, *_ = getattr(gradients, norms.MATMULS[op])(plain, of_sum)
-    return of_input, of_weight
-
-
 def _of_rows(ctx: Any, input: Tensor, of_sum: Tensor) -> Tensor | None:
     """Summed or gathered."""
     call = ctx.call
@@ -137,9 +123,8 @@ def _of_rows(ctx: Any, input: Tensor, of_sum: Tensor) -> Tensor | None:
     else:
         dim = call.scatter_dim % input.dim()
         length = input.shape[dim]
-        if call.length is not None:
-            of_sum = padded(of_sum, dim, longest(length, ctx.size))
-        whole = wait(_ops.all_gather(of_sum, dim, ctx.size, ctx.name)).narrow(dim, 0, length)
+        part = equal_part(of_sum, input.shape, call, ctx.size)
+        whole = wait(_ops.all_gather(part, dim, ctx.size, ctx.name)).narrow(dim, 0, length)
     return whole / ctx.size if call.reduce_op == "avg" else whole
 
 

@@ -15,6 +15,7 @@ from interlace.arguments.norms import taken_apart
 from interlace.groups.groups import resolve
 from interlace.ops.matmul import gather, norms
 from interlace.ops.op import registry
+from interlace.ops.op.gradients import longest, padded
 from interlace.ops.op.recorded import FIRST, agreed, run, started
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import unrounded
@@ -41,8 +42,6 @@ class UnequalShards(NamedTuple):
 
     def equal(self, input: torch.Tensor, weight: Any) -> tuple[torch.Tensor, Any]:
         """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
-        from interlace.ops.op.gradients import padded
-
         most, along_k = max(self.lengths), self.dim == input.dim() - 1
         inner = sum(self.lengths) if along_k else input.shape[-1]
 
@@ -140,8 +139,6 @@ def reduced(
         total = total if residual is None else total + residual
         made = unrounded(total, norm).to(total.dtype)
         if gather:
-            from interlace.ops.op.gradients import longest, padded
-
             dim = int(request.dim or 0)
             length = factors[0].shape[dim]
             part = padded(made, dim, longest(length, communicator.world_size))

@@ -3,12 +3,17 @@
 A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
 rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
 ``python/interlace/ops/matmul/launch_reduce.py``.
+
+The gradient of a scattered product's input is an all_gather_matmul; that of its weight the input times the
+gathered gradient. Unequal parts get zeros behind them for it, which are then left off. Those of a product
+that all ranks have are an all_reduce, then matmuls.
 """
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,6 +23,11 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain
 from interlace.ops.matmul import launch_reduce as algorithms
 from interlace.ops.matmul.operands import Linear, factors, rows_of, unrows
+from interlace.ops.op import shapes
+from interlace.ops.op.gradients import longest, padded, rows, wait
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -28,6 +38,39 @@ from interlace.runtime.tuning.table import threshold
 
 SCATTER, ALL_REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
 ONE_SHOT_BYTES = threshold("one_shot_bytes")
+Tensor = torch.Tensor
+_ops: Any = Ops()
+
+
+@dataclasses.dataclass
+class MatmulReduceScatterArguments:
+    """The arguments of the op; ``length``: of the own part, None for an equal one."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    reduce_op: str
+    scatter_dim: int
+    length: torch.SymInt | None = None
+    algorithm: str = "auto"
+    out_dtype: torch.dtype | None = None
+
+
+@dataclasses.dataclass
+class MatmulAllReduceArguments:
+    """The arguments of the op; nothing is scattered."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    reduce_op: str
+    algorithm: str = "auto"
+    out_dtype: torch.dtype | None = None
+    scatter_dim: ClassVar[None] = None
+    length: ClassVar[None] = None
+
+
+ReduceArguments = MatmulReduceScatterArguments | MatmulAllReduceArguments
 
 
 class MatmulReduceOptions(NamedTuple):
@@ -44,13 +87,26 @@ class MatmulReduceOptions(NamedTuple):
     activation: str | None = None
     op: str = SCATTER
 
+    @staticmethod
+    def of(given: Any) -> "MatmulReduceOptions":
+        """Those of the arguments of an op, with a norm or without."""
+        op = ALL_REDUCE if given.scatter_dim is None else SCATTER
+        return MatmulReduceOptions(
+            given.reduce_op,
+            given.scatter_dim,
+            given.length,
+            given.algorithm,
+            given.out_dtype,
+            op=op,
+        )
+
 
 def prepared(
     communicator: Communicator,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    buffer: torch.Tensor | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    buffer: Tensor | None,
     options: MatmulReduceOptions,
 ) -> PreparedCall:
     """Either op, checked; ``buffer``: a matrix for the result's rows, or columns transposed, if given."""
@@ -69,8 +125,8 @@ class Scattering(NamedTuple):
     ``others`` rows each; a bias is ``along`` "n" or "m".
     """
 
-    left: torch.Tensor
-    right: torch.Tensor
+    left: Tensor
+    right: Tensor
     segments: list[tuple[int, int]]
     length: int
     first: int
@@ -87,9 +143,9 @@ class CheckedReduce:
     def __init__(
         self,
         communicator: Communicator,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         options: MatmulReduceOptions,
     ) -> None:
         self.op, self.communicator = options.op, communicator
@@ -125,7 +181,7 @@ class CheckedReduce:
         first, own = parts[self.communicator.rank]
         return Scattering(left, right, segments, length, first, own, others, along)
 
-    def scattered(self, buffer: torch.Tensor | None) -> Outcome:
+    def scattered(self, buffer: Tensor | None) -> Outcome:
         """Start matmul_reduce_scatter."""
         self.agree()
         made = self.scattering()
@@ -147,7 +203,7 @@ class CheckedReduce:
         assert self.dim is not None
         return Outcome(unrows(output, [count, *made.others], self.dim), event)
 
-    def summed(self, buffer: torch.Tensor | None) -> Outcome:
+    def summed(self, buffer: Tensor | None) -> Outcome:
         """Start matmul_all_reduce."""
         self.agree()
         left, weight, output = rows_of(self.input, 0), self.weight, buffer
@@ -193,7 +249,7 @@ class CheckedReduce:
 
     def reduce_scatter(
         self,
-        left: torch.Tensor,
+        left: Tensor,
         linear: Linear,
         segments: list[tuple[int, int]],
         algorithm: str = "",
@@ -213,7 +269,7 @@ class CheckedReduce:
             run = algorithms.matmul_reduce_scatter_pipelined
         return run(communicator, left, linear, segments)
 
-    def all_reduce(self, left: torch.Tensor, linear: Linear) -> Event:
+    def all_reduce(self, left: Tensor, linear: Linear) -> Event:
         """The reduced product on all ranks: one-shot, or the own rows first, then the others'."""
         communicator, output = self.communicator, linear.output
         rows, columns = left.shape[0], linear.weight.shape[1]
@@ -231,3 +287,137 @@ class CheckedReduce:
         self.reduce_scatter(left, mine, segments, algorithm)
         flat = [part.view(-1) for part in parts]
         return plain.gather_made(communicator, own.view(-1), flat)
+
+
+# -- as ops of torch -------------------------------------------------------------------------------
+
+
+def check_factors(input: Tensor, weight: Tensor) -> None:
+    if input.dim() < 2 or weight.dim() != 2:
+        raise ValueError(
+            f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+
+
+def result(given: ReduceArguments, size: int) -> shapes.Output:
+    """The own part of the product, or all of it."""
+    input, weight = given.input, given.weight
+    check_factors(input, weight)
+    dtype = checks.output_dtype(given.out_dtype, input)
+    if given.scatter_dim is None:  # all rows, as where the last dimension is gathered
+        return shapes.gathered_rows(input, input.dim() - 1, size, weight.shape[1], dtype)
+    dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
+    return shapes.scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
+
+
+def start(communicator: Communicator, given: ReduceArguments) -> Started:
+    options = MatmulReduceOptions.of(given)
+    with communicator.accepting(options.op):
+        made = result(given, communicator.world_size)
+    tensors = (given.input, given.weight, given.bias, made.matrix)
+    return Started([made.view], FORMS[options.op](communicator, tensors, (options,), True))
+
+
+def _save(ctx: Any, given: ReduceArguments, output: Tensor) -> None:
+    ctx.options = MatmulReduceOptions.of(given)
+    ctx.needs = given.input.requires_grad, given.weight.requires_grad
+    ctx.biased = given.bias is not None and given.bias.requires_grad
+    ctx.save_for_backward(given.input, given.weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+    input, weight = ctx.saved_tensors
+    options, size, name = ctx.options, ctx.size, ctx.name
+    grad = equal_part(grad, (*input.shape[:-1], weight.shape[1]), options, size)
+    of_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
+    if of_bias is not None and options.scatter_dim in (-1, input.dim() - 1):
+        # this rank added its own part of the bias only
+        mine = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, name)
+        of_bias = (mine.unsqueeze(1) * of_bias).flatten().narrow(0, 0, weight.shape[1])
+    found = factor_gradients(
+        grad, input, weight, options=options, needs=ctx.needs, size=size, name=name
+    )
+    return {**found, "bias": of_bias}
+
+
+def equal_part(part: Tensor, whole: Sequence[int], options: Any, size: int) -> Tensor:
+    """The own part of what has the shape ``whole``, with zeros behind it where parts are unequal."""
+    if options.length is None:
+        return part
+    dim = options.scatter_dim % len(whole)
+    return padded(part, dim, longest(whole[dim], size))
+
+
+def factor_gradients(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    *,
+    options: MatmulReduceOptions,
+    needs: tuple[bool, bool],
+    size: int,
+    name: str,
+) -> dict[str, Tensor | None]:
+    """Gradients of the factors that need one, from that of the product: all of it, or the equal part."""
+    shared, weighed = needs
+    found: dict[str, Tensor | None] = {}
+    if not (shared or weighed):
+        return found
+    grad = grad.to(input.dtype)
+    if options.scatter_dim is None:
+        total = wait(_ops.all_reduce(grad, "sum", size, name))
+        if options.reduce_op == "avg":
+            total = total / size
+        if shared:
+            found["input"] = total @ weight.t()
+        if weighed:
+            found["weight"] = rows(input, 0).mT @ rows(total, 0)
+        return found
+    if options.reduce_op == "avg":
+        grad = grad / size
+    dim = options.scatter_dim % input.dim()
+    columns, factor, algorithm = dim == input.dim() - 1, weight.t(), options.algorithm
+    length = weight.shape[1] if columns else input.shape[dim]
+    if columns:
+        algorithm = "auto"  # of the contracted dimension not all can gather
+        if options.length is not None:
+            factor = padded(factor, 0, size * longest(length, size))
+    if shared:
+        of_input, *gathered = _ops.all_gather_matmul(
+            grad, [factor], [], dim, weighed, algorithm, None, size, name
+        )
+        of_input = wait(of_input)
+        # what was padded is behind all parts
+        found["input"] = of_input if columns else of_input.narrow(dim, 0, length)
+    else:
+        gathered = [_ops.all_gather(grad, dim, size, name)]
+    if weighed:
+        whole = wait(gathered[0]).narrow(dim, 0, length)
+        found["weight"] = rows(input, dim).mT @ rows(whole, dim)
+    return found
+
+
+def _view(given: ReduceArguments, size: int) -> Tensor:
+    return result(given, size).view
+
+
+_GRADIENT = OpGradient(_save, _backward)
+OPS = (
+    Op(
+        SCATTER,
+        MatmulReduceScatterArguments,
+        start,
+        _view,
+        _GRADIENT,
+        {"input": ("input",), "weight": ("weight",)},
+    ),
+    Op(
+        ALL_REDUCE,
+        MatmulAllReduceArguments,
+        start,
+        _view,
+        _GRADIENT,
+        {"input or weight": ("input", "weight")},
+    ),
+)

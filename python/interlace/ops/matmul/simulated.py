@@ -1,37 +1,37 @@
 """Ops done to all ranks of a group at once, for one process that plays all of them.
 
-A function gets one list per tensor argument, with an entry per rank in the order of the group, and returns
-the outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an all_to_all.
+A function gets the arguments of an op by rank, in the order of the group, and its size, and returns the
+outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an all_to_all.
 Shapes, rounding and the order of sums are those of the ops themselves, whose parts these are made of.
-
-=========  ==============================================
-argument   what it is here
-=========  ==============================================
-inputs     ``[tensor of rank 0, tensor of rank 1, ...]``
-weights    ``[[tensor, ...] of rank 0, ...]``
-size       how many ranks, always last
-=========  ==============================================
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
-from interlace.ops.matmul import eager as fused
 from interlace.ops.matmul import eager_scaled as scaled
+from interlace.ops.matmul import gather as gather_matmul
+from interlace.ops.matmul import reduce as matmul_reduce
 from interlace.ops.matmul import scaled_kernels
-from interlace.ops.matmul.gather import GatherMatmulOptions
+from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of
-from interlace.ops.matmul.reduce import MatmulReduceOptions
+from interlace.ops.matmul.reduce import (
+    MatmulAllReduceArguments,
+    MatmulReduceScatterArguments,
+    ReduceArguments,
+)
 from interlace.ops.op import shapes
 from interlace.runtime.numerics import reductions
 
 Tensors = list[torch.Tensor]
 Outputs = list[Tensors]
+
+
+def inputs(ranks: Sequence[Any]) -> Tensors:
+    return [each.input for each in ranks]
 
 
 def alike(op: str, name: str, tensors: Sequence[torch.Tensor], but: int | None = None) -> None:
@@ -57,7 +57,7 @@ def _copies(tensor: torch.Tensor, size: int) -> Outputs:
     return [[tensor]] + [[tensor.clone()] for _ in range(size - 1)]
 
 
-def _reduced(op: str, inputs: Tensors, reduce_op: Any) -> torch.Tensor:
+def reduced(op: str, inputs: Tensors, reduce_op: Any) -> torch.Tensor:
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
     reduce_ops.check_dtype(op, name, "input", inputs[0].dtype)
@@ -67,19 +67,25 @@ def _reduced(op: str, inputs: Tensors, reduce_op: Any) -> torch.Tensor:
     return total
 
 
-def all_reduce(inputs: Tensors, reduce_op: str, size: int) -> Outputs:
-    return _copies(_reduced("all_reduce", inputs, reduce_op), size)
+def all_reduce(ranks: Sequence[Any], size: int) -> Outputs:
+    return _copies(reduced("all_reduce", inputs(ranks), ranks[0].reduce_op), size)
 
 
-def reduce(inputs: Tensors, reduce_op: str, dst: int, size: int) -> Outputs:
+def reduce(ranks: Sequence[Any], size: int) -> Outputs:
+    dst = ranks[0].dst
     _rooted("dst", dst, size)
-    total = _reduced("reduce", inputs, reduce_op)
+    total = reduced("reduce", inputs(ranks), ranks[0].reduce_op)
     return [[total if rank == dst else torch.zeros_like(total)] for rank in range(size)]
 
 
-def reduce_scatter(inputs: Tensors, reduce_op: str, scatter_dim: int, size: int) -> Outputs:
-    shapes.scattered(inputs[0], scatter_dim, size)  # which says what is wrong
-    return _slices(_reduced("reduce_scatter", inputs, reduce_op), scatter_dim, size)
+def reduce_scatter(ranks: Sequence[Any], size: int) -> Outputs:
+    first = ranks[0]
+    return _scattered(inputs(ranks), first.reduce_op, first.scatter_dim, size)
+
+
+def _scattered(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
+    shapes.scattered(inputs[0], dim, size)  # which says what is wrong
+    return _slices(reduced("reduce_scatter", inputs, reduce_op), dim, size)
 
 
 def _slices(tensor: torch.Tensor, dim: int, size: int) -> Outputs:
@@ -94,52 +100,52 @@ def _gathered(op: str, inputs: Tensors, dim: int, size: int) -> torch.Tensor:
     return whole
 
 
-def all_gather(inputs: Tensors, gather_dim: int, size: int) -> Outputs:
-    return _copies(_gathered("all_gather", inputs, gather_dim, size), size)
+def all_gather(ranks: Sequence[Any], size: int) -> Outputs:
+    return _copies(_gathered("all_gather", inputs(ranks), ranks[0].gather_dim, size), size)
 
 
-def gather(inputs: Tensors, dst: int, gather_dim: int, size: int) -> Outputs:
+def gather(ranks: Sequence[Any], size: int) -> Outputs:
+    dst = ranks[0].dst
     _rooted("dst", dst, size)
-    whole = _gathered("gather", inputs, gather_dim, size)
+    whole = _gathered("gather", inputs(ranks), ranks[0].gather_dim, size)
     return [[whole if rank == dst else torch.zeros_like(whole)] for rank in range(size)]
 
 
-def scatter(inputs: Tensors, src: int, scatter_dim: int, size: int) -> Outputs:
+def scatter(ranks: Sequence[Any], size: int) -> Outputs:
+    src, dim = ranks[0].src, ranks[0].scatter_dim
     _rooted("src", src, size)
-    alike("scatter", "input", inputs)
-    shapes.scattered(inputs[0], scatter_dim, size)
-    return _slices(inputs[src], scatter_dim, size)
+    alike("scatter", "input", inputs(ranks))
+    shapes.scattered(ranks[0].input, dim, size)
+    return _slices(ranks[src].input, dim, size)
 
 
-def broadcast(inputs: Tensors, src: int, size: int) -> Outputs:
+def broadcast(ranks: Sequence[Any], size: int) -> Outputs:
+    src = ranks[0].src
     _rooted("src", src, size)
-    alike("broadcast", "input", inputs)
-    return [[shapes.like(inputs[src]).copy_(inputs[src])] for _ in range(size)]
+    alike("broadcast", "input", inputs(ranks))
+    source = ranks[src].input
+    return [[shapes.like(source).copy_(source)] for _ in range(size)]
 
 
-def permute(inputs: Tensors, src_dst: Sequence[int], size: int) -> Outputs:
-    alike("permute", "input", inputs)
-    shapes.permutation(src_dst, size)
-    return [
-        [shapes.like(inputs[0]).copy_(inputs[list(src_dst).index(rank)])] for rank in range(size)
-    ]
+def permute(ranks: Sequence[Any], size: int) -> Outputs:
+    targets = list(ranks[0].src_dst)
+    alike("permute", "input", inputs(ranks))
+    shapes.permutation(targets, size)
+    sources = [ranks[targets.index(rank)].input for rank in range(size)]
+    return [[shapes.like(source).copy_(source)] for source in sources]
 
 
-def all_to_all(
-    inputs: Tensors,
-    output_split_sizes: list[Sequence[int] | None],
-    input_split_sizes: list[Sequence[int] | None],
-    size: int,
-) -> Outputs:
+def all_to_all(ranks: Sequence[Any], size: int) -> Outputs:
     outputs = [
-        shapes.exchanged(input, received, sent, size)
-        for input, received, sent in zip(inputs, output_split_sizes, input_split_sizes, strict=True)
+        shapes.exchanged(each.input, each.output_split_sizes, each.input_split_sizes, size)
+        for each in ranks
     ]
-    alike("all_to_all", "input", inputs, but=0)
-    pairs = zip(inputs, input_split_sizes, strict=True)
-    parts = [_split(rank, *each, size) for rank, each in enumerate(pairs)]
-    for target, (output, lengths) in enumerate(zip(outputs, output_split_sizes, strict=True)):
-        for source, place in enumerate(_split(target, output, lengths, size)):
+    alike("all_to_all", "input", inputs(ranks), but=0)
+    parts = [
+        _split(rank, each.input, each.input_split_sizes, size) for rank, each in enumerate(ranks)
+    ]
+    for target, (output, own) in enumerate(zip(outputs, ranks, strict=True)):
+        for source, place in enumerate(_split(target, output, own.output_split_sizes, size)):
             part = parts[source][target]
             if part.shape != place.shape:
                 raise ValueError(
@@ -162,8 +168,8 @@ def _split(
     return torch.split(tensor, lengths)
 
 
-def rank(inputs: Tensors, size: int) -> Outputs:
-    return [[torch.tensor(rank, device=inputs[0].device)] for rank in range(size)]
+def rank(ranks: Sequence[Any], size: int) -> Outputs:
+    return [[torch.tensor(rank, device=ranks[0].input.device)] for rank in range(size)]
 
 
 def _vector(bias: torch.Tensor | None, columns: int, input: torch.Tensor) -> torch.Tensor | None:
@@ -174,97 +180,87 @@ def _vector(bias: torch.Tensor | None, columns: int, input: torch.Tensor) -> tor
     return bias
 
 
-def all_gather_matmul(
-    inputs: Tensors, weights: list[Tensors], biases: list[list[torch.Tensor | None]], *rest: Any
-) -> Outputs:
-    *given, size = rest
-    op, options = "all_gather_matmul", GatherMatmulOptions(*given)
-    checks.algorithm_and_dtype(inputs[0], options)
-    rows = [[weight.shape[0] for weight in each] for each in weights]
-    checks.equal_on_all(op, "rows of weight", rows)
-    whole = _gathered(op, inputs, options.gather_dim, size)
-    dim = options.gather_dim % whole.dim()
+def all_gather_matmul(ranks: Sequence[AllGatherMatmulArguments], size: int) -> Outputs:
+    op, first = "all_gather_matmul", ranks[0]
+    checks.algorithm_and_dtype(first.input, first)
+    columns = [[weight.shape[0] for weight in each.weights] for each in ranks]
+    checks.equal_on_all(op, "rows of weight", columns)
+    whole = _gathered(op, inputs(ranks), first.gather_dim, size)
+    dim = first.gather_dim % whole.dim()
     along_k = dim == whole.dim() - 1
-    if along_k and options.algorithm not in ("auto", "unfused"):
+    if along_k and first.algorithm not in ("auto", "unfused"):
         raise ValueError(
-            f"algorithm={options.algorithm!r} cannot gather along the contracted dimension"
+            f"algorithm={first.algorithm!r} cannot gather along the contracted dimension"
         )
     matrix = whole.flatten(0, -2) if along_k else rows_of(whole, dim)
-    results = []
-    for input, own, vectors in zip(inputs, weights, biases, strict=True):
-        products = fused.gather_products(input, own, options, size)
-        for number, weight in enumerate(own):
-            checks.same_dtype("weight", weight.dtype, "input", input.dtype)
-            bias = _vector(vectors[number] if vectors else None, weight.shape[1], input)
-            multiply(products[number].matrix, matrix, weight, bias)
-        if options.return_gathered:
-            products[-1].view.copy_(whole)
-        results.append([product.view for product in products])
-    return results
+    made = []
+    for each in ranks:
+        results = gather_matmul.results(each, size)
+        for number, weight in enumerate(each.weights):
+            checks.same_dtype("weight", weight.dtype, "input", each.input.dtype)
+            vector = each.biases[number] if each.biases else None
+            bias = _vector(vector, weight.shape[1], each.input)
+            multiply(results[number].matrix, matrix, weight, bias)
+        if each.return_gathered:
+            results[-1].view.copy_(whole)
+        made.append([result.view for result in results])
+    return made
 
 
-def _matmul_reduced(
-    options_of: Callable[..., MatmulReduceOptions],
-    inputs: Tensors,
-    weights: Tensors,
-    biases: list[torch.Tensor | None],
-    *rest: Any,
-) -> Outputs:
-    *given, size = rest
-    options = options_of(*given)
-    op = options.op
-    products = [
-        fused.reduce_product(input, weight, options, size).view
-        for input, weight in zip(inputs, weights, strict=True)
-    ]
-    checks.algorithm_and_dtype(inputs[0], options)
-    alike(op, "input", inputs, but=-1)
+def partial_products(ranks: Sequence[Any]) -> Tensors:
+    """Each rank's input times its weight, in fp32 or wider."""
+    found = []
+    for each in ranks:
+        input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
+        partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
+        multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None)
+        found.append(partial if dtype is torch.float64 else partial.float())
+    return found
+
+
+def _matmul_reduced(op: str, ranks: Sequence[ReduceArguments], size: int) -> Outputs:
+    first, weights = ranks[0], [each.weight for each in ranks]
+    products = [matmul_reduce.result(each, size).view for each in ranks]
+    checks.algorithm_and_dtype(first.input, first)
+    alike(op, "input", inputs(ranks), but=-1)
     alike(op, "weight", weights, but=0)
-    checks.same_dtype("weight", weights[0].dtype, "input", inputs[0].dtype)
-    checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
-    checks.equal_on_all(op, "whether there is a bias", [bias is not None for bias in biases])
-    dtype, partials = products[0].dtype, []
-    for input, weight in zip(inputs, weights, strict=True):
-        partial = input.new_empty([*input.shape[:-1], weight.shape[1]], dtype=dtype)
-        multiply(partial.flatten(0, -2), rows_of(input, 0), weight, None)
-        partials.append(partial if dtype is torch.float64 else partial.float())
-    total = _reduced(op, partials, options.reduce_op)
-    for rank, (product, vector) in enumerate(zip(products, biases, strict=True)):
-        bias = _vector(vector, total.shape[-1], inputs[rank])
+    checks.same_dtype("weight", weights[0].dtype, "input", first.input.dtype)
+    checks.one_of("reduce_op", first.reduce_op, checks.REDUCE_OPS)
+    checks.equal_on_all(op, "whether there is a bias", [each.bias is not None for each in ranks])
+    total = reduced(op, partial_products(ranks), first.reduce_op)
+    for rank, (product, each) in enumerate(zip(products, ranks, strict=True)):
+        bias = _vector(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias
-        if options.scatter_dim is not None:
-            whole = whole.tensor_split(size, options.scatter_dim)[rank]
+        if each.scatter_dim is not None:
+            whole = whole.tensor_split(size, each.scatter_dim)[rank]
         product.copy_(whole)  # rounded once
     return [[product] for product in products]
 
 
-matmul_reduce_scatter = functools.partial(_matmul_reduced, MatmulReduceOptions)
-matmul_all_reduce = functools.partial(_matmul_reduced, fused.all_reduce_options)
+def matmul_reduce_scatter(ranks: Sequence[MatmulReduceScatterArguments], size: int) -> Outputs:
+    return _matmul_reduced("matmul_reduce_scatter", ranks, size)
 
 
-def all_gather_scaled_matmul(
-    inputs: Tensors,
-    weights: list[Tensors],
-    input_scales: Tensors,
-    weight_scales: list[Tensors],
-    biases: list[list[torch.Tensor | None]],
-    *rest: Any,
-) -> Outputs:
-    *given, size = rest
-    op, options = "all_gather_scaled_matmul", scaled.GatherOptions(*given)
-    alike(op, "input_scale", input_scales)
+def matmul_all_reduce(ranks: Sequence[MatmulAllReduceArguments], size: int) -> Outputs:
+    return _matmul_reduced("matmul_all_reduce", ranks, size)
+
+
+def all_gather_scaled_matmul(ranks: Sequence[Any], size: int) -> Outputs:
+    op, dim = "all_gather_scaled_matmul", ranks[0].gather_dim
+    scales = [each.input_scale for each in ranks]
+    alike(op, "input_scale", scales)
     results = []
-    for number, own in enumerate(weights):
-        operands = scaled.operands(
-            inputs[0], own, input_scales[0], weight_scales[number], biases[number]
+    for given in ranks:
+        input, scale = given.input, given.input_scale
+        operands = scaled.operands(input, given.weights, scale, given.weight_scales, given.biases)
+        options = scaled.GatherOptions(
+            dim, given.return_gathered, given.out_dtype, given.use_fast_accum, given.algorithm
         )
         products = scaled.gathered_products(operands, options, size)
         *outputs, gathered = products
-        gathered.view.copy_(_gathered(op, inputs, options.gather_dim, size))
-        scale = input_scales[number]
-        if scaled.is_by_row(inputs[0], scale):
-            whole = _gathered(op, input_scales, options.gather_dim, size)
-            scale = rows_of(whole, options.gather_dim)
+        gathered.view.copy_(_gathered(op, inputs(ranks), dim, size))
+        if scaled.is_by_row(input, scale):
+            scale = rows_of(_gathered(op, scales, dim, size), dim)
         for each, output in zip(operands, outputs, strict=True):
             each = each._replace(input=gathered.matrix, input_scale=scale)
             output.matrix.copy_(scaled.multiply(each, options))
@@ -272,11 +268,12 @@ def all_gather_scaled_matmul(
     return results
 
 
-def scaled_matmul_reduce_scatter(*arguments: Any) -> Outputs:
-    *given, size = arguments
-    options = scaled_kernels.ReduceOptions(*given[5:])
-    partials = [
-        scaled.product(scaled_kernels.ScaledOperands(*of_rank), options, rank)
-        for rank, of_rank in enumerate(zip(*given[:5], strict=True))
-    ]
-    return reduce_scatter(partials, options.reduce_op, options.scatter_dim, size)
+def scaled_matmul_reduce_scatter(ranks: Sequence[Any], size: int) -> Outputs:
+    partials = []
+    for rank, each in enumerate(ranks):
+        options = scaled_kernels.ReduceOptions(
+            each.reduce_op, each.scatter_dim, each.out_dtype, each.use_fast_accum, each.algorithm
+        )
+        factors = each.input, each.weight, each.input_scale, each.weight_scale, each.bias
+        partials.append(scaled.product(scaled_kernels.ScaledOperands(*factors), options, rank))
+    return _scattered(partials, ranks[0].reduce_op, ranks[0].scatter_dim, size)

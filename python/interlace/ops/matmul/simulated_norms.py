@@ -9,41 +9,34 @@ import torch
 from interlace.arguments import checks
 from interlace.ops.matmul import eager_norms as norms
 from interlace.ops.matmul import simulated
-from interlace.ops.matmul.operands import multiply, rows_of
 from interlace.runtime.numerics.norms import NormTail, RowNorm
 
-Tensors = list[torch.Tensor]
-Vectors = Sequence[torch.Tensor | None]
 
-
-def _normed(op: str, inputs: Tensors, *rest: Any) -> simulated.Outputs:
+def _normed(op: str, ranks: Sequence[Any], size: int) -> simulated.Outputs:
     """Sums in fp32, in the order of the ranks, rounded once with the bias and the residual."""
-    matmul = op in norms.MATMULS
-    weights: Tensors | None = rest[0] if matmul else None
-    biases, residuals, gains, shifts, *given, size = rest[1 if matmul else 0 :]
-    call = norms.call_of(op, *given)
+    matmul, inputs = op in norms.MATMULS, simulated.inputs(ranks)
+    first = list(vars(ranks[0]).values())
+    call = norms.call_of(op, *first[6 if matmul else 5 :])
+    residuals = [each.residual for each in ranks]
     simulated.alike(op, "input", inputs, but=-1 if matmul else None)
     checks.equal_on_all(op, "whether there is a residual", [each is None for each in residuals])
-    columns = inputs[0].shape[-1] if weights is None else weights[0].shape[1]
-    dtype = checks.output_dtype(call.out_dtype, inputs[0])
-    partials = []
-    for rank, input in enumerate(inputs):
-        partial = input
-        if weights is not None:
-            partial = input.new_empty([*input.shape[:-1], columns], dtype=dtype)
-            multiply(partial.flatten(0, -2), rows_of(input, 0), weights[rank], None)
-        partials.append(partial if dtype is torch.float64 else partial.float())
-    total = simulated.all_reduce(partials, call.reduce_op, size)[0][0]
+    partials = [each if each.dtype is torch.float64 else each.float() for each in inputs]
+    if matmul:
+        partials = simulated.partial_products(ranks)
+    columns = partials[0].shape[-1]
+    total = simulated.reduced("all_reduce", partials, call.reduce_op)
     dim, made = call.scatter_dim, []
     for rank in range(size):
         outputs = [each.view for each in norms.outputs(inputs[rank], columns, call, size)]
         own = total if dim is None else total.tensor_split(size, dim)[rank]
-        for each in (biases[rank], residuals[rank]):
+        for each in (ranks[rank].bias, residuals[rank]):
             own = own if each is None else own + each
         outputs[1].copy_(own)
         made.append(outputs)
     for rank, outputs in enumerate(made):
-        norm = RowNorm(call.norm.kind, call.norm.eps, gains[rank], shifts[rank])
+        norm = RowNorm(
+            call.norm.kind, call.norm.eps, ranks[rank].norm_weight, ranks[rank].norm_bias
+        )
         for reader in made if call.norm.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
             if call.norm.gather_normed:

@@ -15,9 +15,8 @@ seen by    compilers and modes                        nobody; under one of them 
 =========  =========================================  =================================================
 """
 
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from interlace.groups import groups, specs
 from interlace.ops.op.async_tensor import AsyncTensor, wait
 from interlace.ops.op.op import Op, tensors
 from interlace.ops.op.pending import finish
-from interlace.ops.op.registry import OPS
+from interlace.ops.op.registry import FACES, OPS
+from interlace.ops.op.registry import Ops as Ops
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
@@ -51,6 +51,9 @@ def call(name: str, *args: Any) -> Any:
         if not _simulated(own):
             return _through(name, name, args)
         return _run(op, specs.bind(group, size), own, size, group)
+
+
+FACES["call"] = call
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
@@ -92,13 +95,6 @@ def _in_words(kind: str) -> str:
     if kind.endswith("?"):
         return f"{_in_words(kind[:-1])} or None"
     return f"a list, each {_in_words(kind[:-2])}" if kind.endswith("[]") else _WORDS[kind]
-
-
-class Ops:
-    """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(call, name)
 
 
 def _simulated(own: Sequence[Any]) -> bool:
