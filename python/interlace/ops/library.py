@@ -14,8 +14,7 @@ from interlace.ops.experts import grouped_torch_ops as grouped
 from interlace.ops.experts import torch_ops as experts
 from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedOptions
 from interlace.ops.matmul import eager_scaled as scaled
-from interlace.ops.matmul import gather, reduce
-from interlace.ops.matmul import norm_torch_ops as norms
+from interlace.ops.matmul import gather, norms, reduce
 from interlace.ops.matmul.scaled_kernels import ReduceOptions, ScaledOperands
 from interlace.ops.op import gradients, registry, shapes
 from interlace.ops.op.from_text import from_text

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from interlace.groups import groups, rank_lists, specs
 from interlace.ops import library
-from interlace.ops.matmul import simulated, simulated_norms
+from interlace.ops.matmul import simulated
 from interlace.ops.op.op import Op
 from interlace.runtime.compat.torch_groups import resolve
 
@@ -48,7 +48,7 @@ def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[
     """Give every op its rule. An op without a simulation refuses."""
     _rule("group_size", _group_size)
     for name, op in ops.items():
-        compute = getattr(simulated, name, None) or simulated_norms.RULES.get(name)
+        compute = getattr(simulated, name, None)
         _rule(name, _refusal(name) if compute is None else _simulation(op, compute))
     for name in with_out:
         _rule(f"{name}_out", _simulation(ops[name], getattr(simulated, name), "out"))

@@ -2,13 +2,21 @@
 
 As ``reduce.py``, whose checks and choices the matmuls have. Results are a pair, what is normed and the sum
 with the residual; quantised, what is normed is a pair itself, fp8 and scales.
+
+As ops they all return a list: the normed rows, the sum with the residual, and, quantised, the scales of the
+normed rows. With h the sum with the residual and y its norm, the gradient of h is that of y through the
+norm, for which h is kept and nothing else, and its own. It is the residual's; reduced or gathered as by the
+op without a norm it gives those of the input and the weight. A weight of the norm gets what comes of the
+rows that a rank norms: of the own rows where they are scattered, so replicas of a weight sum their
+gradients, as sequence-parallel layers do; of all rows, on every rank, where all ranks have them. Rows that
+were gathered give their gradients back by a reduce-scatter. fp8 has no gradient.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 
@@ -23,16 +31,30 @@ from interlace.ops.matmul import launch_norms as algorithms
 from interlace.ops.matmul import reduce
 from interlace.ops.matmul.launch_norms import WholeRows
 from interlace.ops.matmul.operands import Linear, rows_of, unrows
-from interlace.ops.matmul.reduce import ALL_REDUCE, ONE_SHOT_BYTES, SCATTER, MatmulReduceOptions
+from interlace.ops.matmul.reduce import (
+    ALL_REDUCE,
+    ONE_SHOT_BYTES,
+    SCATTER,
+    MatmulReduceOptions,
+    check_factors,
+    equal_part,
+    factor_gradients,
+)
+from interlace.ops.op import shapes
+from interlace.ops.op.gradients import longest, padded, wait
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm
+from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm, backward
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES, LARGEST_LOW_LATENCY_BYTES
 
 Tensor = torch.Tensor
+_ops: Any = Ops()
 Buffers = Sequence[Tensor] | None
 """Matrices for the results' rows: the normed, the sums, and, quantised, the scales."""
 
@@ -43,6 +65,102 @@ NO_FP8 = (
     'algorithm="{}" with quantize needs compute capability 8.9 or more; use "unfused" or "auto"'
 )
 SMALLEST_FP8 = 89  # the compute capability from which on kernels can make fp8
+
+
+@dataclasses.dataclass
+class MatmulReduceScatterNormArguments:
+    """The arguments of the op; ``length``: of the own part, None for an equal one."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    reduce_op: str
+    scatter_dim: int
+    length: torch.SymInt | None
+    algorithm: str
+    out_dtype: torch.dtype | None
+    kind: str
+    eps: float
+    quantize: str
+    gather_normed: bool
+    op: ClassVar[str] = "matmul_reduce_scatter_norm"
+
+
+@dataclasses.dataclass
+class MatmulAllReduceNormArguments:
+    """The arguments of the op; nothing is scattered."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    reduce_op: str
+    algorithm: str
+    out_dtype: torch.dtype | None
+    kind: str
+    eps: float
+    quantize: str
+    scatter_dim: ClassVar[None] = None
+    length: ClassVar[None] = None
+    gather_normed: ClassVar[bool] = False
+    op: ClassVar[str] = "matmul_all_reduce_norm"
+
+
+@dataclasses.dataclass
+class AllReduceNormArguments:
+    """The arguments of the op; nothing is multiplied or scattered, and results are of the input's dtype."""
+
+    input: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    reduce_op: str
+    algorithm: str
+    kind: str
+    eps: float
+    quantize: str
+    weight: ClassVar[None] = None
+    scatter_dim: ClassVar[None] = None
+    length: ClassVar[None] = None
+    out_dtype: ClassVar[None] = None
+    gather_normed: ClassVar[bool] = False
+    op: ClassVar[str] = ALL_REDUCE_NORM
+
+
+@dataclasses.dataclass
+class ReduceScatterNormArguments:
+    """The arguments of the op; nothing is multiplied, and results are of the input's dtype."""
+
+    input: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    reduce_op: str
+    scatter_dim: int
+    length: torch.SymInt | None
+    algorithm: str
+    kind: str
+    eps: float
+    quantize: str
+    gather_normed: bool
+    weight: ClassVar[None] = None
+    out_dtype: ClassVar[None] = None
+    op: ClassVar[str] = SCATTER_NORM
+
+
+NormArguments = (
+    MatmulReduceScatterNormArguments
+    | MatmulAllReduceNormArguments
+    | AllReduceNormArguments
+    | ReduceScatterNormArguments
+)
 
 
 class NormedRows(NamedTuple):
@@ -275,6 +393,11 @@ class ReduceNormOptions(NamedTuple):
     length: int | None = None
     algorithm: str = "auto"
 
+    @staticmethod
+    def of(given: Any) -> "ReduceNormOptions":
+        """Those of an op's arguments."""
+        return ReduceNormOptions(given.reduce_op, given.scatter_dim, given.length, given.algorithm)
+
     @property
     def op(self) -> str:
         return ALL_REDUCE_NORM if self.scatter_dim is None else SCATTER_NORM
@@ -439,3 +562,150 @@ class _CheckedRows:
         whole = [self.input.shape[self.dim], *others]
         gathers = self.options.gather_normed
         return Outcome(rows.result(whole if gathers else mine, mine, self.dim), event)
+
+
+# -- as ops of torch -------------------------------------------------------------------------------
+
+
+def norm_options(given: NormArguments) -> NormOptions:
+    """The part of an op's arguments that is its norm's."""
+    return NormOptions(given.kind, given.eps, given.quantize or None, given.gather_normed)
+
+
+def results(given: NormArguments, size: Any) -> list[shapes.Output]:
+    """The normed rows, the sum with the residual, and, quantised by row, the scales."""
+    input = given.input
+    if given.weight is not None:
+        check_factors(input, given.weight)
+    elif not input.dim():
+        raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
+    columns = input.shape[-1] if given.weight is None else given.weight.shape[1]
+    lengths = list(input.shape[:-1])
+    dtype = checks.output_dtype(given.out_dtype, input)
+    dim, own = 0, lengths
+    if given.scatter_dim is not None:
+        dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
+        if dim == len(lengths):
+            raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
+        part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", given.length)
+        own = [part if i == dim else n for i, n in enumerate(lengths)]
+    normed, made = lengths if given.gather_normed else own, QUANTIZED if given.quantize else dtype
+    found = [_output(input, normed, dim, columns, made), _output(input, own, dim, columns, dtype)]
+    if given.quantize == arguments.BY_ROW:
+        found.append(_output(input, normed, dim, 1, torch.float32))
+    return found
+
+
+def _output(
+    like: Tensor, lengths: Sequence[Any], dim: int, columns: Any, dtype: Any
+) -> shapes.Output:
+    """``[*lengths, columns]``, in memory with ``dim`` first."""
+    matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
+    if not lengths:
+        return shapes.Output(matrix, matrix.view(columns))
+    others = [n for i, n in enumerate(lengths) if i != dim]
+    return shapes.output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
+
+
+def start(communicator: Communicator, given: NormArguments) -> Started:
+    factors = [given.input] if given.weight is None else [given.input, given.weight]
+    options: Any = (ReduceNormOptions if given.weight is None else MatmulReduceOptions).of(given)
+    form = (ROW_FORMS if given.weight is None else FORMS)[options.op]
+    with communicator.accepting(options.op):
+        made = results(given, communicator.world_size)
+    vectors = given.bias, given.residual, given.norm_weight, given.norm_bias
+    tensors = (*factors, *vectors, [each.matrix for each in made])
+    work = form(communicator, tensors, (options, norm_options(given)), True)
+    return Started([each.view for each in made], work)
+
+
+OTHERS = ("bias", "residual", "norm_weight", "norm_bias")
+
+
+def _save(ctx: Any, given: NormArguments, output: Sequence[Tensor]) -> None:
+    ctx.options, ctx.norm = MatmulReduceOptions.of(given), norm_options(given)
+    ctx.called = given.op
+    ctx.needs = given.input.requires_grad, given.weight is not None and given.weight.requires_grad
+    others = {name: getattr(given, name) for name in OTHERS}
+    ctx.dtypes = {n: t.dtype for n, t in others.items() if t is not None and t.requires_grad}
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], given.input, given.weight, given.norm_weight, given.norm_bias)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    total, input, weight, norm_weight, norm_bias = ctx.saved_tensors
+    total = wait(total)
+    of_normed, of_sum = grads[0], grads[1]
+    found: dict[str, Tensor | None] = {}
+    if of_normed is not None:
+        if ctx.norm.quantize:
+            raise RuntimeError(
+                f"interlace.{ctx.called} with quantize={ctx.norm.quantize!r} has no gradient"
+            )
+        if ctx.norm.gather_normed:
+            of_normed = _own_rows(ctx, of_normed)
+        norm = RowNorm(ctx.norm.kind, ctx.norm.eps, norm_weight, norm_bias)
+        of_rows, found["norm_weight"], found["norm_bias"] = backward(total, norm, of_normed)
+        of_sum = of_rows if of_sum is None else of_rows + of_sum
+    if of_sum is None:
+        return {}
+    of_sum = found["residual"] = of_sum.to(total.dtype)
+    columns = input.shape[-1] if weight is None else weight.shape[1]
+    part = equal_part(of_sum, (*input.shape[:-1], columns), ctx.options, ctx.size)
+    if weight is None:
+        of_factors = {"input": _of_rows(ctx, input, part) if ctx.needs[0] else None}
+    else:
+        of_factors = factor_gradients(
+            part, input, weight, options=ctx.options, needs=ctx.needs, size=ctx.size, name=ctx.name
+        )
+    found["bias"] = of_sum.flatten(0, -2).sum(0) if of_sum.dim() > 1 else of_sum
+    of_others = {
+        name: each.to(ctx.dtypes[name])
+        for name, each in found.items()
+        if each is not None and name in ctx.dtypes
+    }
+    return {**of_factors, **of_others}
+
+
+def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
+    """The gradients of all ranks for the own rows, summed."""
+    dim, length = ctx.options.scatter_dim % grad.dim(), ctx.options.length
+    if length is not None:
+        grad = padded(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
+    own = wait(_ops.reduce_scatter(grad, "sum", dim, ctx.size, ctx.name))
+    return own if length is None else own.narrow(dim, 0, length)
+
+
+def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
+    """The gradient of rows that were reduced: summed or gathered."""
+    if ctx.options.scatter_dim is None:
+        whole = wait(_ops.all_reduce(part, "sum", ctx.size, ctx.name))
+    else:
+        dim = ctx.options.scatter_dim % input.dim()
+        gathered = wait(_ops.all_gather(part, dim, ctx.size, ctx.name))
+        whole = gathered.narrow(dim, 0, input.shape[dim])
+    return whole / ctx.size if ctx.options.reduce_op == "avg" else whole
+
+
+# with gather_normed the gradients of the others are scattered first
+_SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
+OPS = tuple(
+    Op(
+        kind.op,
+        kind,
+        start,
+        lambda given, size: [each.view for each in results(given, size)],
+        OpGradient(_save, _backward),
+        communicates,
+        several=True,
+    )
+    for kind, communicates in (
+        (
+            MatmulReduceScatterNormArguments,
+            {"input": ("input",), "weight": ("weight",), **_SCATTERED},
+        ),
+        (MatmulAllReduceNormArguments, {"input or weight": ("input", "weight")}),
+        (AllReduceNormArguments, {"input": ("input",)}),
+        (ReduceScatterNormArguments, _SCATTERED),
+    )
+)

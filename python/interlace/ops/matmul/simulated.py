@@ -14,17 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from interlace.arguments import checks, reduce_ops
 from interlace.ops.matmul import eager_scaled as scaled
 from interlace.ops.matmul import gather as gather_matmul
+from interlace.ops.matmul import norms, scaled_kernels
 from interlace.ops.matmul import reduce as matmul_reduce
-from interlace.ops.matmul import scaled_kernels
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of
-from interlace.ops.matmul.reduce import (
-    MatmulAllReduceArguments,
-    MatmulReduceScatterArguments,
-    ReduceArguments,
-)
+from interlace.ops.matmul.reduce import MatmulReduceOptions, ReduceArguments
 from interlace.ops.op import shapes
 from interlace.runtime.numerics import reductions
+from interlace.runtime.numerics.norms import NormTail, RowNorm
 
 Tensors = list[torch.Tensor]
 Outputs = list[Tensors]
@@ -218,8 +215,9 @@ def partial_products(ranks: Sequence[Any]) -> Tensors:
     return found
 
 
-def _matmul_reduced(op: str, ranks: Sequence[ReduceArguments], size: int) -> Outputs:
+def _matmul_reduced(ranks: Sequence[ReduceArguments], size: int) -> Outputs:
     first, weights = ranks[0], [each.weight for each in ranks]
+    op = MatmulReduceOptions.of(first).op
     products = [matmul_reduce.result(each, size).view for each in ranks]
     checks.algorithm_and_dtype(first.input, first)
     alike(op, "input", inputs(ranks), but=-1)
@@ -237,12 +235,41 @@ def _matmul_reduced(op: str, ranks: Sequence[ReduceArguments], size: int) -> Out
     return [[product] for product in products]
 
 
-def matmul_reduce_scatter(ranks: Sequence[MatmulReduceScatterArguments], size: int) -> Outputs:
-    return _matmul_reduced("matmul_reduce_scatter", ranks, size)
+matmul_reduce_scatter = matmul_all_reduce = _matmul_reduced
 
 
-def matmul_all_reduce(ranks: Sequence[MatmulAllReduceArguments], size: int) -> Outputs:
-    return _matmul_reduced("matmul_all_reduce", ranks, size)
+def _normed(ranks: Sequence[norms.NormArguments], size: int) -> Outputs:
+    """Sums in fp32, in the order of the ranks, rounded once with the bias and the residual."""
+    first, whole = ranks[0], inputs(ranks)
+    alike(first.op, "input", whole, but=None if first.weight is None else -1)
+    residuals = [each.residual is None for each in ranks]
+    checks.equal_on_all(first.op, "whether there is a residual", residuals)
+    if first.weight is None:
+        partials = [each if each.dtype is torch.float64 else each.float() for each in whole]
+    else:
+        partials = partial_products(ranks)
+    total = reduced("all_reduce", partials, first.reduce_op)
+    dim, made = first.scatter_dim, []
+    for rank, given in enumerate(ranks):
+        outputs = [each.view for each in norms.results(given, size)]
+        own = total if dim is None else total.tensor_split(size, dim)[rank]
+        for each in (given.bias, given.residual):
+            own = own if each is None else own + each
+        outputs[1].copy_(own)
+        made.append(outputs)
+    for rank, (given, outputs) in enumerate(zip(ranks, made, strict=True)):
+        norm = RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
+        for reader in made if given.gather_normed else [outputs]:
+            places = [reader[0], *reader[2:]]
+            if given.gather_normed:
+                places = [each.tensor_split(size, dim or 0)[rank] for each in places]
+            NormTail(norm, None, *places).finish(outputs[1])
+    return made
+
+
+matmul_reduce_scatter_norm = matmul_all_reduce_norm = all_reduce_norm = reduce_scatter_norm = (
+    _normed
+)
 
 
 def all_gather_scaled_matmul(ranks: Sequence[Any], size: int) -> Outputs:
