@@ -13,7 +13,7 @@ from interlace.arguments import checks, reduce_ops, words
 from interlace.kernels import epilogue
 from interlace.launcher import PLACES
 from interlace.ops.collectives import chosen_algorithm, rooted
-from interlace.ops.matmul import eager_scaled as scaled
+from interlace.ops.matmul import scaled
 
 SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
 

@@ -1,6 +1,6 @@
 """The functional forms of the fused ops on scaled (fp8) operands; part of ``interlace.functional``.
 
-See ``eager/scaled.py`` for what scales are.
+See ``ops/matmul/scaled.py`` for what scales are.
 """
 
 from __future__ import annotations

@@ -13,10 +13,8 @@ from interlace.ops.collectives import records
 from interlace.ops.experts import grouped_torch_ops as grouped
 from interlace.ops.experts import torch_ops as experts
 from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedOptions
-from interlace.ops.matmul import eager_scaled as scaled
-from interlace.ops.matmul import gather, norms, reduce
-from interlace.ops.matmul.scaled_kernels import ReduceOptions, ScaledOperands
-from interlace.ops.op import gradients, registry, shapes
+from interlace.ops.matmul import gather, norms, reduce, scaled
+from interlace.ops.op import gradients, registry
 from interlace.ops.op.from_text import from_text
 from interlace.ops.op.op import GROUP, Op
 from interlace.ops.op.pending import finish
@@ -37,21 +35,6 @@ def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> l
     *given, _ = rest
     return grouped.products(input, weight, GroupedOptions("", *given))
 
-
-def _scaled_gather_products(*rest: Any) -> list[Tensor]:
-    *given, size = rest
-    operands, options = scaled.operands(*given[:5]), scaled.GatherOptions(*given[5:])
-    products = [product.view for product in scaled.gathered_products(operands, options, size)]
-    return products if options.return_gathered else products[:-1]
-
-
-def _scaled_scattered(*rest: Any) -> Tensor:
-    *given, size = rest
-    operands, options = ScaledOperands(*given[:5]), ReduceOptions(*given[5:])
-    return shapes.like(scaled.scattered(operands, options, size).view)
-
-
-SCALED = "ScalarType? out_dtype, bool use_fast_accum, str algorithm"
 
 OPS = (
     *records.OPS,
@@ -156,25 +139,7 @@ OPS = (
         (attention.setup_from_heads, attention.from_heads_backward),
         "Tensor[]",
     ),
-    from_text(
-        "all_gather_scaled_matmul",
-        "Tensor input, Tensor[] weights, Tensor input_scale, Tensor[] weight_scales, Tensor?[] biases, "
-        f"int gather_dim, bool return_gathered, {SCALED}",
-        scaled.all_gather_scaled_matmul,
-        _scaled_gather_products,
-        scaled.NO_GRADIENT,
-        "Tensor[]",
-        {},
-    ),
-    from_text(
-        "scaled_matmul_reduce_scatter",
-        "Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias, "
-        f"str reduce_op, int scatter_dim, {SCALED}",
-        scaled.scaled_matmul_reduce_scatter,
-        _scaled_scattered,
-        scaled.NO_GRADIENT,
-        communicates={},
-    ),
+    *scaled.OPS,
     *norms.OPS,
 )
 

@@ -28,7 +28,7 @@ from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import eager as plain
 from interlace.ops.matmul import gather, reduce
-from interlace.ops.matmul.eager_scaled import scaled_mm
+from interlace.ops.matmul.scaled import scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.pending import Started, finish
 from interlace.ops.op.pending import register as register_work

@@ -9,7 +9,7 @@ import torch
 
 import interlace
 from interlace.kernels import node_order as order
-from interlace.ops.matmul import scaled_kernels
+from interlace.ops.matmul import scaled
 from interlace.ops.matmul.node_reduce import tables_of
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
@@ -141,11 +141,10 @@ def test_scaled_operands() -> None:
         ]
         out = torch.empty(17, 32)
         rank = group.rank
-        operands = scaled_kernels.ScaledOperands(
-            inputs[rank], weight, rows[rank][:, None], columns[None], None
+        call = scaled.ScaledMatmulReduceScatterArguments(
+            inputs[rank], weight, rows[rank][:, None], columns[None], None, "sum", 0, None, False
         )
-        options = scaled_kernels.ReduceOptions("sum", 0, None, use_fast_accum=False)
-        event = scaled_kernels.reduce(group, operands, out, options, average=False, inner=16)
+        event = scaled.reduce_fused(group, call, out, average=False, inner=16)
         event.synchronize()
         assert torch.equal(out, sum(products)[17 * group.rank : 17 * group.rank + 17])
 

@@ -156,11 +156,11 @@ def test_auto_is_the_kernel_where_it_can_be() -> None:
     seen: list[tuple[int, str]] = []
 
     def on_rank(rowwise_on: int) -> torch.Tensor:
-        from interlace.ops.matmul import scaled_kernels
+        from interlace.ops.matmul import scaled
 
         rank = interlace.get_rank()
-        gather = scaled_kernels.gather
-        scaled_kernels.gather = lambda *a, **k: (seen.append((rank, "kernel")), gather(*a, **k))[1]
+        gather = scaled.gather_fused
+        scaled.gather_fused = lambda *a, **k: (seen.append((rank, "kernel")), gather(*a, **k))[1]
         try:
             weight = column_major.contiguous() if rank == rowwise_on else column_major
             half = torch.tensor(0.5)
@@ -169,7 +169,7 @@ def test_auto_is_the_kernel_where_it_can_be() -> None:
             )
             return functional.wait(made)
         finally:
-            scaled_kernels.gather = gather
+            scaled.gather_fused = gather
 
     kernel = interlace.run(on_rank, 2, -1)
     assert {rank for rank, _ in seen} == {0, 1}

@@ -12,13 +12,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.arguments import checks, reduce_ops
-from interlace.ops.matmul import eager_scaled as scaled
 from interlace.ops.matmul import gather as gather_matmul
-from interlace.ops.matmul import norms, scaled_kernels
+from interlace.ops.matmul import norms, scaled
 from interlace.ops.matmul import reduce as matmul_reduce
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of
 from interlace.ops.matmul.reduce import MatmulReduceOptions, ReduceArguments
+from interlace.ops.matmul.scaled import (
+    AllGatherScaledMatmulArguments,
+    ScaledMatmulReduceScatterArguments,
+)
 from interlace.ops.op import shapes
 from interlace.runtime.numerics import reductions
 from interlace.runtime.numerics.norms import NormTail, RowNorm
@@ -272,35 +275,28 @@ matmul_reduce_scatter_norm = matmul_all_reduce_norm = all_reduce_norm = reduce_s
 )
 
 
-def all_gather_scaled_matmul(ranks: Sequence[Any], size: int) -> Outputs:
+def all_gather_scaled_matmul(ranks: Sequence[AllGatherScaledMatmulArguments], size: int) -> Outputs:
     op, dim = "all_gather_scaled_matmul", ranks[0].gather_dim
     scales = [each.input_scale for each in ranks]
     alike(op, "input_scale", scales)
     results = []
     for given in ranks:
-        input, scale = given.input, given.input_scale
-        operands = scaled.operands(input, given.weights, scale, given.weight_scales, given.biases)
-        options = scaled.GatherOptions(
-            dim, given.return_gathered, given.out_dtype, given.use_fast_accum, given.algorithm
-        )
-        products = scaled.gathered_products(operands, options, size)
+        operands = scaled.operands(given)
+        products = scaled.gathered_products(given, size)
         *outputs, gathered = products
         gathered.view.copy_(_gathered(op, inputs(ranks), dim, size))
-        if scaled.is_by_row(input, scale):
+        scale = given.input_scale
+        if scaled.is_by_row(given.input, scale):
             scale = rows_of(_gathered(op, scales, dim, size), dim)
         for each, output in zip(operands, outputs, strict=True):
             each = each._replace(input=gathered.matrix, input_scale=scale)
-            output.matrix.copy_(scaled.multiply(each, options))
-        results.append([p.view for p in (products if options.return_gathered else outputs)])
+            output.matrix.copy_(scaled.multiply(each, given))
+        results.append([p.view for p in (products if given.return_gathered else outputs)])
     return results
 
 
-def scaled_matmul_reduce_scatter(ranks: Sequence[Any], size: int) -> Outputs:
-    partials = []
-    for rank, each in enumerate(ranks):
-        options = scaled_kernels.ReduceOptions(
-            each.reduce_op, each.scatter_dim, each.out_dtype, each.use_fast_accum, each.algorithm
-        )
-        factors = each.input, each.weight, each.input_scale, each.weight_scale, each.bias
-        partials.append(scaled.product(scaled_kernels.ScaledOperands(*factors), options, rank))
+def scaled_matmul_reduce_scatter(
+    ranks: Sequence[ScaledMatmulReduceScatterArguments], size: int
+) -> Outputs:
+    partials = [scaled.product(each, rank) for rank, each in enumerate(ranks)]
     return _scattered(partials, ranks[0].reduce_op, ranks[0].scatter_dim, size)

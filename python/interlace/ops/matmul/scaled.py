@@ -1,0 +1,489 @@
+"""The fused ops on scaled operands: fp8 matrices whose numbers are multiplied by scales.
+
+The product is ``(input * input_scale) @ (weight * weight_scale) + bias``, taken by ``torch._scaled_mm``,
+which has the last word on dtypes and shapes. A scale is float32 and is either one for all numbers, or one
+per row of ``input``, ``[..., 1]``, and per column of ``weight``, ``(1, n)``. One of either kind beside one
+of the other is repeated. The one for all of a gathered input has to be equal on all ranks.
+
+============================  ========================================================================
+all_gather_scaled_matmul      rows travel in fp8, each with its own scale, if it has one; then the
+                              matmuls. In flight as a whole.
+scaled_matmul_reduce_scatter  the whole product first, before the call returns; then it is reduced, in
+                              ``out_dtype``, in flight.
+============================  ========================================================================
+
+That is ``algorithm`` "unfused". "fused" is one Triton kernel, in flight as a whole, which multiplies fp8
+where it arrives and accumulates in fp32; products of a reduction are scaled before they travel, in
+``out_dtype``. For the kernel one scale of either kind beside one of the other becomes one per row and per
+column.
+
+``out_dtype`` is bfloat16 if none is given. There are no gradients.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from interlace.arguments import checks, dense
+from interlace.arguments.words import ScaledAlgorithm
+from interlace.kernels.tiling import split_rows
+from interlace.ops.collectives import eager as plain
+from interlace.ops.collectives import launch as collective_algorithms
+from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
+from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
+from interlace.ops.op import shapes
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.runtime.core.call import Call, Terms
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import current
+from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning.auto import choose_scaled_algorithm
+
+GATHER, SCATTER = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+ALGORITHMS: tuple[str, ...] = get_args(ScaledAlgorithm)
+KERNEL_OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
+
+Tensor = torch.Tensor
+_scaled_mm: Any = torch._scaled_mm
+
+
+@dataclasses.dataclass
+class AllGatherScaledMatmulArguments:
+    """The arguments of the op; see :func:`interlace.functional.all_gather_scaled_matmul`."""
+
+    input: Tensor
+    weights: list[Tensor]
+    input_scale: Tensor
+    weight_scales: list[Tensor]
+    biases: list[Tensor | None]
+    gather_dim: int
+    return_gathered: bool
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    algorithm: str = "auto"
+
+
+@dataclasses.dataclass
+class ScaledMatmulReduceScatterArguments:
+    """The arguments of the op; see :func:`interlace.functional.scaled_matmul_reduce_scatter`."""
+
+    input: Tensor
+    weight: Tensor
+    input_scale: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    reduce_op: str
+    scatter_dim: int
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    algorithm: str = "auto"
+
+    @property
+    def operands(self) -> "ScaledOperands":
+        return ScaledOperands(
+            self.input, self.weight, self.input_scale, self.weight_scale, self.bias
+        )
+
+
+class ScaledOperands(NamedTuple):
+    """The operands of one product: fp8 matrices, their scales, and a bias."""
+
+    input: Tensor
+    weight: Tensor
+    input_scale: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+
+def scaled_mm(
+    input: Tensor, weight: Tensor, *scales: Tensor, bias: Any = None, **options: Any
+) -> Tensor:
+    """``torch._scaled_mm``, which takes no empty matrices."""
+    if input.numel() and weight.numel():
+        product: Tensor = _scaled_mm(input, weight, *scales, bias, **options)
+        return product
+    product = input.new_zeros((len(input), weight.shape[1]), dtype=options["out_dtype"])
+    return product if bias is None else product + bias
+
+
+def multiply(
+    operands: ScaledOperands,
+    given: AllGatherScaledMatmulArguments | ScaledMatmulReduceScatterArguments,
+) -> Tensor:
+    """The product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
+    input, weight, input_scale, weight_scale, bias = operands
+    rows, columns = input.shape[0], weight.shape[1]
+    by_row = input_scale.numel() != 1 or weight_scale.numel() != 1
+    if by_row:
+        input_scale = input_scale.reshape(-1, 1).expand(rows, 1).contiguous()
+        weight_scale = weight_scale.reshape(1, -1).expand(1, columns).contiguous()
+    return scaled_mm(
+        input.contiguous(),
+        weight,
+        input_scale,
+        weight_scale,
+        bias=bias,
+        out_dtype=given.out_dtype or torch.bfloat16,
+        use_fast_accum=given.use_fast_accum,
+    )
+
+
+def is_by_row(input: Tensor, scale: Tensor) -> bool:
+    """Whether ``scale`` is per row of ``input``, as torch takes one number for one row, or for all."""
+    if scale.shape == (*input.shape[:-1], 1):
+        return True
+    if scale.numel() != 1:
+        raise ValueError(
+            f"input_scale must have one element or shape {(*input.shape[:-1], 1)}, got "
+            f"{tuple(scale.shape)} for input of {tuple(input.shape)}"
+        )
+    return False
+
+
+def _check(operands: ScaledOperands) -> None:
+    """Check operands for faults on which ranks would disagree if torch found them."""
+    input, weight, input_scale, weight_scale, bias = operands
+    if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
+        raise ValueError(
+            f"input must be [..., k] and weight (k, n), got {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    for name, operand in (("input", input), ("weight", weight)):
+        if operand.dtype not in FLOAT8:
+            raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {operand.dtype}")
+    for name, scale in (("input_scale", input_scale), ("weight_scale", weight_scale)):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {scale.dtype}")
+    is_by_row(input, input_scale)
+    columns = weight.shape[1]
+    if weight_scale.numel() != 1 and tuple(weight_scale.shape) != (1, columns):
+        raise ValueError(
+            f"weight_scale must have one element or shape (1, {columns}), got {tuple(weight_scale.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (columns,):
+        raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
+
+
+def _wants_kernel(
+    communicator: Communicator, algorithm: str, rows: int, inner: int, columns: int
+) -> bool:
+    """Whether ``algorithm`` is "fused", or "auto" takes the kernel if it can; equal on all ranks."""
+    checks.one_of("algorithm", algorithm, ALGORITHMS)
+    empty = not rows * inner * columns
+    chosen = choose_scaled_algorithm(communicator.place, rows, empty=empty)
+    return not empty and (algorithm == "fused" or (algorithm == "auto" and chosen == "fused"))
+
+
+def _agreed(
+    communicator: Communicator, op: str, algorithm: str, terms: Terms, part: Any, why: str
+) -> tuple[bool, list[Any]]:
+    """Whether all ranks' kernels can, and the parts. Raises for unequal terms, or "fused" where not."""
+    terms = (*terms, ("configuration", current().overrides))
+    parts, why_not = zip(*communicator.parts(Call(op, terms, part=(part, why))), strict=True)
+    for rank, why in enumerate(why_not):
+        if why and algorithm == "fused":
+            raise ValueError(f'{op}: algorithm="fused" cannot do this: {why}, on rank {rank}')
+    return not any(why_not), list(parts)
+
+
+def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
+    """The operands of each weight's product, checked."""
+    weights, weight_scales, biases = given.weights, given.weight_scales, given.biases
+    if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
+        raise ValueError(
+            f"weight_scales and biases must be as many as the {len(weights)} weights, got "
+            f"{len(weight_scales)} and {len(biases)}"
+        )
+    vectors = biases or [None] * len(weights)
+    found = [
+        ScaledOperands(given.input, weight, given.input_scale, scale, bias)
+        for weight, scale, bias in zip(weights, weight_scales, vectors, strict=True)
+    ]
+    for each in found:
+        _check(each)
+    return found
+
+
+def gathered_products(given: AllGatherScaledMatmulArguments, size: int) -> list[shapes.Output]:
+    """A product per weight, then the gathered input, which is always made."""
+    input = given.input
+    if given.gather_dim in (-1, input.dim() - 1):
+        raise ValueError(
+            f"gather_dim={given.gather_dim} is the contracted dimension, along which scales cannot be "
+            "gathered"
+        )
+    dtype = given.out_dtype or torch.bfloat16
+    unscaled = gather.AllGatherMatmulArguments(
+        input, given.weights, [], given.gather_dim, True, out_dtype=dtype
+    )
+    return gather.results(unscaled, size)
+
+
+def _views(given: AllGatherScaledMatmulArguments, size: int) -> list[Tensor]:
+    operands(given)
+    views = [each.view for each in gathered_products(given, size)]
+    return views if given.return_gathered else views[:-1]
+
+
+def start_gather(communicator: Communicator, given: AllGatherScaledMatmulArguments) -> Started:
+    input, weights, input_scale = given.input, given.weights, given.input_scale
+    with communicator.accepting(GATHER):
+        for each in (input, input_scale, *weights, *given.weight_scales):
+            checks.tensor("each operand", each, communicator)
+        found = operands(given)
+        products = gathered_products(given, communicator.world_size)
+        inner, columns = input.shape[-1], [weight.shape[1] for weight in weights]
+        rows = products[-1].matrix.shape[0]
+        kernel = _wants_kernel(communicator, given.algorithm, rows, inner, max(columns))
+    *outputs, gathered = products
+    dim = given.gather_dim % input.dim()
+    by_row = is_by_row(input, input_scale)
+    shard = rows_of(input, dim).contiguous()
+    scale = rows_of(input_scale, dim).contiguous() if by_row else input_scale
+
+    def start() -> Outcome:
+        reason = ""
+        if kernel:
+            reason = why_not(communicator, inner, weights, given.out_dtype)
+        terms = (
+            ("shape of input", tuple(input.shape)),
+            ("gather_dim", dim),
+            ("dtype of input", input.dtype),
+            ("whether input_scale is by row", by_row),
+            ("algorithm", given.algorithm),
+            ("use_fast_accum", given.use_fast_accum),
+        )
+        can, widths = _agreed(communicator, GATHER, given.algorithm, terms, columns, reason)
+        if kernel and can:
+            event = gather_fused(
+                communicator,
+                [each._replace(input=shard, input_scale=scale) for each in found],
+                by_row,
+                [output.matrix for output in outputs],
+                gathered.matrix if given.return_gathered else None,
+                given.use_fast_accum,
+                [each for width in widths for each in width],
+            )
+            return Outcome(None, event)
+        _gather(communicator, shard.view(torch.uint8), gathered.matrix.view(torch.uint8))
+        whole_scale = scale
+        if by_row:
+            whole_scale = scale.new_empty(gathered.matrix.shape[0], 1)
+            _gather(communicator, scale, whole_scale)
+
+        def multiply_all() -> None:
+            for each, output in zip(found, outputs, strict=True):
+                whole = each._replace(input=gathered.matrix, input_scale=whole_scale)
+                output.matrix.copy_(multiply(whole, given))
+
+        communicator.compute.call(multiply_all, "scaled matmul")
+        return Outcome(None, communicator.compute.record())
+
+    work = communicator.run(GATHER, start, async_op=True)
+    views = [product.view for product in (products if given.return_gathered else outputs)]
+    return Started(views, work)
+
+
+def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
+    if whole.numel():
+        parts = whole.view(-1).chunk(communicator.world_size)
+        collective_algorithms.gather_made(communicator, part.reshape(-1), list(parts))
+
+
+def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> shapes.Output:
+    """``[.., n / size, .., columns]``."""
+    dtype, dim = given.out_dtype or torch.bfloat16, given.scatter_dim
+    unscaled = reduce.MatmulReduceScatterArguments(
+        given.input, given.weight, None, given.reduce_op, dim, out_dtype=dtype
+    )
+    return reduce.result(unscaled, size)
+
+
+def product(given: ScaledMatmulReduceScatterArguments, rank: int) -> Tensor:
+    """``rank``'s whole product, ``[..., n]``, with its part of the bias, which the sum has once."""
+    found, input, scale = given.operands, given.input, given.input_scale
+    _check(found)
+    matrices = found._replace(
+        input=rows_of(input, 0),
+        input_scale=rows_of(scale, 0) if is_by_row(input, scale) else scale,
+        bias=found.bias if _is_average(given) or rank == 0 else None,
+    )
+    return multiply(matrices, given).view(*input.shape[:-1], found.weight.shape[1])
+
+
+def _is_average(given: ScaledMatmulReduceScatterArguments) -> bool:
+    return checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS) == "avg"
+
+
+def start_reduce(communicator: Communicator, given: ScaledMatmulReduceScatterArguments) -> Started:
+    input, weight, found = given.input, given.weight, given.operands
+    with communicator.accepting(SCATTER):
+        for each in found[:4]:
+            checks.tensor("each operand", each, communicator)
+        average = _is_average(given)
+        _check(found)
+        rows, inner = input.numel() // max(1, input.shape[-1]), input.shape[-1]
+        made = scattered(given, communicator.world_size)
+        columns = weight.shape[1]
+        kernel = _wants_kernel(communicator, given.algorithm, rows, inner, columns)
+    if kernel:
+        terms = (
+            ("the shape of input without k", tuple(input.shape[:-1])),
+            ("the columns of weight", columns),
+            ("scatter_dim", given.scatter_dim % input.dim()),
+            ("reduce_op", "avg" if average else "sum"),
+            ("out_dtype", made.view.dtype),
+            ("use_fast_accum", given.use_fast_accum),
+            ("algorithm", given.algorithm),
+            ("whether there is a bias", found.bias is not None),
+        )
+        reason = why_not(communicator, inner, [weight], made.view.dtype)
+
+        def agree() -> Outcome:
+            can, inners = _agreed(communicator, SCATTER, given.algorithm, terms, inner, reason)
+            return Outcome(max(inners) if can else 0, None)
+
+        output = made.view if made.view.is_contiguous() else shapes.like(made.view)
+        if largest := communicator.run(SCATTER, agree, async_op=False):
+
+            def start() -> Outcome:
+                event = reduce_fused(
+                    communicator, given, made.matrix, average=average, inner=largest
+                )
+                return Outcome(None, dense.copied_back(communicator, [output], [made.view], event))
+
+            return Started([output], communicator.run(SCATTER, start, async_op=True))
+    with communicator.accepting(SCATTER):
+        whole = product(given, communicator.rank)
+    return plain.reduce_scatter(communicator, whole, given.reduce_op, given.scatter_dim)
+
+
+# -- by one kernel ---------------------------------------------------------------------------------
+
+
+def why_not(
+    communicator: Communicator,
+    inner: int,
+    weights: Sequence[Tensor],
+    out_dtype: torch.dtype | None,
+) -> str:
+    """Why the kernels cannot multiply these; empty if they can."""
+    for weight in weights:
+        across, along = weight.stride()
+        columns = weight.shape[1]  # a stride matters where there is a second row or column
+        if (inner > 1 and across != 1) or (columns > 1 and along < inner):
+            return f"weight must be contiguous along k, strides are {weight.stride()}"
+        if not communicator.place.interpreted and (inner | columns) % DESCRIPTOR_ALIGNMENT:
+            return f"k and n must be multiples of 16, weight is {tuple(weight.shape)}"
+    if out_dtype is not None and out_dtype not in KERNEL_OUTPUTS:
+        return f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}"
+    return ""
+
+
+def _by_row(scale: Tensor, rows: int) -> Tensor:
+    return scale.reshape(-1).expand(rows).contiguous()
+
+
+def gather_fused(
+    communicator: Communicator,
+    operands: Sequence[ScaledOperands],
+    by_row: bool,
+    outputs: Sequence[Tensor],
+    gathered: Tensor | None,
+    fast_accum: bool,
+    columns: Sequence[int],
+) -> Event:
+    """``operands``: one input, own rows; ``outputs``: all ranks' rows; ``columns``: all ranks' weights'."""
+    input, row_scale = operands[0].input, operands[0].input_scale
+    rows, inner = input.shape
+    by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)
+    targets = [
+        Linear(
+            each.weight,
+            each.bias,
+            output,
+            scales="row" if by_row else "tensor",
+            scale=_by_row(each.weight_scale, each.weight.shape[1]) if by_row else each.weight_scale,
+            fast_accum=fast_accum,
+            row_scale=_by_row(row_scale, rows) if by_row else row_scale,
+        )
+        for each, output in zip(operands, outputs, strict=True)
+    ]
+    problem = tuning.gather_problem(
+        communicator.world_size, input.dtype, rows, tuple(columns), inner, fast_accum=fast_accum
+    )
+    config = tuning.choose(communicator, problem, "fused").configuration
+    return launch_gather.all_gather_matmul_fused(
+        communicator, input, targets, [rows] * communicator.world_size, gathered, config
+    )
+
+
+def reduce_fused(
+    communicator: Communicator,
+    given: ScaledMatmulReduceScatterArguments,
+    output: Tensor,
+    *,
+    average: bool,
+    inner: int,
+) -> Event:
+    """Into ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
+    input, weight, row_scale, column_scale, bias = given.operands
+    dim, size = given.scatter_dim % input.dim(), communicator.world_size
+    by_row = row_scale.numel() != 1 or column_scale.numel() != 1
+    left, right, along = factors(input, weight, dim)
+    if along == "m":
+        right = right if right.stride(0) == 1 else right.T.contiguous().T
+        row_scale, column_scale = column_scale, row_scale
+        bias = None if bias is None else bias.tensor_split(size)[communicator.rank]
+    elif row_scale.numel() != 1:
+        row_scale = rows_of(row_scale, dim)
+    linear = Linear(
+        right,
+        bias,
+        output,
+        along,
+        scales="row" if by_row else "tensor",
+        scale=_by_row(column_scale, right.shape[1]) if by_row else column_scale,
+        fast_accum=given.use_fast_accum,
+        row_scale=_by_row(row_scale, left.shape[0]) if by_row else row_scale,
+        average=average,
+    )
+    rows, columns = output.shape
+    op, fast = "matmul_reduce_scatter", given.use_fast_accum
+    problem = tuning.Problem(op, input.dtype, rows, columns, inner, size, fast)
+    config = tuning.choose(communicator, problem, "fused").configuration
+    segments = split_rows(left.shape[0], size)
+    return launch_reduce.matmul_reduce_scatter_fused(communicator, left, linear, segments, config)
+
+
+# -- as ops of torch -------------------------------------------------------------------------------
+
+
+def _backward(ctx: Any, grads: Any) -> Any:
+    raise RuntimeError("interlace's ops on scaled operands have no gradients")
+
+
+_NO_GRADIENT = OpGradient(lambda ctx, given, output: None, _backward)
+OPS = (
+    Op(
+        GATHER,
+        AllGatherScaledMatmulArguments,
+        start_gather,
+        _views,
+        _NO_GRADIENT,
+        communicates={},
+        several=True,
+    ),
+    Op(
+        SCATTER,
+        ScaledMatmulReduceScatterArguments,
+        start_reduce,
+        lambda given, size: shapes.like(scattered(given, size).view),
+        _NO_GRADIENT,
+        communicates={},
+    ),
+)
