@@ -2,8 +2,8 @@
 
 import torch
 
+from interlace.ops.experts.routed_combine import grouped_on_device, multiplied, multiply_in_graph
 from interlace.ops.experts.routing import Received
-from interlace.ops.experts.torch_ops import grouped_on_device, multiplied, multiply_in_graph
 from interlace.runtime.compat.torch_modes import modes_active
 
 Tensor = torch.Tensor

@@ -9,6 +9,7 @@ import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.functional.calls import check, flag, ints, keeps, refuse, run_to_list
+from interlace.ops.experts.routed_combine import ROUTED
 from interlace.ops.experts.routing import (
     DispatchHandle,
     Received,
@@ -18,7 +19,6 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
-from interlace.ops.experts.torch_ops import ROUTED
 
 Tensor = torch.Tensor
 

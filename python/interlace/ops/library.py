@@ -1,6 +1,5 @@
 """The ops' schemas, and their registration with torch."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,7 @@ from interlace.groups import specs
 from interlace.ops import inductor
 from interlace.ops.attention import torch_ops as attention
 from interlace.ops.collectives import records
-from interlace.ops.experts import grouped_torch_ops as grouped
-from interlace.ops.experts import torch_ops as experts
-from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedOptions
+from interlace.ops.experts import combine, dispatch, grouped, grouped_combine, routed_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
 from interlace.ops.op import gradients, registry
 from interlace.ops.op.from_text import from_text
@@ -27,75 +24,15 @@ from interlace.runtime.core.errors import InterlaceError
 Tensor = torch.Tensor
 NAMESPACE = "interlace"
 
-
-# What ops give, made of the arguments and the group's size, which comes last.
-
-
-def _grouped_products(input: Tensor, weight: Tensor, bias: Any, *rest: Any) -> list[Tensor]:
-    *given, _ = rest
-    return grouped.products(input, weight, GroupedOptions("", *given))
-
-
 OPS = (
     *records.OPS,
     gather.ALL_GATHER_MATMUL,
     *reduce.OPS,
-    *(
-        from_text(
-            name,
-            grouped.ARGUMENTS,
-            functools.partial(grouped.start, name),
-            _grouped_products,
-            (grouped.setup, functools.partial(grouped.backward, name)),
-            "Tensor[]",
-            {"input": (0,), "weight": (1,)},
-        )
-        for name in (GATHER, EXCHANGE)
-    ),
-    from_text(
-        experts.DISPATCH,
-        experts.DISPATCH_ARGUMENTS,
-        experts.start_dispatch,
-        experts.dispatched,
-        (experts.setup_dispatch, experts.dispatch_backward),
-        "Tensor[]",
-        {"x or topk_weights": (0, 3)},
-    ),
-    from_text(
-        experts.COMBINE,
-        experts.COMBINE_ARGUMENTS,
-        experts.start_combine,
-        experts.combined,
-        (experts.setup_combine, experts.combine_backward),
-        "Tensor[]",
-        {"y": (0,)},
-    ),
-    from_text(
-        experts.MATMUL_COMBINE,
-        experts.MATMUL_COMBINE_ARGUMENTS,
-        experts.start_products,
-        experts.products,
-        (experts.setup_products, experts.products_backward),
-        "Tensor[]",
-        {"input, weight or bias": (0, 1, 2)},
-    ),
-    from_text(
-        experts.ROUTED,
-        experts.ROUTED_ARGUMENTS,
-        experts.start_routed,
-        experts.routed_products,
-        (experts.setup_routed, experts.routed_backward),
-        "Tensor[]",
-        {"input, weight or bias": (0, 1, 2)},
-    ),
-    from_text(
-        experts.ROUTED_BACKWARD,
-        experts.ROUTED_BACKWARD_ARGUMENTS,
-        experts.start_routed_backward,
-        experts.routed_gradients,
-        None,
-        "Tensor[]",
-    ),
+    *grouped.OPS,
+    *dispatch.OPS,
+    *combine.OPS,
+    *grouped_combine.OPS,
+    *routed_combine.OPS,
     from_text(
         "context_parallel_attention",
         attention.ARGUMENTS,

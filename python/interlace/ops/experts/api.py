@@ -32,7 +32,6 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.op import recorded
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.communicator import internal_form
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
 
@@ -457,5 +456,4 @@ def _grouped_matmul(
             return recorded.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
         return on_device(made)
     tensors = (*tensors, None, None)
-    run = internal_form(op, grouped.grouped_matmul)
-    return run(communicator, tensors, (options,), async_op)
+    return grouped.FORMS[op](communicator, tensors, (options,), async_op)

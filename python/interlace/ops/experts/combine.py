@@ -2,19 +2,25 @@
 
 As a dispatch (``dispatch.py``): with its bound of tokens the fused algorithm knows no count on the
 host, and comes from a plan.
+
+Gradients: of the rows, what a dispatch of the tokens' gradients gives, times their weights; of a weight,
+its row times the gradient of its token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interlace.arguments import checks
 from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.dispatch import as_many
 from interlace.ops.experts.launch_combine import Combine, Home
 from interlace.ops.experts.launch_dispatch import Bounds, HostRoutes, row_moves
 from interlace.ops.experts.routing import (
     Routing,
+    RoutingArguments,
     agreed,
     assignment_of,
     measured,
@@ -23,6 +29,10 @@ from interlace.ops.experts.routing import (
     senders_of,
     weights_of,
 )
+from interlace.ops.op.gradients import complete, kept, wait
+from interlace.ops.op.op import Op, OpGradient, requiring
+from interlace.ops.op.pending import Started
+from interlace.ops.op.sim_dispatch import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -32,6 +42,21 @@ from interlace.runtime.tuning.auto import FUSED_DTYPES
 COMBINE = "combine"
 BY_TORCH = ("pipelined", "unfused")
 Tensor = torch.Tensor
+_ops: Any = Ops()
+
+
+@dataclass
+class CombineArguments(RoutingArguments):
+    input: Tensor
+    segments: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    return_rows: bool
+    num_experts: int
+    capacity: int
+    max_tokens: int
+    packed: bool
+    algorithm: str
 
 
 def _prepared(
@@ -177,3 +202,76 @@ def combined(rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = Non
     if return_rows:
         made.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
     return made
+
+
+def results(given: CombineArguments, size: int) -> list[Tensor]:
+    return combined(given.input, given.topk_idx, given.return_rows)
+
+
+def start(communicator: Communicator, given: CombineArguments) -> Started:
+    with communicator.accepting(COMBINE):
+        if given.input.dim() != 2:
+            raise ValueError(f"y must have 2 dimensions, got shape {tuple(given.input.shape)}")
+        outputs = results(given, communicator.world_size)
+    tensors = (given.input, given.segments, given.topk_idx, given.topk_weights, outputs)
+    return Started(outputs, combine(communicator, tensors, (given.routing,), True))
+
+
+def save(ctx: Any, given: CombineArguments, output: Sequence[Tensor]) -> None:
+    ctx.needed, ctx.routing, ctx.rows = requiring(given), given.routing, given.input.shape[0]
+    home = home_rows(COMBINE, ctx.needed, given.return_rows, output)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(given.topk_idx, given.topk_weights, home)
+
+
+def home_rows(
+    op: str, needed: set[str], return_rows: bool, output: Sequence[Tensor]
+) -> Tensor | None:
+    """The rows that an op has brought home, to be saved, if gradients of ``topk_weights`` are needed."""
+    if "topk_weights" not in needed:
+        return None
+    if not return_rows:
+        raise RuntimeError(f"{op}: gradients of topk_weights need return_rows")
+    return kept(output[1])
+
+
+def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
+    idx, weights, home = ctx.saved_tensors
+    found: dict[str, Tensor] = {}
+    grad = grads[0]
+    if grad is None:
+        return found
+    if "input" in ctx.needed:
+        made = _ops.dispatch(grad, None, idx, weights, *ctx.routing, ctx.size, ctx.name)
+        rows = wait(made[0])
+        if weights is not None:
+            rows = (rows * wait(made[1]).unsqueeze(1)).to(grad.dtype)
+        found["input"] = as_many(rows, ctx.rows)
+    if home is not None:
+        inverse = ctx.routing.inverse(idx)
+        found["topk_weights"] = of_slot_weights(weights, home, inverse, grad)
+    return found
+
+
+def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
+    """Of the weight of each slot: its home row times its token's gradient, in at least fp32.
+
+    ``home``: as :func:`home_rows` gives them.
+    """
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    rows = complete(home)[inverse.clamp(min=0)].to(wide)
+    product = torch.einsum("tkn,tn->tk", rows, grad.to(wide))
+    return torch.where(inverse < 0, 0.0, product).to(weights.dtype)
+
+
+OPS = (
+    Op(
+        COMBINE,
+        CombineArguments,
+        start,
+        results,
+        OpGradient(save, backward),
+        {"y": ("input",)},
+        several=True,
+    ),
+)

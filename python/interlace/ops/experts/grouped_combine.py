@@ -3,9 +3,13 @@
 The counterpart of ``all_to_all_grouped_matmul``: rows are in the order in which that returns them, and a
 dispatch (``routing.py``). Who goes where the host knows from splits, or, after a dispatch with a
 bound of tokens, the device: then the fused algorithm comes from a plan, and asks for no count.
+
+This is the op by splits; that by a dispatch's segments is in ``routed_combine.py``. The gradients of the
+tokens travel and are multiplied by ``all_to_all_grouped_matmul``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +17,16 @@ import torch
 from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
 from interlace.ops.collectives.launch import resident_programs
-from interlace.ops.experts.combine import checked_segments, home_of
+from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.combine import (
+    checked_segments,
+    combined,
+    home_of,
+    home_rows,
+    of_slot_weights,
+)
+from interlace.ops.experts.grouped import EXCHANGE, RowSplits, of_weights, rows_and_experts
 from interlace.ops.experts.grouped import counts as splits_of
-from interlace.ops.experts.grouped import rows_and_experts
 from interlace.ops.experts.launch_dispatch import HostRoutes
 from interlace.ops.experts.launch_grouped_combine import OP, GroupedMatmulCombine
 from interlace.ops.experts.routing import (
@@ -27,6 +38,10 @@ from interlace.ops.experts.routing import (
     weights_of,
 )
 from interlace.ops.matmul.operands import Linear
+from interlace.ops.op.gradients import wait
+from interlace.ops.op.op import Op, OpGradient, requiring
+from interlace.ops.op.pending import Started
+from interlace.ops.op.sim_dispatch import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
@@ -36,6 +51,23 @@ from interlace.runtime.tuning.auto import choose_algorithm
 
 MATMUL_COMBINE = OP
 Tensor = torch.Tensor
+_ops: Any = Ops()
+
+
+@dataclass
+class GroupedCombineArguments:
+    """``home_splits``: the rows that this rank has sent, by expert; ``splits``: by expert and source."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    home_splits: list[torch.SymInt]
+    splits: list[torch.SymInt]
+    return_rows: bool
+    algorithm: str
+    out_dtype: torch.dtype | None
 
 
 class CombineOptions(NamedTuple):
@@ -304,3 +336,77 @@ _by_splits = internal_form(OP, _with_splits)
 _by_torch = internal_form(OP, _with_counts)
 grouped_matmul_combine = composed_form(OP, _prepared)
 """Of ``(input, weight, bias, topk_idx, topk_weights, segments, outputs)`` and ``(options,)``."""
+
+
+def results(given: Any, size: int) -> list[Tensor]:
+    """Tensors for what this op gives, and that of ``routed_combine.py``."""
+    input, weight, idx = given.input, given.weight, given.topk_idx
+    if input.dim() != 2 or weight.dim() != 3 or idx.dim() != 2:
+        raise ValueError(
+            "input and topk_idx must have 2 dimensions and weight 3, got shapes "
+            f"{tuple(input.shape)}, {tuple(idx.shape)} and {tuple(weight.shape)}"
+        )
+    like = input.new_empty((0, weight.shape[2]), dtype=checks.output_dtype(given.out_dtype, input))
+    return combined(like, idx, given.return_rows)
+
+
+def start(communicator: Communicator, given: GroupedCombineArguments) -> Started:
+    with communicator.accepting(OP):
+        outputs = results(given, communicator.world_size)
+        options = CombineOptions(list(given.splits), given.algorithm, given.out_dtype)
+    tensors = (given.input, given.weight, given.bias, given.topk_idx, given.topk_weights)
+    work = grouped_matmul_combine(communicator, (*tensors, None, outputs), (options,), True)
+    return Started(outputs, work)
+
+
+def save(ctx: Any, given: GroupedCombineArguments, output: Sequence[Tensor]) -> None:
+    sent, received = list(given.home_splits), list(given.splits)
+    ctx.splits = RowSplits(sent, received, int(given.weight.shape[0]))
+    ctx.needed, ctx.algorithm = requiring(given), given.algorithm
+    home = home_rows(OP, ctx.needed, given.return_rows, output)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(given.input, given.weight, given.topk_idx, given.topk_weights, home)
+
+
+def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
+    input, weight, idx, weights, home = ctx.saved_tensors
+    found: dict[str, Tensor] = {}
+    grad, splits = grads[0], ctx.splits
+    if grad is None:
+        return found
+    ranks = splits.sources
+    chosen = Assignment(idx.to(torch.int64), splits.experts * ranks, ranks)
+    if ctx.needed & {"input", "weight", "bias"}:
+        slots = chosen.slots(sum(splits.sent))
+        rows = grad[slots // int(idx.shape[1])]
+        if weights is not None:
+            rows = rows * weights.reshape(-1)[slots].unsqueeze(1)
+        # the products of rows that travel, as in forward; and the rows, for the weight's gradient
+        of_input, received = getattr(_ops, EXCHANGE)(
+            rows.to(weight.dtype), weight.transpose(1, 2), None, splits.sent, splits.received, True,
+            ctx.algorithm, None, ctx.size, ctx.name,
+        )  # fmt: skip
+        of_input, received = wait(of_input), wait(received)
+        parts = torch.split(received, splits.of_experts)
+        if "input" in ctx.needed:
+            found["input"] = of_input
+        if "weight" in ctx.needed:
+            found["weight"] = of_weights(torch.split(input, splits.of_experts), parts)
+        if "bias" in ctx.needed:
+            found["bias"] = torch.stack([part.sum(0) for part in parts])
+    if home is not None:
+        found["topk_weights"] = of_slot_weights(weights, home, chosen.inverse, grad)
+    return found
+
+
+OPS = (
+    Op(
+        OP,
+        GroupedCombineArguments,
+        start,
+        results,
+        OpGradient(save, backward),
+        {"input, weight or bias": ("input", "weight", "bias")},
+        several=True,
+    ),
+)

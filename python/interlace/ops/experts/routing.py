@@ -92,9 +92,7 @@ class DispatchHandle(NamedTuple):
     @property
     def inverse(self) -> Tensor:
         """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
-        routing = self.routing
-        idx = self.topk_idx.to(torch.int64)
-        return Assignment(idx, routing.num_experts, 1, routing.capacity).inverse
+        return self.routing.inverse(self.topk_idx)
 
 
 DISPATCHES = "dispatches"
@@ -180,6 +178,18 @@ class Routing(NamedTuple):
 
     def expert_rows(self, world_size: int) -> int:
         return world_size * self.capacity if self.packed else 0
+
+    def inverse(self, topk_idx: Tensor) -> Tensor:
+        """The home row of each slot, -1 of none; it is not kept, as it takes less time than memory."""
+        return Assignment(topk_idx.to(torch.int64), self.num_experts, 1, self.capacity).inverse
+
+
+class RoutingArguments:
+    """The arguments of an op, of which some make a :class:`Routing`."""
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(*[getattr(self, name) for name in Routing._fields])
 
 
 def routing_of(

@@ -124,6 +124,12 @@ class Op:
         return (*(found.get(name) for name in self.kinds), None, None)
 
 
+def requiring(given: Any) -> set[str]:
+    """The names of those arguments, fields of ``given``, that require a gradient."""
+    named = vars(given).items()
+    return {name for name, value in named if any(each.requires_grad for each in tensors(value))}
+
+
 def tensors(values: Any) -> list[Tensor]:
     """The tensors among ``values`` and the lists in it, in their order."""
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
