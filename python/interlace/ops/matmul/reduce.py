@@ -70,7 +70,7 @@ class MatmulAllReduceArguments:
     length: ClassVar[None] = None
 
 
-ReduceArguments = MatmulReduceScatterArguments | MatmulAllReduceArguments
+MatmulReduceArguments = MatmulReduceScatterArguments | MatmulAllReduceArguments
 
 
 class MatmulReduceOptions(NamedTuple):
@@ -300,7 +300,7 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
         )
 
 
-def result(given: ReduceArguments, size: int) -> shapes.Output:
+def result(given: MatmulReduceArguments, size: int) -> shapes.Output:
     """The own part of the product, or all of it."""
     input, weight = given.input, given.weight
     check_factors(input, weight)
@@ -311,7 +311,7 @@ def result(given: ReduceArguments, size: int) -> shapes.Output:
     return shapes.scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
 
 
-def start(communicator: Communicator, given: ReduceArguments) -> Started:
+def start(communicator: Communicator, given: MatmulReduceArguments) -> Started:
     options = MatmulReduceOptions.of(given)
     with communicator.accepting(options.op):
         made = result(given, communicator.world_size)
@@ -319,7 +319,7 @@ def start(communicator: Communicator, given: ReduceArguments) -> Started:
     return Started([made.view], FORMS[options.op](communicator, tensors, (options,), True))
 
 
-def _save(ctx: Any, given: ReduceArguments, output: Tensor) -> None:
+def _save(ctx: Any, given: MatmulReduceArguments, output: Tensor) -> None:
     ctx.options = MatmulReduceOptions.of(given)
     ctx.needs = given.input.requires_grad, given.weight.requires_grad
     ctx.biased = given.bias is not None and given.bias.requires_grad
@@ -398,7 +398,7 @@ def factor_gradients(
     return found
 
 
-def _view(given: ReduceArguments, size: int) -> Tensor:
+def _view(given: MatmulReduceArguments, size: int) -> Tensor:
     return result(given, size).view
 
 

@@ -17,7 +17,7 @@ from interlace.ops.matmul import norms, scaled
 from interlace.ops.matmul import reduce as matmul_reduce
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of
-from interlace.ops.matmul.reduce import MatmulReduceOptions, ReduceArguments
+from interlace.ops.matmul.reduce import MatmulReduceArguments, MatmulReduceOptions
 from interlace.ops.matmul.scaled import (
     AllGatherScaledMatmulArguments,
     ScaledMatmulReduceScatterArguments,
@@ -218,7 +218,7 @@ def partial_products(ranks: Sequence[Any]) -> Tensors:
     return found
 
 
-def _matmul_reduced(ranks: Sequence[ReduceArguments], size: int) -> Outputs:
+def _matmul_reduced(ranks: Sequence[MatmulReduceArguments], size: int) -> Outputs:
     first, weights = ranks[0], [each.weight for each in ranks]
     op = MatmulReduceOptions.of(first).op
     products = [matmul_reduce.result(each, size).view for each in ranks]
