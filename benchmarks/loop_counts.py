@@ -16,8 +16,8 @@ from typing import Any
 from circumstances import circumstances, said_by
 
 import interlace
-from interlace.tools.build.build import build
-from interlace.tools.build.catalogue import ARCHES, entries
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import ARCHES, entries
 
 SLOTS = "wait_contributions|wait_sources|publish_\\w+"
 # Kernels by the names of ``interlace build``, and in which functions the loops stand that are counted.

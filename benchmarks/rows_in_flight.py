@@ -17,8 +17,8 @@ from circumstances import circumstances, said_by
 
 import interlace
 from interlace.runtime.compiler.request import Entry
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import entries
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import entries
 
 ARCH, COLUMNS = 90, 4096  # of all rows of the catalogue
 FLOOR = 32 << 10  # bytes that a multiprocessor should have on their way

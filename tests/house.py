@@ -111,13 +111,13 @@ FOLDERS = {
         "interlace/ops/op runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/tools": "",
-    "interlace/tools/build": (
+    "interlace/tools/catalogue": (
         "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
         "interlace/ops/matmul runtime/compiler runtime/compiler/lint runtime/core "
         "runtime/numerics runtime/tuning"
     ),
-    "interlace/tools/build/bundle": (
-        "interlace/ops/attention interlace/ops/collectives interlace/tools/build runtime/core "
+    "interlace/tools/bundle": (
+        "interlace/ops/attention interlace/ops/collectives interlace/tools/catalogue runtime/core "
         "runtime/tuning"
     ),
     "interlace/ops": (
@@ -212,10 +212,11 @@ FOLDERS = {
         "face interlace/symmetric_memory interlace/verify/shims runtime/compat"
     ),
     "interlace/verify/suite": (
-        "face interlace/groups interlace/ops/attention interlace/ops/matmul interlace/tools/build "
-        "interlace/verify/lint_check interlace/verify/protocols interlace/verify/race_check "
-        "interlace/verify/schedule_check interlace/verify/shims runtime/compat runtime/compiler "
-        "runtime/core runtime/places/sim runtime/places/sim/programs runtime/tuning"
+        "face interlace/groups interlace/ops/attention interlace/ops/matmul "
+        "interlace/tools/catalogue interlace/verify/lint_check interlace/verify/protocols "
+        "interlace/verify/race_check interlace/verify/schedule_check interlace/verify/shims "
+        "runtime/compat runtime/compiler runtime/core runtime/places/sim "
+        "runtime/places/sim/programs runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
@@ -234,15 +235,14 @@ FOLDERS = {
     "interlace/cli/check": (
         "face interlace interlace/arguments interlace/benchmark/subjects "
         "interlace/benchmark/timing interlace/cli/output interlace/functional interlace/groups "
-        "interlace/ops/collectives interlace/ops/matmul interlace/tools/build "
+        "interlace/ops/collectives interlace/ops/matmul interlace/tools/catalogue "
         "interlace/verify/suite runtime/places/gpu runtime/tuning"
     ),
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "
-        "interlace/tensor/mesh interlace/tools/build interlace/tools/build/bundle "
-        "interlace/verify interlace/verify/schedule_check interlace/verify/shims "
-        "interlace/verify/suite runtime/compat runtime/compiler runtime/core runtime/processes "
-        "runtime/tuning"
+        "interlace/tensor/mesh interlace/tools/bundle interlace/tools/catalogue interlace/verify "
+        "interlace/verify/schedule_check interlace/verify/shims interlace/verify/suite "
+        "runtime/compat runtime/compiler runtime/core runtime/processes runtime/tuning"
     ),
     "interlace/cli/tune": (
         "face interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "

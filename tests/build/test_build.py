@@ -25,9 +25,9 @@ from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
 from interlace.runtime.tuning.chips import BUILDABLE
-from interlace.tools.build import catalogue
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import ARCHES, Entry
+from interlace.tools.catalogue import catalogue
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import ARCHES, Entry
 from support import mended
 from tiers import few, thorough
 

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from interlace.kernels.transfer import IN_FLIGHT_BYTES
 from interlace.runtime.compiler.lint.loops import Loop, loops
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import entries
-from interlace.tools.build.catalogue_attention import heads_kernels
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import entries
+from interlace.tools.catalogue.catalogue_attention import heads_kernels
 from interlace.verify.lint_check.check import LintRequest, lint_many
 from mutants.mutations import Edit, Mutant, importable
 

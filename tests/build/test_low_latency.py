@@ -7,9 +7,9 @@ import pytest
 
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.configuration import Configuration
-from interlace.tools.build import catalogue_collectives
-from interlace.tools.build.build import build
-from interlace.tools.build.catalogue import entries
+from interlace.tools.catalogue import catalogue_collectives
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import entries
 from tiers import thorough
 
 ARCHES = (80, 90, 100)

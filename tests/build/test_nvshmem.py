@@ -20,9 +20,9 @@ from rich.console import Console
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import ARCHES, Entry
-from interlace.tools.build.catalogue_collectives import between_nodes, linked
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import ARCHES, Entry
+from interlace.tools.catalogue.catalogue_collectives import between_nodes, linked
 from tiers import few, thorough
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from interlace.tools.build import catalogue
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import Entry, MatmulVariant
+from interlace.tools.catalogue import catalogue
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
 from mutants.mutations import Edit, Mutant, importable
 from tiers import thorough
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from interlace.tools.build.build import build
-from interlace.tools.build.catalogue import entries
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import entries
 from mutants.mutations import Edit, Mutant, importable
 from sim.benchmark.model_support import module
 

@@ -11,9 +11,9 @@ import interlace
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import without_effect
-from interlace.tools.build import catalogue
-from interlace.tools.build.build import build
-from interlace.tools.build.catalogue import Entry, MatmulVariant
+from interlace.tools.catalogue import catalogue
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
 from tiers import thorough
 
 OFF = {"flatten": False, "output_descriptors": False, "epilogue_subtile": 1}

@@ -8,9 +8,9 @@ import pytest
 from interlace.runtime.tuning import table, valid_configurations
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, why_not
-from interlace.tools.build import catalogue
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import Entry, MatmulVariant
+from interlace.tools.catalogue import catalogue
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
 from tiers import thorough
 
 

@@ -9,9 +9,9 @@ import pytest
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.request import Entry
-from interlace.tools.build import catalogue
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.catalogue import MatmulVariant
+from interlace.tools.catalogue import catalogue
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import MatmulVariant
 from tiers import few, thorough
 
 PRODUCTS, SUMS = catalogue.matmul_reduce_scatter_roles(MatmulVariant())

@@ -37,10 +37,10 @@ from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.attention import gpu_attention
 from interlace.runtime.tuning.configuration import Configuration
-from interlace.tools.build.absent_group import AbsentGroup
-from interlace.tools.build.bundle.bundle import BundleTarget
-from interlace.tools.build.bundle.ops import OPS, KernelOptions
-from interlace.tools.build.catalogue import MatmulVariant
+from interlace.tools.bundle.bundle import BundleTarget
+from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.catalogue.absent_group import AbsentGroup
+from interlace.tools.catalogue.catalogue import MatmulVariant
 
 ARCHES = {op: [90] for op in OPS} | {"all_gather_matmul": [80, 100, 90], "matmul_all_reduce": [80]}
 OPTIONS = {

@@ -138,8 +138,8 @@ def algorithms(launched: Callable[[Any], None]) -> None:
 
     from interlace.ops.collectives import node_moves
     from interlace.runtime.tuning.configuration import gpu_default
-    from interlace.tools.build import catalogue, catalogue_attention, catalogue_collectives
-    from interlace.tools.build.absent_group import AbsentGroup, meta
+    from interlace.tools.catalogue import catalogue, catalogue_attention, catalogue_collectives
+    from interlace.tools.catalogue.absent_group import AbsentGroup, meta
 
     def entry(launch: Any, *rest: Any, **more: Any) -> Any:
         launched(launch)
@@ -261,8 +261,8 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
         """By CuPy, of which there is a stand-in: it counts by itself."""
         from interlace import aot
         from interlace.cli.commands.build import write
-        from interlace.tools.build.bundle.bundle import BundleTarget
-        from interlace.tools.build.bundle.ops import KernelOptions
+        from interlace.tools.bundle.bundle import BundleTarget
+        from interlace.tools.bundle.ops import KernelOptions
         from stand_ins import cupy_stand_in
 
         sys.modules["cupy"] = cupy_stand_in

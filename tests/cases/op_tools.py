@@ -11,7 +11,7 @@ from typing import Any
 import interlace
 from interlace.benchmark.subjects.requests import OPS as MEASURED
 from interlace.benchmark.subjects.requests import TUNED
-from interlace.tools.build.bundle.ops import OPS as BUNDLES
+from interlace.tools.bundle.ops import OPS as BUNDLES
 from interlace.verify.suite.targets import TARGETS
 
 TOOLS: dict[str, Any] = {"verify": TARGETS, "bench": MEASURED, "tune": TUNED, "bundle": BUNDLES}

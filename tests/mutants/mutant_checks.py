@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from interlace.tools.build.build import build
-from interlace.tools.build.catalogue import entries
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import entries
 from interlace.verify import Fault, lint_many, races, schedules
 from interlace.verify.lint_check.check import lint_request
 from interlace.verify.schedule_check.sampling import poisoned_memory as filled

@@ -1,7 +1,7 @@
 """The ops under torch's ``LocalTensorMode``, where one process holds the tensors of all ranks.
 
 Torch would run an op that it does not know once per rank, each alone: a wrong result without a word. So
-every op has a rule here, which finds the ranks of each group and lets ``simulated.py`` compute all of them.
+every op has a rule here, which finds the ranks of each group and lets the reference of the op compute all.
 A rule needs no group that is alive; what a group's name stands for is found in this order::
 
     a name given to define()          what was said there
@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from interlace.groups import groups, rank_lists, specs
 from interlace.ops import library
-from interlace.ops.matmul import simulated
 from interlace.ops.op.op import Op
 from interlace.runtime.compat.torch_groups import resolve
 
@@ -48,12 +47,11 @@ def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[
     """Give every op its rule. An op without a simulation refuses."""
     _rule("group_size", _group_size)
     for name, op in ops.items():
-        compute = getattr(simulated, name, None)
-        _rule(name, _refusal(name) if compute is None else _simulation(op, compute))
+        _rule(name, _refusal(name) if op.reference is None else _simulation(op))
     for name in with_out:
-        _rule(f"{name}_out", _simulation(ops[name], getattr(simulated, name), "out"))
+        _rule(f"{name}_out", _simulation(ops[name], "out"))
     for name in in_place:
-        _rule(f"{name}_", _simulation(ops[name], getattr(simulated, name), "input"))
+        _rule(f"{name}_", _simulation(ops[name], "input"))
 
 
 def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
@@ -86,9 +84,7 @@ def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
     return sizes[0]
 
 
-def _simulation(
-    op: Op, compute: Callable[..., simulated.Outputs], written: str = ""
-) -> Callable[..., Any]:
+def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
     """A rule that computes for all ranks; into ``written``, "out" or "input", if that is given."""
 
     def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +100,7 @@ def _simulation(
                 f"{written} must be a LocalTensor, as the others are, got {type(target).__name__}"
             )
         with _outside():
-            made = _computed(op, compute, mode, args, ranks)
+            made = _computed(op, mode, args, ranks)
             if written:
                 for rank, (output,) in made.items():
                     _write(written, target._local_tensors[rank], output, rank)
@@ -155,15 +151,15 @@ def _outside() -> Any:
         yield
 
 
-def _computed(
-    op: Op, compute: Callable[..., simulated.Outputs], mode: Any, args: Any, ranks: list[int]
-) -> dict[int, simulated.Tensors]:
+def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
     """Outputs by rank."""
+    reference = op.reference
+    assert reference is not None
     *own, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
         given = [op.arguments(*[_on_rank(value, rank) for value in own]) for rank in row]
-        for rank, made in zip(row, compute(given, len(row)), strict=True):
+        for rank, made in zip(row, reference(given, len(row)), strict=True):
             outputs[rank] = made
     return {rank: outputs[rank] for rank in ranks}
 

@@ -31,9 +31,9 @@ from interlace import aot
 from interlace.cli.main import run
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.tuning.configuration import gpu_default
-from interlace.tools.build.build import BuildReport
-from interlace.tools.build.bundle import bundle
-from interlace.tools.build.bundle.ops import OPS
+from interlace.tools.bundle import bundle
+from interlace.tools.bundle.ops import OPS
+from interlace.tools.catalogue.build import BuildReport
 from tiers import few, thorough
 
 # -- the manifest and the cubin ----------------------------------------------------------------

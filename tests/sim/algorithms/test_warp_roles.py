@@ -23,8 +23,8 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.valid_configurations import shared_needed, without_effect
-from interlace.tools.build.absent_group import RANKS, AbsentGroup, launched
-from interlace.tools.build.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
+from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, launched
+from interlace.tools.catalogue.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.verify import races
 from mutants.mutations import Edit, Mutant, mutant_of, mutated
 from stand_ins.fake_gluon import (

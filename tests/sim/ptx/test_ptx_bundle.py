@@ -21,8 +21,8 @@ from interlace.groups.groups import default_group
 from interlace.ops.attention.calls import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.assignment import Assignment
-from interlace.tools.build.bundle.bundle import BundleTarget
-from interlace.tools.build.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle.bundle import BundleTarget
+from interlace.tools.bundle.ops import OPS, KernelOptions
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
 

@@ -7,7 +7,7 @@ from interlace.cli.check.dense import dense, roles, signals
 from interlace.cli.check.rows import rows
 from interlace.cli.check.scaled import scaled
 from interlace.cli.check.simulated import simulated
-from interlace.tools.build.catalogue import ARCHES, entries
+from interlace.tools.catalogue.catalogue import ARCHES, entries
 
 WORLDS = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 7)}
 NODES_RANKS = 4  # two nodes of two

@@ -17,12 +17,12 @@ from interlace.cli.output.options import CommandOptions, arches, option, positiv
 from interlace.cli.output.progress import counted
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
-from interlace.tools.build.build import STRICT_ARCHES, BuildReport
-from interlace.tools.build.build import build as build_entries
-from interlace.tools.build.bundle.bundle import BundleTarget, build_bundles
-from interlace.tools.build.bundle.ops import OPS, KernelOptions
-from interlace.tools.build.catalogue import ARCHES, Entry, entries, one_of_each
-from interlace.tools.build.catalogue_collectives import linked
+from interlace.tools.bundle.bundle import BundleTarget, build_bundles
+from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport
+from interlace.tools.catalogue.build import build as build_entries
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, one_of_each
+from interlace.tools.catalogue.catalogue_collectives import linked
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
 LOADER = "load.py"

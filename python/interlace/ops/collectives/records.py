@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from interlace.ops.collectives import eager
+from interlace.ops.collectives import eager, reference
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient
 from interlace.ops.op.sim_dispatch import Ops
@@ -192,6 +192,7 @@ def _record(
         lambda given, size: start.make(*vars(given).values(), size),
         by_name,
         communicates={},
+        reference=getattr(reference, name),
     )
 
 

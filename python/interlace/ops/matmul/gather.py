@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.arguments import checks
+from interlace.ops.collectives import reference as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
-from interlace.ops.matmul.operands import Linear, rows_of, unrows
+from interlace.ops.matmul.operands import Linear, checked_bias, multiply, rows_of, unrows
 from interlace.ops.op import shapes
 from interlace.ops.op.gradients import rows, wait
 from interlace.ops.op.op import Op, OpGradient
@@ -272,6 +273,33 @@ def _of_shards(
     return _ops.matmul_reduce_scatter(product, weight.t(), None, *how)
 
 
+def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list[Tensor]]:
+    op, first = "all_gather_matmul", ranks[0]
+    checks.algorithm_and_dtype(first.input, first)
+    columns = [[weight.shape[0] for weight in each.weights] for each in ranks]
+    checks.equal_on_all(op, "rows of weight", columns)
+    whole = by_rank.gathered(op, by_rank.inputs(ranks), first.gather_dim, size)
+    dim = first.gather_dim % whole.dim()
+    along_k = dim == whole.dim() - 1
+    if along_k and first.algorithm not in ("auto", "unfused"):
+        raise ValueError(
+            f"algorithm={first.algorithm!r} cannot gather along the contracted dimension"
+        )
+    matrix = whole.flatten(0, -2) if along_k else rows_of(whole, dim)
+    made = []
+    for each in ranks:
+        products = results(each, size)
+        for number, weight in enumerate(each.weights):
+            checks.same_dtype("weight", weight.dtype, "input", each.input.dtype)
+            vector = each.biases[number] if each.biases else None
+            bias = checked_bias(vector, weight.shape[1], each.input)
+            multiply(products[number].matrix, matrix, weight, bias)
+        if each.return_gathered:
+            products[-1].view.copy_(whole)
+        made.append([result.view for result in products])
+    return made
+
+
 ALL_GATHER_MATMUL = Op(
     OP,
     AllGatherMatmulArguments,
@@ -280,4 +308,5 @@ ALL_GATHER_MATMUL = Op(
     OpGradient(_save, _backward),
     {"input": ("input",), "a weight": ("weights",)},
     several=True,
+    reference=reference,
 )

@@ -26,11 +26,12 @@ from interlace.arguments.norms import NormOptions
 from interlace.arguments.words import NormAlgorithm
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import low_latency
+from interlace.ops.collectives import reference as by_rank
 from interlace.ops.collectives.chosen_algorithm import check_nodes
 from interlace.ops.matmul import launch_norms as algorithms
 from interlace.ops.matmul import reduce
 from interlace.ops.matmul.launch_norms import WholeRows
-from interlace.ops.matmul.operands import Linear, rows_of, unrows
+from interlace.ops.matmul.operands import Linear, partial_products, rows_of, unrows
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ONE_SHOT_BYTES,
@@ -687,6 +688,35 @@ def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
     return whole / ctx.size if ctx.options.reduce_op == "avg" else whole
 
 
+def reference(ranks: Sequence[NormArguments], size: int) -> list[list[Tensor]]:
+    """Sums in fp32, in the order of the ranks, rounded once with the bias and the residual."""
+    first, whole = ranks[0], by_rank.inputs(ranks)
+    by_rank.alike(first.op, "input", whole, but=None if first.weight is None else -1)
+    residuals = [each.residual is None for each in ranks]
+    checks.equal_on_all(first.op, "whether there is a residual", residuals)
+    if first.weight is None:
+        partials = [each if each.dtype is torch.float64 else each.float() for each in whole]
+    else:
+        partials = partial_products(ranks)
+    total = by_rank.reduced("all_reduce", partials, first.reduce_op)
+    dim, made = first.scatter_dim, []
+    for rank, given in enumerate(ranks):
+        outputs = [each.view for each in results(given, size)]
+        own = total if dim is None else total.tensor_split(size, dim)[rank]
+        for each in (given.bias, given.residual):
+            own = own if each is None else own + each
+        outputs[1].copy_(own)
+        made.append(outputs)
+    for rank, (given, outputs) in enumerate(zip(ranks, made, strict=True)):
+        norm = RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
+        for reader in made if given.gather_normed else [outputs]:
+            places = [reader[0], *reader[2:]]
+            if given.gather_normed:
+                places = [each.tensor_split(size, dim or 0)[rank] for each in places]
+            NormTail(norm, None, *places).finish(outputs[1])
+    return made
+
+
 # with gather_normed the gradients of the others are scattered first
 _SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
 OPS = tuple(
@@ -698,6 +728,7 @@ OPS = tuple(
         OpGradient(_save, _backward),
         communicates,
         several=True,
+        reference=reference,
     )
     for kind, communicates in (
         (

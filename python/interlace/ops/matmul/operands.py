@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.ops.collectives.launch import agreed_call
 from interlace.runtime.core.communicator import Communicator
@@ -297,3 +298,25 @@ def launch_options(
         return options
     # Products without tensor cores: left alone, ptxas takes fewer for the sake of occupancy, and spills.
     return {**options, "options": {"maxnreg": 144}}
+
+
+def checked_bias(
+    bias: torch.Tensor | None, columns: int, input: torch.Tensor
+) -> torch.Tensor | None:
+    """``bias``, which fits to ``input`` and to so many columns, or is None."""
+    if bias is not None:
+        if tuple(bias.shape) != (columns,):
+            raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
+        checks.same_dtype("bias", bias.dtype, "input", input.dtype)
+    return bias
+
+
+def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
+    """Each rank's input times its weight, in fp32 or wider."""
+    found = []
+    for each in ranks:
+        input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
+        partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
+        multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None)
+        found.append(partial if dtype is torch.float64 else partial.float())
+    return found

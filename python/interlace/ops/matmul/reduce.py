@@ -21,8 +21,16 @@ from interlace.arguments import checks
 from interlace.arguments.words import FusedReduceOp
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives import reference as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
-from interlace.ops.matmul.operands import Linear, factors, rows_of, unrows
+from interlace.ops.matmul.operands import (
+    Linear,
+    checked_bias,
+    factors,
+    partial_products,
+    rows_of,
+    unrows,
+)
 from interlace.ops.op import shapes
 from interlace.ops.op.gradients import longest, padded, rows, wait
 from interlace.ops.op.op import Op, OpGradient
@@ -402,6 +410,26 @@ def _view(given: MatmulReduceArguments, size: int) -> Tensor:
     return result(given, size).view
 
 
+def reference(ranks: Sequence[MatmulReduceArguments], size: int) -> list[list[Tensor]]:
+    first, weights = ranks[0], [each.weight for each in ranks]
+    op = MatmulReduceOptions.of(first).op
+    products = [result(each, size).view for each in ranks]
+    checks.algorithm_and_dtype(first.input, first)
+    by_rank.alike(op, "input", by_rank.inputs(ranks), but=-1)
+    by_rank.alike(op, "weight", weights, but=0)
+    checks.same_dtype("weight", weights[0].dtype, "input", first.input.dtype)
+    checks.one_of("reduce_op", first.reduce_op, checks.REDUCE_OPS)
+    checks.equal_on_all(op, "whether there is a bias", [each.bias is not None for each in ranks])
+    total = by_rank.reduced(op, partial_products(ranks), first.reduce_op)
+    for rank, (product, each) in enumerate(zip(products, ranks, strict=True)):
+        bias = checked_bias(each.bias, total.shape[-1], each.input)
+        whole = total if bias is None else total + bias
+        if each.scatter_dim is not None:
+            whole = whole.tensor_split(size, each.scatter_dim)[rank]
+        product.copy_(whole)  # rounded once
+    return [[product] for product in products]
+
+
 _GRADIENT = OpGradient(_save, _backward)
 OPS = (
     Op(
@@ -411,6 +439,7 @@ OPS = (
         _view,
         _GRADIENT,
         {"input": ("input",), "weight": ("weight",)},
+        reference=reference,
     ),
     Op(
         ALL_REDUCE,
@@ -419,5 +448,6 @@ OPS = (
         _view,
         _GRADIENT,
         {"input or weight": ("input", "weight")},
+        reference=reference,
     ),
 )

@@ -31,6 +31,7 @@ from interlace.arguments.words import ScaledAlgorithm
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import eager as plain
 from interlace.ops.collectives import launch as collective_algorithms
+from interlace.ops.collectives import reference as by_rank
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes
@@ -467,6 +468,35 @@ def _backward(ctx: Any, grads: Any) -> Any:
     raise RuntimeError("interlace's ops on scaled operands have no gradients")
 
 
+def gather_reference(
+    ranks: Sequence[AllGatherScaledMatmulArguments], size: int
+) -> list[list[Tensor]]:
+    op, dim = "all_gather_scaled_matmul", ranks[0].gather_dim
+    scales = [each.input_scale for each in ranks]
+    by_rank.alike(op, "input_scale", scales)
+    results = []
+    for given in ranks:
+        products_of = operands(given)
+        products = gathered_products(given, size)
+        *outputs, gathered = products
+        gathered.view.copy_(by_rank.gathered(op, by_rank.inputs(ranks), dim, size))
+        scale = given.input_scale
+        if is_by_row(given.input, scale):
+            scale = rows_of(by_rank.gathered(op, scales, dim, size), dim)
+        for each, output in zip(products_of, outputs, strict=True):
+            each = each._replace(input=gathered.matrix, input_scale=scale)
+            output.matrix.copy_(multiply(each, given))
+        results.append([p.view for p in (products if given.return_gathered else outputs)])
+    return results
+
+
+def reduce_reference(
+    ranks: Sequence[ScaledMatmulReduceScatterArguments], size: int
+) -> list[list[Tensor]]:
+    partials = [product(each, rank) for rank, each in enumerate(ranks)]
+    return by_rank.scattered(partials, ranks[0].reduce_op, ranks[0].scatter_dim, size)
+
+
 _NO_GRADIENT = OpGradient(lambda ctx, given, output: None, _backward)
 OPS = (
     Op(
@@ -477,6 +507,7 @@ OPS = (
         _NO_GRADIENT,
         communicates={},
         several=True,
+        reference=gather_reference,
     ),
     Op(
         SCATTER,
@@ -485,5 +516,6 @@ OPS = (
         lambda given, size: shapes.like(scattered(given, size).view),
         _NO_GRADIENT,
         communicates={},
+        reference=reduce_reference,
     ),
 )

@@ -64,6 +64,8 @@ class Op:
         error messages. Ranks agree on them, but for plain collectives, whose engines take equal messages
         alone.
     several : whether it returns a list.
+    reference : called with all ranks' arguments and the size of the group; all ranks' results, of one
+        process that plays all of them.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Op:
         default_factory=lambda: {"input": ("input",)}
     )
     several: bool = False
+    reference: Callable[[Sequence[Any], int], list[list[Tensor]]] | None = None
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:

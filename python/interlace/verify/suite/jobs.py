@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from interlace.runtime.compat.triton_driver import driver_of
 from interlace.runtime.compiler.request import jitted_function
 from interlace.runtime.places.sim.programs.choice import compiled_for
-from interlace.tools.build.build import build
-from interlace.tools.build.catalogue import ARCHES, Entry, entries, one_of_each
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.verify.lint_check.check import (
     LintReport,
     LintRequest,

@@ -22,7 +22,7 @@ from interlace.ops.attention.problem import AttentionProblem, AttentionResult
 from interlace.ops.attention.shards import AttentionMask, TokenShards
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.attention import for_decoding, gpu_attention
-from interlace.tools.build.absent_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
 
 _ROWS = 4096
 _HEADS, _KEY_HEADS = 8, 2

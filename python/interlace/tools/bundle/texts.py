@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 
 from interlace.kernels import launch_formulas, tiling
-from interlace.tools.build.catalogue import Entry
+from interlace.tools.catalogue.catalogue import Entry
 
 _LABELS = ("legend", "ordering", "example")
 # What the evaluator in interlace/formulas.py offers by itself.

@@ -25,11 +25,11 @@ import triton
 from interlace.kernels import signal
 from interlace.kernels.collectives import low_latency as words
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
-from interlace.tools.build.build import BuildReport, build
-from interlace.tools.build.bundle import ops
-from interlace.tools.build.bundle.options import RANKS
-from interlace.tools.build.bundle.texts import contracts, functions, names
-from interlace.tools.build.catalogue import Entry, entries, signals
+from interlace.tools.bundle import ops
+from interlace.tools.bundle.options import RANKS
+from interlace.tools.bundle.texts import contracts, functions, names
+from interlace.tools.catalogue.build import BuildReport, build
+from interlace.tools.catalogue.catalogue import Entry, entries, signals
 
 FORMAT = "interlace bundle"
 VERSION = 1

@@ -31,7 +31,7 @@ from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
-from interlace.tools.build.absent_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
 
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}

@@ -17,11 +17,11 @@ from interlace.ops.collectives.low_latency import (
     MOST_PROGRAMS,
 )
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
-from interlace.tools.build import catalogue, catalogue_collectives
-from interlace.tools.build.bundle.attention_ops import ATTENTION
-from interlace.tools.build.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
-from interlace.tools.build.bundle.options import KernelOptions as KernelOptions
-from interlace.tools.build.catalogue import Entry
+from interlace.tools.bundle.attention_ops import ATTENTION
+from interlace.tools.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
+from interlace.tools.bundle.options import KernelOptions as KernelOptions
+from interlace.tools.catalogue import catalogue, catalogue_collectives
+from interlace.tools.catalogue.catalogue import Entry
 
 VALUES = {
     "rank": "this rank, from 0",

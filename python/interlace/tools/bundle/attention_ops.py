@@ -7,9 +7,9 @@ from interlace.kernels.attention.decode import DECODE_LANES
 from interlace.ops.attention.kernel_blocks import MERGED
 from interlace.ops.attention.launch_decode import MOST_PIECES
 from interlace.ops.collectives.low_latency import MOST_PROGRAMS
-from interlace.tools.build import catalogue_attention as catalogue
-from interlace.tools.build.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
-from interlace.tools.build.catalogue import Entry
+from interlace.tools.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
+from interlace.tools.catalogue import catalogue_attention as catalogue
+from interlace.tools.catalogue.catalogue import Entry
 
 
 def _attention(made: Callable[..., Iterable[Entry]]) -> Make:

@@ -8,8 +8,8 @@ import torch
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.ops.collectives.low_latency import EPOCHS_OFFSET, WORDS_OFFSET
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
-from interlace.tools.build import catalogue
-from interlace.tools.build.catalogue import (
+from interlace.tools.catalogue import catalogue
+from interlace.tools.catalogue.catalogue import (
     DTYPES,
     MANY_ROWS,
     Entry,

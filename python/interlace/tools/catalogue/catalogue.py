@@ -45,25 +45,25 @@ from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics.norms import BY_ROW, QUANTIZE, QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
-from interlace.tools.build.absent_group import RANKS, AbsentGroup, entry, launched, meta
-from interlace.tools.build.catalogue_attention import attention
-from interlace.tools.build.catalogue_attention import decode_kernels as decode_kernels
-from interlace.tools.build.catalogue_attention import gathered_attention as gathered_attention
-from interlace.tools.build.catalogue_collectives import DTYPES as DTYPES
-from interlace.tools.build.catalogue_collectives import EXPERTS as EXPERTS
-from interlace.tools.build.catalogue_collectives import MANY_ROWS as MANY_ROWS
-from interlace.tools.build.catalogue_collectives import (
+from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.tools.catalogue.catalogue_attention import attention
+from interlace.tools.catalogue.catalogue_attention import decode_kernels as decode_kernels
+from interlace.tools.catalogue.catalogue_attention import gathered_attention as gathered_attention
+from interlace.tools.catalogue.catalogue_collectives import DTYPES as DTYPES
+from interlace.tools.catalogue.catalogue_collectives import EXPERTS as EXPERTS
+from interlace.tools.catalogue.catalogue_collectives import MANY_ROWS as MANY_ROWS
+from interlace.tools.catalogue.catalogue_collectives import (
     NODE_RANKS,
     ROUTED,
     SCALED_DTYPES,
     between_nodes,
     plain_collectives,
 )
-from interlace.tools.build.catalogue_collectives import TOPK as TOPK
-from interlace.tools.build.catalogue_collectives import ExpertsVariant as ExpertsVariant
-from interlace.tools.build.catalogue_collectives import collective as collective
-from interlace.tools.build.catalogue_collectives import experts_rows as experts_rows
-from interlace.tools.build.catalogue_collectives import signals as signals
+from interlace.tools.catalogue.catalogue_collectives import TOPK as TOPK
+from interlace.tools.catalogue.catalogue_collectives import ExpertsVariant as ExpertsVariant
+from interlace.tools.catalogue.catalogue_collectives import collective as collective
+from interlace.tools.catalogue.catalogue_collectives import experts_rows as experts_rows
+from interlace.tools.catalogue.catalogue_collectives import signals as signals
 
 ARCHES = (80, 90, 100)  # that stand for the others
 BY_ENGINE = {"copiers": 0}
