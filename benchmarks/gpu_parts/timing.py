@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.runtime.compat.triton_launcher import cache_key
 from interlace.runtime.core.launch import KernelLaunch
 
 WARM_UP = 3
@@ -49,7 +48,6 @@ def launch_now(launch: KernelLaunch, stream: Any) -> None:
         import triton  # after interlace, which may have it interpret
 
         triton.set_allocator(_scratch)
-        cache_key(launch.kernel)
         launch.kernel[launch.extents](
             **launch.arguments,
             num_warps=launch.num_warps,

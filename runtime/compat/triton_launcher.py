@@ -11,7 +11,6 @@ What differs by release, and how it is used::
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
@@ -142,28 +141,21 @@ def tool(name: str) -> Any:
     return getattr(knobs.nvidia, name)
 
 
-_MERGE = DependenciesFinder._update_hash
-_one_at_a_time = threading.RLock()
+def _merge_known(finder: Any, called: Any, merge: Any = DependenciesFinder._update_hash) -> None:
+    _ = called.cache_key
+    merge(finder, called)
 
 
-def cache_key(kernel: Any) -> str:
-    """The key of ``kernel`` in Triton's cache, the same whatever this process has compiled before.
+DependenciesFinder._update_hash = _merge_known
+"""Keys in Triton's cache are the same whatever the process has compiled before.
 
-    Triton's own depends on that: a function that is called adds its constants to the key of the caller only
-    if its own key is known already. Here it always is.
-    """
-
-    def merge_known(finder: Any, called: Any) -> None:
-        _ = called.cache_key
-        _MERGE(finder, called)
-
-    with _one_at_a_time, replaced((DependenciesFinder, "_update_hash", merge_known)):
-        return getattr(kernel, "cache_key", "")  # an autotuner has none of its own
+By itself Triton adds the constants of a function that is called to the key of its caller only if its own
+key is known already. A kernel's hash is its key, so this is for the whole process, from the first import.
+"""
 
 
 def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
     """``kernel`` compiled for these arguments and loaded, not run: Triton's ``CompiledKernel``."""
-    cache_key(kernel)
     made = kernel.warmup(**arguments, **{**FUSED, **options})
     if hasattr(made, "result"):  # compiled in the background
         made = made.result()

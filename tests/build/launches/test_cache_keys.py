@@ -10,9 +10,12 @@ PROGRAM = """
 import importlib, json, os, pkgutil, sys
 os.environ["TRITON_INTERPRET"] = "0"
 import interlace.kernels
-from interlace.runtime.compat.triton_launcher import cache_key
+from interlace.runtime.compat import triton_launcher
 from triton.language.core import constexpr
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
+
+if sys.argv[2] == "theirs":
+    DependenciesFinder._update_hash = triton_launcher._merge_known.__defaults__[0]
 
 ours, package = {}, interlace.kernels
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -20,8 +23,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if isinstance(value, JITFunction) and value.__module__ == module.name:
             ours[module.name + "." + name] = value
 order = sorted(ours, reverse=sys.argv[1] == "backwards")
-key = cache_key if sys.argv[2] == "ours" else lambda kernel: kernel.cache_key
-keys = {name: key(ours[name]) for name in order}
+keys = {name: ours[name].cache_key for name in order}
 several = []
 for kernel, made in ours.items():
     constants = {}
