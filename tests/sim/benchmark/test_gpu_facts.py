@@ -67,6 +67,30 @@ def test_ctas_that_begin_late_are_counted(module: Any) -> None:
         assert facts.spinning(2) == {"their SMs": 1, "CTAs that begin late": late}
 
 
+@pytest.mark.parametrize("late_ns", [280_000_000, 300_000_001, 900_000_000])
+def test_a_kernel_that_waits_as_a_whole_has_not_run_beside_what_spins(
+    module: Any, late_ns: int
+) -> None:
+    facts = module.Facts(cupy_stand_in)
+    facts.spin, facts.fat = kernel([0], 3), kernel([late_ns], 0)
+    found = facts.spinning(8)
+    assert found.startswith(f"the kernel waited {late_ns / 1e6:.0f} ms"), found
+
+
+def test_spinning_kernels_that_begin_later_are_not_counted_as_beside(module: Any) -> None:
+    facts, starts = module.Facts(cupy_stand_in), iter([0, module.LIMIT_NS])
+    facts.spin = lambda *launch, **more: kernel([next(starts)], 0)(*launch, **more)
+    facts.fat = kernel([20_000_000], 0)
+    assert "1 were spinning when it began" in facts.spinning(2)
+
+
+def test_ctas_have_the_shared_memory_of_the_largest_tile_that_ships(module: Any) -> None:
+    figures = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    row = next(each for each in figures.splitlines() if each.startswith("| shared memory, bytes"))
+    _, triton, _, roles = row.split("|")[2:6]  # those of 3 stages ship
+    assert f"{module.SHARED:,}" == max(triton, roles).strip()
+
+
 def test_what_runs_together_is_counted(module: Any) -> None:
     facts = module.Facts(cupy_stand_in)
     for late_ns, together in (([0], module.STREAMS), ([module.LIMIT_NS], module.STREAMS)):
