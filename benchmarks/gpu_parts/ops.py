@@ -9,9 +9,9 @@ from interlace.benchmark.runs.measure import measure
 from interlace.benchmark.subjects.requests import OPS, BenchRequest
 
 Sizes = tuple[int, ...]
-TOKENS = (8192, 16, 128), (64, 2, 32)  # on a GPU, and in a dry run
-PRODUCTS = (4096, 4096, 4096), (32, 32, 32)
-ROWS = (4096, 4096), (32, 32)
+TOKENS = (8192, 16, 128), (32, 2, 16)  # on a GPU, and in a dry run
+PRODUCTS = (4096, 4096, 4096), (16, 16, 16)
+ROWS = (4096, 4096), (16, 16)
 ALONE: dict[str, tuple[tuple[str, ...], tuple[Sizes, Sizes]]] = {
     "context_parallel_attention": (("all_gather fused", "ring fused"), TOKENS),
     "context_parallel_attention_backward": (("all_gather fused",), TOKENS),
