@@ -4,14 +4,17 @@ As ``reference.py``, which has the sources of bounds. Beside sums and roundings 
 exponential: of a score that is off by e the weight is off by ``exp(e) - 1``, relative, once as such and
 once in the sum that it is divided by, and an exponential errs by 2 units and by one per unit of its
 argument. Weights are rounded to the dtype of the values before they are multiplied, and so are the
-gradients of scores. Bounds are per element, to first order, all terms added up.
+gradients of scores. Near zero a rounding errs by half of the smallest number of the dtype, whatever the
+value: once for every key that a query sees, times what the weight is multiplied with. In the output weights
+are rounded before the division by their sum, while the largest is 1; in the gradients behind it. Bounds are
+per element, to first order, all terms added up.
 """
 
 import math
 
 import torch
 
-from interlace.reference import Bounded, gamma, rounded, unit_roundoff
+from interlace.reference import Bounded, gamma, half_denormal, rounded, unit_roundoff
 
 Tensor = torch.Tensor
 MERGES = 16  # roundings of an element where partial results are merged
@@ -68,10 +71,13 @@ class AttentionReference:
             self._count + MERGES, self._unit
         )
         self._rounded_weight = self._relative + unit_roundoff(self.dtype)
+        self._near_zero = half_denormal(self.dtype) * mask.double()
         self._exact = self.weight @ self._value
 
     def output(self) -> Bounded:
         error = self._rounded_weight * (self.weight @ self._value.abs()) * 2
+        largest = self.weight.amax(-1, keepdim=True)  # which is 1 when it is rounded
+        error = error + largest * (self._near_zero @ self._value.abs())
         return self._exact, rounded(error, self._exact, self.dtype)
 
     def sums(self) -> Bounded:
@@ -86,6 +92,7 @@ class AttentionReference:
         size = grad.shape[-1]
         of_value = self.weight.mT @ grad
         value_error = (self._rounded_weight * self.weight).mT @ grad.abs() * 2
+        value_error = value_error + self._near_zero.mT @ grad.abs()
         of_weight = grad @ self._value.mT
         output, output_error = self.output()
         delta = (grad * output).sum(-1, keepdim=True)
@@ -95,7 +102,7 @@ class AttentionReference:
         of_score = self.weight * (of_weight - delta)
         spread = self.weight * (of_weight.abs() + delta.abs())
         score_error = 2 * self._rounded_weight * spread + self.weight * (weight_error + delta_error)
-        score_error = score_error + unit_roundoff(self.dtype) * of_score.abs()
+        score_error = score_error + unit_roundoff(self.dtype) * of_score.abs() + self._near_zero
         more = gamma(self._count + MERGES, self._unit)
         of_query, factor = of_score @ self._key * self._scale, abs(self._scale)
         query_error = (score_error + more * spread) @ self._key.abs() * factor

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import interlace
 from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, check, ratios
-from interlace import nn
+from interlace import nn, reference
 from interlace.attention_reference import AttentionReference, visible
 from mutants.mutations import mutant_of, mutated
 from support import failure, poisoned, slow_rank, starved
@@ -195,6 +195,29 @@ def test_a_wrong_result_is_beyond_the_bound() -> None:
         wrong = [[each.clone() for each in tensors] for tensors in found]
         wrong[1][number][0, 3] *= 1.001
         assert ratios(EVEN, wrong)[name] > 1, name
+
+
+TINY = AttentionCase((17, 16), heads=(2, 1), size=32, batch=1, dtype=torch.float16, scale=3.0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_weights_that_fp16_has_few_bits_for_fit_the_bound(algorithm: str) -> None:
+    check(TINY, "all_gather", algorithm)
+
+
+def test_a_kernel_that_drops_such_weights_or_a_key_is_beyond_the_bound() -> None:
+    query, key, value, grad = (each.transpose(1, 2) for each in (*TINY.tensors(), TINY.grads()[0]))
+    mask = visible(33, causal=True)
+    known = AttentionReference(query, key, value, mask, 3.0)
+    right, bound = known.gradients(grad)[2]
+    normal = torch.where(known.weight < torch.finfo(torch.float16).smallest_normal, 0, known.weight)
+    dropped = (normal.mT @ grad.double()).sum(1, keepdim=True)
+    assert reference.worst_ratio(dropped, right, bound) > 1
+    assert known.weight[0, :, 19, 14].max() < 0.01
+    mask[19, 14] = False
+    wrong = AttentionReference(query, key, value, mask, 3.0).gradients(grad)
+    for made, (exact, allowed) in zip(wrong, known.gradients(grad), strict=True):
+        assert reference.worst_ratio(made[0], exact, allowed) > 1
 
 
 def test_gradients_of_the_logarithms() -> None:
