@@ -1,10 +1,10 @@
 """Compile the kernels of ``gpu_call.sh`` before the GPU is there: ``make gpu-cache``.
 
-Every case of the steps check, matmul, variants and ops, and each op of the tests, is run on rank 0 with a
-driver that does nothing (``stub_libcuda.py``), through the JIT and the launcher of the Triton that is
-installed, which has to be the release that the machine with the GPU has, of the same Python. What they
-leave in Triton's cache is packed; ``gpu_call.sh`` unpacks it. Groups of files in the cache name each other
-by absolute paths, so it has to be unpacked where it was made: in ``CACHE``, or where TRITON_CACHE_DIR says.
+Every case of the steps, and each op of the tests, is run on rank 0 with a driver that does nothing
+(``stub_libcuda.py``), through the JIT and the launcher of the Triton that is installed, which has to be the
+release that the machine with the GPU has, of the same Python. What they leave in Triton's cache is packed;
+``gpu_call.sh`` unpacks it. Groups of files in the cache name each other by absolute paths, so it has to be
+unpacked where it was made: in ``CACHE``, or where TRITON_CACHE_DIR says. Left out: facts, which is CUDA C.
 
 One line per kernel that was compiled, none for what the cache has already. Exit code 1 if a case has not
 launched a kernel that it should run. ``--dry-run`` finds out only that, and compiles nothing.
@@ -28,7 +28,6 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("TRITON_CACHE_DIR") or "/tmp/interlace-triton")
-WORLDS = (1, 2, 4)
 
 
 class CacheJob(NamedTuple):
@@ -61,12 +60,12 @@ def checks() -> Iterator[CacheJob]:
         with case.circumstances():
             if isinstance(case, RowsCase):  # without the reference, which takes long
                 op = case.subject()
-                op.ours(case.variant)(*op.inputs(0))
+                op.ours(case.algorithm)(*op.inputs(0))
             else:
                 case.on_rank(0)
 
     for case in cases("cuda"):
-        if case.world_size in WORLDS and not case.by_switch:
+        if not case.by_switch:
             kernels = frozenset(case.kernels)
             yield CacheJob(case.title, case.world_size, kernels, functools.partial(called, case))
 
@@ -94,6 +93,71 @@ def matmuls() -> Iterator[CacheJob]:
         size = [shapes.VARIED_ROWS, *shapes.LAYERS[name]]
         title = f"variants, {name}, {what}"
         yield CacheJob(title, 1, kernels, functools.partial(launched, *size, values))
+
+
+def slow_links() -> Iterator[CacheJob]:
+    """The part slow-link of ``gpu.py``."""
+    import torch
+    from gpu_parts import timing
+    from gpu_parts.lone_rank import LoneRank
+    from gpu_parts.overlap import COPIERS, SLOW_SHAPES, SLOW_WORLDS
+
+    def launched(world_size: int, m: int, n: int, k: int) -> None:
+        lone = LoneRank(world_size, m, n, k, torch.bfloat16)
+        host = torch.empty(m, k, dtype=torch.bfloat16)
+        weight = torch.empty(n, k, dtype=torch.bfloat16).t()
+        output = torch.empty(m, n, dtype=torch.bfloat16)
+        flags = [flag for _, _, flag in lone.copy_engine(host)]
+        products = [lone.consumer(weight, output, copiers=each) for each in (0, COPIERS)]
+        bare = lone.consumer(weight, output, waits=False)
+        for launch in (*flags, *products, bare, lone.copiers(host, COPIERS), lone.finish()):
+            timing.launch_now(launch, None)
+
+    kernels = "publish_kernel", "all_gather_kernel", "all_gather_matmul_kernel", "finish_kernel"
+    for world_size, size in itertools.product(SLOW_WORLDS, SLOW_SHAPES):
+        call = functools.partial(launched, world_size, *size)
+        yield CacheJob(f"slow-link, W={world_size}, {size}", 1, frozenset(kernels), call)
+
+
+def small() -> Iterator[CacheJob]:
+    """The part small of ``gpu.py``; matmuls of torch's have nothing to compile."""
+    import torch
+    from gpu_parts import shapes
+
+    import interlace
+
+    def called(world_size: int, m: int, n: int, k: int) -> None:
+        shard = torch.empty(m // world_size, k, dtype=torch.bfloat16)
+        weight = torch.empty(n, k, dtype=torch.bfloat16).t()
+        with mock.patch.object(torch, "mm", lambda *operands, **how: None):
+            for algorithm in ("auto", "unfused"):
+                interlace.all_gather_matmul(shard, weight, algorithm=algorithm)
+
+    for size in shapes.every_small_size():
+        yield CacheJob(f"small, {size}", size[0], frozenset(), functools.partial(called, *size))
+
+
+def others() -> Iterator[CacheJob]:
+    """What host_cost.py, gpu_probe.py and the part sanitizer of ``gpu.py`` launch."""
+    import gpu_probe
+    import host_cost
+    import torch
+    from gpu_parts import host, timing
+
+    def host_costs() -> None:
+        for call in host_cost.candidates(torch.device("cpu")).values():
+            call()
+
+    def probe() -> None:
+        timing.launch_now(gpu_probe.poll("cpu")[1], None)
+
+    def sanitizer() -> None:
+        host.products(torch.device("cpu"))
+
+    gather, scatter = "all_gather_matmul_kernel", "matmul_reduce_scatter_kernel"
+    yield CacheJob("host-cost", 1, frozenset((gather, scatter)), host_costs)
+    yield CacheJob("probe", 1, frozenset(("wait_kernel",)), probe)
+    yield CacheJob("sanitizer", 2, frozenset((gather, scatter)), sanitizer)
 
 
 def ops() -> Iterator[CacheJob]:
@@ -130,12 +194,16 @@ def tests() -> Iterator[CacheJob]:
         yield CacheJob(f"tests, roles {warp_roles} {transposed}", 2, frozenset(kernels), by_roles)
 
 
+STEPS = checks, matmuls, slow_links, ops, tests, small, others
+
+
 @contextlib.contextmanager
 def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
     """Rank 0 of so many, whose GPU does nothing."""
     import host_cost
     import torch
     from gpu_parts import timing
+    from interlace.runtime.places.gpu.plans import Plans
 
     class Event(host_cost._Event):
         def elapsed_time(self, end: object) -> float:
@@ -152,6 +220,8 @@ def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
             ("is_available", lambda: True),
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        # a plan of an earlier job would launch what that one did
+        stack.enter_context(mock.patch.object(Plans, "again", lambda *call, **how: None))
         wait = mock.patch.object(
             torch.cuda.Stream, "wait_stream", lambda *streams: None, create=True
         )
@@ -213,7 +283,7 @@ def main() -> int:
 
         listener = triton.knobs.compilation.listener = Listener()
         begin = time.perf_counter()
-        every = [*checks(), *matmuls(), *ops(), *tests()]
+        every = [job for jobs in STEPS for job in jobs()]
         chosen = [job for job in every if options.only in job.title]
         if not chosen:
             raise SystemExit(f"--only {options.only}: no case has it in its title")

@@ -77,18 +77,25 @@ class Probe:
         }
 
 
-def poll_microseconds() -> float:
-    """Microseconds per poll of a wait that is given up; ``POLLS_PER_SECOND`` of places/cuda assumes 1."""
-    from gpu_parts.timing import launch_now
-
+def poll(device: str) -> tuple[torch.Tensor, Any]:
+    """The header of a signal that does not come, and the launch that waits for it."""
     from interlace.kernels import signal
     from interlace.kernels.arguments import Peers
     from interlace.runtime.core.launch import KernelLaunch
 
-    header = torch.zeros(signal.HEADER_WORDS, dtype=torch.int64, device="cuda")
-    table = torch.tensor([header.data_ptr()]).to("cuda")
+    header = torch.zeros(signal.HEADER_WORDS, dtype=torch.int64, device=device)
+    table = torch.tensor([header.data_ptr()]).to(device)
     arguments = {"peers": Peers(table, 0, 1), "source": 0, "slot_byte": 8 * signal.CREDIT_WORDS}
-    launch = KernelLaunch(signal.wait_kernel, 1, arguments, "a wait", num_warps=1)
+    return header, KernelLaunch(signal.wait_kernel, 1, arguments, "a wait", num_warps=1)
+
+
+def poll_microseconds() -> float:
+    """Microseconds per poll of a wait that is given up; ``POLLS_PER_SECOND`` of places/gpu assumes 1."""
+    from gpu_parts.timing import launch_now
+
+    from interlace.kernels import signal
+
+    header, launch = poll("cuda")
     times = []
     for _ in range(3):  # the first loads the kernel
         header.zero_()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +13,27 @@ from gpu_parts.timing import Record, Time, alternating, close, dtype_here, on_ra
 
 import interlace
 
+FOLDER = str(Path(__file__).parents[1])
 CALLS = 200
 REPLAYS = 100
 SHAPE, DRY_SHAPE = (256, 256, 256), (32, 32, 32)
 
 
 CASE = """
-import torch, interlace
-def product():
-    torch.manual_seed(interlace.get_rank())
-    x = torch.randn(128, 64, device=interlace.device(), dtype=torch.bfloat16)
-    w = torch.randn(64, 128, device=interlace.device(), dtype=torch.bfloat16)
-    y = interlace.all_gather_matmul(x, w, algorithm="fused")
-    return interlace.matmul_reduce_scatter(y, w.t().contiguous(), algorithm="fused").sum().item()
-print(interlace.run(product, 2, place="cuda", timeout=240))
+import sys; sys.path.insert(0, sys.argv[1])
+import interlace
+from gpu_parts.host import products
+print(interlace.run(lambda: products(interlace.device()).sum().item(), 2, place="cuda", timeout=240))
 """
+
+
+def products(device: torch.device) -> torch.Tensor:
+    """Both fused ops, small, on the calling rank."""
+    torch.manual_seed(interlace.get_rank())
+    x = torch.randn(128, 64, device=device, dtype=torch.bfloat16)
+    w = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
+    y = interlace.all_gather_matmul(x, w, algorithm="fused")
+    return interlace.matmul_reduce_scatter(y, w.t().contiguous(), algorithm="fused")
 
 
 def host(dry_run: bool, repetitions: int) -> Iterator[Record]:
@@ -100,7 +107,7 @@ def sanitizer(dry_run: bool, repetitions: int) -> Iterator[Record]:
     for tool in ("memcheck", "racecheck"):
         start = time.perf_counter()
         answer = subprocess.run(
-            [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CASE],
+            [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CASE, FOLDER],
             capture_output=True,
             text=True,
             timeout=240,

@@ -34,6 +34,7 @@ CALLS = 3
 VIRTUAL_SHAPES = ((4096, 3584, 8192), (8192, 3584, 8192), (8192, 6656, 16384))
 # on PCIe at 50 GB/s and 700 TFLOP/s, N sets transfer over matmul to about 1.5, 1 and 0.5
 SLOW_SHAPES = ((8192, 4608, 8192), (8192, 7168, 8192), (8192, 14336, 8192))
+SLOW_WORLDS = (2, 4)
 COPIERS = 8
 
 _shared: dict[str, Any] = {}
@@ -163,7 +164,7 @@ def slow_link(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """Peers' shards in pinned host memory: what is hidden, by copy engine and by programs."""
     shapes = ((64, 32, 48),) if dry_run else SLOW_SHAPES
     place = "sim" if dry_run else "cuda"
-    for world_size in (2, 4):
+    for world_size in SLOW_WORLDS:
         for m, n, k in shapes:
             for how in ("copy engine", "programs"):
                 case, given = f"{how}, W={world_size}, {m} x {n} x {k}", (how, world_size, m, n, k)

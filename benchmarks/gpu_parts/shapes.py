@@ -145,12 +145,15 @@ def _alone(
 def small(dry_run: bool, repetitions: int) -> Iterator[Record]:
     """Few rows in all: what "auto" takes may not be slower than unfused, on W processes."""
     where: dict[str, Any] = {"place": "sim"} if dry_run else {"place": "cuda", "processes": True}
-    for world_size in (2,) if dry_run else (2, 4, 8):
-        rows = [r for r in ((4, 32) if dry_run else SMALL_ROWS) if r % world_size == 0]
-        n, k = (32, 48) if dry_run else (7168, 8192)
-        for m in rows:
-            case, shape = f"W={world_size}, {m} x {n} x {k}", (m, n, k, repetitions)
-            yield on_ranks("small", case, _few_rows, *shape, world_size=world_size, **where)
+    cases = [(2, 4, 32, 48), (2, 32, 32, 48)] if dry_run else every_small_size()
+    for world_size, m, n, k in cases:
+        case, shape = f"W={world_size}, {m} x {n} x {k}", (m, n, k, repetitions)
+        yield on_ranks("small", case, _few_rows, *shape, world_size=world_size, **where)
+
+
+def every_small_size() -> list[tuple[int, int, int, int]]:
+    """Ranks, M, N and K of what :func:`small` measures."""
+    return [(ranks, m, 7168, 8192) for ranks in (2, 4, 8) for m in SMALL_ROWS if m % ranks == 0]
 
 
 def _few_rows(m: int, n: int, k: int, repetitions: int) -> Record:

@@ -1,6 +1,7 @@
 """``make gpu-cache``: what is packed is found again where it was made, and what is missing is named."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tiers import thorough
 
 ROOT = Path(__file__).parents[3]
 COMMAND = "make gpu-cache PYTHON=python3.12"  # as docs/gpu.md has it
+WITH_PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])}
 CASE = "broadcast, low_latency, 2 ranks"
 
 
@@ -62,6 +64,22 @@ def test_every_case_for_a_gpu_launches_the_kernels_that_it_names() -> None:
     assert "!!" not in done.stdout and " 0 kernels compiled" in done.stdout
 
 
+def test_every_step_has_cases() -> None:
+    """As ``gpu_call.sh`` names them; check on all its numbers of ranks."""
+    script = (
+        "import os; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
+        "print(*(job.title for jobs in gpu_cache.STEPS for job in jobs()), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=WITH_PATHS
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = re.findall(r"--part ([\w-]+)", (ROOT / "benchmarks" / "gpu_call.sh").read_text())
+    assert len(parts) > 5
+    for title in (*parts, "ops", "tests", "host-cost", "probe", "2 ranks", "7 ranks"):
+        assert title in done.stdout, title
+
+
 @thorough
 def test_a_case_that_launches_something_else_is_told() -> None:
     """The control."""
@@ -79,7 +97,7 @@ def test_a_case_that_launches_something_else_is_told() -> None:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])},
+        env=WITH_PATHS,
     )
     assert done.returncode == 1, done.stderr[-3000:]
     assert "has not launched all_reduce_kernel" in done.stdout

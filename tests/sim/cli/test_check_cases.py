@@ -2,20 +2,29 @@
 
 import itertools
 import json
+import pathlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+import interlace
 from interlace.cli.check import cases as known
-from interlace.cli.check.case import CheckCase, run_case
+from interlace.cli.check.case import DTYPES, CheckCase, run_case
 from interlace.cli.check.command import LEFT_OUT, CheckOptions, check
 from interlace.cli.check.dense import DenseCase
 from interlace.cli.check.rows import RowsCase
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver
+from interlace.runtime.tuning.attention import LARGEST_HEAD, gpu_attention
 from tiers import few
 
+ROOT = pathlib.Path(__file__).parents[3]
 DEVICES = ("cpu", "cuda")
 IN_SIM = known.cases("cpu")
 FIRST = [case.title for case in IN_SIM if case.world_size == 2][:20]
@@ -54,6 +63,93 @@ def test_a_case_passes_and_launches_the_kernels_that_it_names(title: str) -> Non
         verdict = run_case(case, "cpu", seed=0)
     assert verdict.passed and not verdict.skipped, (verdict.ratio, verdict.error)
     assert launched >= {*case.kernels}
+
+
+def test_every_kernel_is_in_the_catalogue() -> None:
+    """So that none can be written and forgotten."""
+    texts = (file.read_text() for file in (ROOT / "kernels").rglob("*.py"))
+    written = {
+        name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)
+    }
+    assert written == {*known.every_kernel()}
+
+
+def test_every_tile_of_attention_on_a_gpu_has_a_case() -> None:
+    """Tiles depend on the size of heads and the dtype."""
+    attention = [case for case in known.cases("cuda") if "context_parallel" in case.op]
+    for capability, backward in itertools.product((80, 90, 100), (False, True)):
+        found, every = (
+            {
+                gpu_attention(capability, DTYPES[dtype], size, backward=backward)
+                for dtype, size in kinds
+            }
+            for kinds in (
+                {
+                    (case.dtype, case.sizes[2])
+                    for case in attention
+                    if ("backward" in case.op) == backward
+                },
+                itertools.product(DTYPES, range(16, LARGEST_HEAD + 1, 16)),
+            )
+        )
+        assert found == every, (capability, backward)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_branches_of_kernels_have_cases_before_more_sizes(device: str) -> None:
+    for world_size in (1, 2, 4):
+        cases = [case for case in known.cases(device) if case.world_size == world_size]
+        found = {(case.op, case.branch) for case in cases[: 2 * len(cases) // 3]}
+        assert {
+            ("context_parallel_attention_backward", "heads of 64"),
+            ("distributed_decode", "heads of 256"),
+            ("distributed_decode", "pages"),
+            ("reduce_scatter_norm", "fp8"),
+            ("matmul_reduce_scatter_norm", "layer norm"),
+            ("all_reduce_norm", "fp8"),
+            ("dispatch", "fp8"),
+        } <= found
+
+
+def test_a_branch_that_is_not_taken_is_seen() -> None:
+    """The control: results of the op without it, or with other scales, are wrong ones."""
+
+    def judged(op: str, branch: str, damaged: Callable[[Any], Any], **changed: Any) -> float:
+        (case,) = (
+            each for each in IN_SIM if (each.op, each.branch, each.world_size) == (op, branch, 2)
+        )
+        assert isinstance(case, RowsCase)
+
+        def on_rank() -> float:
+            subject, other = case.subject(), replace(case, **changed).subject()
+            return float(subject.check(damaged(other.ours(case.algorithm)(*other.inputs(0))), 0))
+
+        return max(interlace.run(on_rank, 2))
+
+    double = ("reduce_scatter_norm", "fp8", lambda made: ((made[0][0], 2 * made[0][1]), made[1]))
+    for op, branch, damaged, changed in (
+        (*double, {}),
+        ("dispatch", "fp8", lambda made: (made[0], 2 * made[1]), {}),
+        ("reduce_scatter_norm", "layer norm", lambda made: made, {"settings": ()}),
+    ):
+        assert judged(op, branch, lambda made: made) <= 1 < judged(op, branch, damaged, **changed)
+
+
+def test_pages_are_read_in_the_order_of_the_table() -> None:
+    (case,) = (each for each in IN_SIM if each.branch == "pages" and each.world_size == 2)
+    tables: list[torch.Tensor] = []
+    decode = interlace.distributed_decode
+
+    def seen(*tensors: Any, block_table: torch.Tensor, **how: Any) -> Any:
+        tables.append(block_table)
+        return decode(*tensors, block_table=block_table, **how)
+
+    with mock.patch.object(interlace, "distributed_decode", seen):
+        assert run_case(case, "cpu", 0).passed
+    assert (
+        all(table.numel() > 1 and table[0, 0] > table[0, 1] for table in tables)
+        and len(tables) == 2
+    )
 
 
 def test_kernels_come_first() -> None:

@@ -315,8 +315,12 @@ class DecodeRows(_HeadTensors):
     algorithms = ("auto", "fused", "unfused")
     varied = ({"block_n": 32}, {"block_n": 64}, {"block_n": 128})
 
-    def __init__(self, place: Place, dtype: torch.dtype, *sizes: int, **settings: Any) -> None:
+    def __init__(
+        self, place: Place, dtype: torch.dtype, *sizes: int, paged: bool = False, **settings: Any
+    ) -> None:
+        """``paged``: interlace's keys lie in pages, in no order of theirs."""
         super().__init__(place, dtype, *sizes, **settings)
+        self.paged = paged
         read = self.batch * self.rows * self.head_dim
         self.nbytes = 2 * read * self.key_heads * dtype.itemsize
         self.bus_factor, self.flops = None, 4 * read * self.n
@@ -339,7 +343,18 @@ class DecodeRows(_HeadTensors):
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         op: Any = interlace.distributed_decode
-        return lambda q, k, v: op(q, (k, v), algorithm=algorithm)
+        if not self.paged:
+            return lambda q, k, v: op(q, (k, v), algorithm=algorithm)
+        shape = math.gcd(self.rows, 16), self.key_heads, self.head_dim
+        count = self.batch * self.rows // shape[0]
+        table = torch.arange(count, device=self.device).flip(0).view(self.batch, -1)
+
+        def run(query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
+            pages = [each.view(-1, *shape).flip(0) for each in keys]
+            output: torch.Tensor = op(query, pages, block_table=table, algorithm=algorithm)
+            return output
+
+        return run
 
     def _partial(self, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
         """fp32 ``[batch, key heads, queries, size + 1]``: the result, behind it the logarithm."""

@@ -98,13 +98,29 @@ class _MovedRows(ByRows):
 class DispatchRows(_MovedRows):
     op = "dispatch"
 
+    def __init__(
+        self, place: Place, dtype: torch.dtype, m: int, n: int, *, use_fp8: bool = False
+    ) -> None:
+        """``use_fp8``: interlace's rows travel so, with their scales; torch's do not."""
+        super().__init__(place, dtype, m, n)
+        self._use_fp8 = use_fp8
+
     def inputs(self, call: int) -> Tensors:
         return (self.rows_of(self.rank, call, len(self.chosen.topk_idx)),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         idx, experts = self.chosen.topk_idx, self.world_size
         dispatch: Any = interlace.experts.dispatch
-        return lambda x: dispatch(x, idx, None, experts, algorithm=algorithm)[0].x
+        taken = slice(2) if self._use_fp8 else 0  # rows with their scales, or rows
+        how = {"use_fp8": self._use_fp8, "algorithm": algorithm}
+        return lambda x: dispatch(x, idx, None, experts, **how)[0][taken]
+
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        if not self._use_fp8:
+            return super().check(result, call, rounds_often)
+        wanted = interlace.experts.quantize(self.right(call))
+        right = [torch.equal(a.float(), b.float()) for a, b in zip(result, wanted, strict=True)]
+        return 0.0 if all(right) else float("inf")
 
     def theirs(self, *arguments: Any) -> Any:
         return self.exchanged(arguments[0][self.slots // self.topk])

@@ -1,8 +1,10 @@
 """Ops with a norm in their tail, against torch's sequence: a sum over ranks, addition, norm.
 
 The sum is that of products, as in ``fused.py``, or of rows that are there already. Every rank has the
-residual of its rows and RMSNorm's weight, which stay the same in all calls. The sum is compared with
+residual of its rows and the norm's vectors, which stay the same in all calls. The sum is compared with
 float64; the normed rows with the float64 norm of that sum.
+
+``check`` also asks for LayerNorm (``norm="layer"``) and for fp8 (``quantize``), which torch's way has not.
 """
 
 from collections.abc import Callable
@@ -25,27 +27,36 @@ from interlace.benchmark.subjects.plain import (
 )
 from interlace.benchmark.timing import payload
 from interlace.runtime.core.place import Place
-from interlace.runtime.numerics.norms import RowNorm
+from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
 
 EPS = 1e-6
-RESIDUAL, NORM = -2, -1  # calls that are never made
+RESIDUAL, NORM, BIAS = -2, -1, -3  # calls that are never made
 
 
 class _WithNorm(ByRows):
     """Of a class of sums the same with a norm; results are (normed rows, sum)."""
 
-    def __init__(self, place: Place, dtype: torch.dtype, *sizes: int) -> None:
+    def __init__(
+        self,
+        place: Place,
+        dtype: torch.dtype,
+        *sizes: int,
+        norm: str = "rms",
+        quantize: str | None = None,
+    ) -> None:
         super().__init__(place, dtype, *sizes)
         # rank 0's: the residual of a row is the same on all ranks
         self._residuals = self.matrix(0, self.m, self.n, 0, RESIDUAL)
         first, count = self.result_rows
         self._residual = self._residuals[first : first + count].contiguous()
         self._weight = self.matrix(0, 1, self.n, 0, NORM).view(-1)
+        bias = self.matrix(0, 1, self.n, 0, BIAS).view(-1) if norm == "layer" else None
+        self._norm, self._quantize = RowNorm(norm, EPS, self._weight, bias), quantize
 
     def _how(self, algorithm: str) -> dict[str, Any]:
         """Arguments of interlace's ops."""
-        norm = interlace.RMSNorm(self._weight, EPS)
-        return {"algorithm": algorithm, "residual": self._residual, "norm": norm}
+        how = {"algorithm": algorithm, "residual": self._residual, "norm": self._norm}
+        return how | {"quantize": self._quantize}
 
     def _finished(self, total: torch.Tensor) -> Any:
         total = total + self._residual
@@ -72,9 +83,16 @@ class _WithNorm(ByRows):
         worst = super().check(total, call, rounds_often)
         return max(worst, self._error_of_norm(normed, total, rounds_often))
 
-    def _error_of_norm(self, normed: torch.Tensor, total: torch.Tensor, often: bool) -> float:
-        """Of ``normed``, if it is of these sums exactly."""
-        value, bound = reference.norm(total, RowNorm("rms", EPS, self._weight), self.dtype)
+    def _error_of_norm(self, normed: Any, total: torch.Tensor, often: bool) -> float:
+        """Of ``normed``, if it is of these sums exactly; of fp8 it is values and scales."""
+        value, bound = reference.norm(total, self._norm, self.dtype)
+        if self._quantize:
+            largest = (value.abs() + bound).amax(-1, keepdim=True) / LARGEST
+            values, scale = normed
+            if not bool((scale <= 1.0001 * largest + SMALLEST_SCALE).all()):
+                return float("inf")
+            value, bound = reference.dequantized((values, scale), (value, bound))
+            normed = values.double() * scale.double()
         if often:  # torch may round before it multiplies with the weight
             bound = bound + value.abs() * reference.unit_roundoff(self.dtype)
         return reference.worst_ratio(normed, value, bound)

@@ -23,6 +23,8 @@ Sizes = tuple[int, ...]
 class CheckCase(ABC):
     """``kernels``: those of the catalogue that it runs. ``overrides``: values of the configuration.
 
+    ``branch``: what they do only if they are asked to, with tiles or instructions of its own.
+
     ``by_switch``: it needs a multicast address. ``by_kernels``: streams of a GPU signal by kernels, and
     not by words that the driver writes.
     """
@@ -35,6 +37,7 @@ class CheckCase(ABC):
     kernels: tuple[str, ...]
     _: KW_ONLY
     overrides: dict[str, int | bool] = field(default_factory=dict)
+    branch: str = ""
     by_switch: bool = False
     by_kernels: bool = False
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from interlace.cli.check.case import CheckCase
 from interlace.cli.check.dense import dense, roles, signals
-from interlace.cli.check.rows import rows
+from interlace.cli.check.rows import branches, rows
 from interlace.cli.check.scaled import scaled
 from interlace.cli.check.simulated import simulated
 from interlace.tools.catalogue.catalogue import ARCHES, entries
@@ -35,13 +35,14 @@ def every_kernel() -> list[str]:
 def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
     """First a case for each kernel on each number of ranks, then the others in the order that they have.
 
-    A kernel of fp8 operands counts as another one: its products are other instructions.
+    A branch of a kernel counts as another one: of fp8 operands, for instance, products are other
+    instructions.
     """
-    seen: set[tuple[int, bool, str]] = set()
+    seen: set[tuple[int, str, str]] = set()
     first: list[CheckCase] = []
     rest: list[CheckCase] = []
     for case in cases:
-        runs = {(case.world_size, case.dtype == "fp8", kernel) for kernel in case.kernels}
+        runs = {(case.world_size, case.branch, kernel) for kernel in case.kernels}
         (first if runs - seen else rest).append(case)
         seen |= runs
     return first + rest
@@ -61,6 +62,8 @@ def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
             found += roles(world_size, (2048, 1024, 512), "bf16")
         if device == "cpu" and world_size == NODES_RANKS:
             found += simulated(world_size)
+        if world_size <= 4:
+            found += branches(device, world_size)
     return most_telling_first(found)
 
 

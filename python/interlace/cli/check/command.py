@@ -98,7 +98,7 @@ def check(console: Any, options: CheckOptions) -> int:
 
 def _line(verdict: Verdict) -> str:
     case = verdict.case
-    begin = f"{case.op:<35} {case.variant:<21} W={case.world_size} {case.shape:<17} {case.dtype:<4}"
+    begin = f"{case.op:<35} {case.variant:<30} W={case.world_size} {case.shape:<17} {case.dtype:<4}"
     if verdict.skipped:
         return f"[yellow]skip[/yellow]  {begin}  {verdict.skipped}"
     mark = "[green]pass[/green]" if verdict.passed else "[red]FAIL[/red]"

@@ -3,7 +3,7 @@
 Every rank judges its own result, against float64 or, where sums are exact, bit by bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,9 +37,13 @@ COUNTED = "counts on the device"
 
 @dataclass
 class RowsCase(CheckCase):
-    """``variant`` is the algorithm."""
+    """``variant`` is the algorithm, behind a comma what the op is besides; ``settings`` ask for that."""
 
-    settings: tuple[tuple[str, int], ...] = ()
+    settings: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def algorithm(self) -> str:
+        return self.variant.partition(",")[0]
 
     def subject(self) -> Any:
         kind: Any = _CountedRows if self.variant == COUNTED else OPS[self.op]
@@ -48,7 +52,7 @@ class RowsCase(CheckCase):
 
     def on_rank(self, seed: int) -> float:
         op, call = self.subject(), seed % 1000
-        result = op.ours(self.variant)(*op.inputs(call))
+        result = op.ours(self.algorithm)(*op.inputs(call))
         protocol.finish(virtual=op.device.type == "cuda")
         return float(op.check(result, call))
 
@@ -59,7 +63,6 @@ class _CheckedOp(NamedTuple):
     op: str
     algorithms: dict[str, tuple[str, ...]]  # with the kernels that they run
     sizes: tuple[Sizes, Sizes]
-    least_ranks: int = 1
 
 
 _MERGE = "merge_attention_kernel"
@@ -109,6 +112,51 @@ _ROWS = (
         "broadcast", {"low_latency": ("low_latency_broadcast_kernel",)}, ((4096,), (1 << 14,))
     ),
 )
+
+_HEADS_OF = (
+    "context_parallel_attention",
+    "context_parallel_attention_backward",
+    "distributed_decode",
+)
+_NORMS = ("reduce_scatter_norm", "matmul_reduce_scatter_norm", "all_reduce_norm")
+
+
+class _Branch(NamedTuple):
+    """``op`` so that it does ``what``, which ``settings`` ask for; ``sizes``: if others than above."""
+
+    op: str
+    what: str
+    settings: Mapping[str, int | str]
+    sizes: tuple[Sizes, Sizes] | None = None
+
+
+_BRANCHES = (
+    *(
+        _Branch(op, f"heads of {size}", {}, ((24, 4, size), (512, 4, size)))
+        for size in (64, 256)
+        for op in _HEADS_OF
+    ),
+    _Branch("distributed_decode", "pages", {"paged": True}),
+    *(_Branch(op, "fp8", {"quantize": "fp8"}) for op in _NORMS),
+    *(_Branch(op, "layer norm", {"norm": "layer"}) for op in _NORMS),
+    _Branch("dispatch", "fp8", {"use_fp8": True}, ((48, 128), (1024, 2048))),
+)
+
+
+def branches(device: str, world_size: int) -> Iterator[CheckCase]:
+    """What kernels do for some calls only; heads have tiles by their size and dtype."""
+    on_gpu, by_op = device == "cuda", {each.op: each for each in _ROWS}
+    for op, what, settings, sizes in _BRANCHES:
+        algorithm, kernels = next(iter(by_op[op].algorithms.items()))
+        heads = (("key_heads", 2),) if op in _HEADS_OF else ()
+        tiles = what.startswith("heads") and on_gpu
+        for dtype in ("bf16", "fp32") if tiles else ("bf16",):
+            yield RowsCase(
+                *(op, f"{algorithm}, {what}", world_size, (sizes or by_op[op].sizes)[on_gpu]),
+                *(dtype, kernels),
+                branch=what,
+                settings=(*heads, *settings.items()),
+            )
 
 
 def rows(device: str, world_size: int) -> Iterator[CheckCase]:

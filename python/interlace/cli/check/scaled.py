@@ -64,4 +64,4 @@ def scaled(device: str, world_size: int) -> Iterator[CheckCase]:
         (GATHER, "all_gather_matmul_kernel"),
         (REDUCE, "matmul_reduce_scatter_kernel"),
     ):
-        yield ScaledCase(op, "fused", world_size, sizes, "fp8", (kernel,))
+        yield ScaledCase(op, "fused", world_size, sizes, "fp8", (kernel,), branch="fp8")
