@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -12,9 +10,7 @@ from interlace.arguments import checks
 from interlace.arguments.words import DispatchOptions, FusedAlgorithm, Group, No, Yes
 from interlace.experts.quantized import quantize
 from interlace.functional import experts as functional
-from interlace.functional.calls import check
 from interlace.groups.groups import check_group, resolve
-from interlace.groups.specs import describe
 from interlace.ops.experts.assignment import Assignment
 from interlace.ops.experts.combine import COMBINE
 from interlace.ops.experts.combine import combine as combine_form
@@ -30,12 +26,8 @@ from interlace.ops.experts.routing import (
     routing_of,
 )
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.op import pending
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.recorded import RecordedWork
-from interlace.ops.op.sim_dispatch import call
+from interlace.ops.op.recorded import RecordedWork, started
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work
 
 if TYPE_CHECKING:
@@ -149,37 +141,23 @@ def dispatched(
         routing = routing_of(*given)._replace(algorithm=algorithm)
     tensors = (data, scales, topk_idx, topk_weights)
 
-    def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
-        received, handle = functional.named(made, tensors, routing, communicator)
-        return received, handle._replace(number=number)
+    def numbered(made: tuple[Received, DispatchHandle]) -> tuple[Received, DispatchHandle]:
+        return made[0], made[1]._replace(number=number)
 
-    arguments = (*tensors, *routing)
     if requires_gradients(*tensors):
-        about = {"x": data, "topk_idx": topk_idx, "topk_weights": topk_weights}
-        check(DISPATCH, communicator, "", **about)
-        return _recorded(DISPATCH, communicator, arguments, finish, async_op)
+        num_experts, capacity, most, low_latency = given
+        how: Any = {"capacity": capacity, "low_latency": low_latency, "algorithm": algorithm}
+        how |= {"num_max_dispatch_tokens_per_rank": most, "group": communicator}
+        operands = (x, topk_idx, topk_weights, num_experts)
+        return started(DISPATCH, async_op, operands, numbered, **how)
+
+    def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
+        return numbered(functional.named(made, tensors, routing, communicator))
+
     made = dispatch_form(communicator, (*tensors, None), (routing,), async_op)
     if async_op:
         return RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
     return finish(made)
-
-
-def _recorded(
-    op: str,
-    communicator: Communicator,
-    arguments: tuple[Any, ...],
-    finish: Callable[[list[Tensor]], Any],
-    async_op: bool,
-) -> Any:
-    name, size = describe(communicator, "")
-    with pending.watched() as works:
-        made = call(op, *arguments, size, name)
-
-    def complete(made: list[Tensor]) -> Any:
-        return finish([wait(each) for each in made])
-
-    work = RecordedWork(op, made, works, complete)
-    return work if async_op else work.wait()
 
 
 @overload
@@ -266,9 +244,8 @@ def combine(
     tensors = (rows, handle.segments, handle.topk_idx, weights)
     with by_handle(communicator, handle):
         if requires_gradients(*tensors):
-            kept = weights is not None and weights.requires_grad
-            arguments = (*tensors, kept, *routing)
-            return _recorded(COMBINE, communicator, arguments, itemgetter(0), async_op)
+            how: Any = {"weighted": weighted, "algorithm": algorithm}
+            return started(COMBINE, async_op, (y, handle), **how)
         return combine_form(communicator, (*tensors, None), (routing,), async_op)
 
 

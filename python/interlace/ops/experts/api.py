@@ -365,16 +365,10 @@ def grouped_matmul_combine(
                 return grouped_combine.agree(communicator, call, received, recorded.FIRST)
 
             counts = recorded.agreed(communicator, op, (input, weight, bias), agree)
-            return recorded.run(  # type: ignore[no-any-return]
-                op,
-                async_op,
-                (input, weight, received, topk_idx, topk_weights),
-                lambda made: made,
-                options,
-                bias=bias,
-                group=group,
-                home_splits=counts[communicator.rank].tolist(),
-            )
+            sent = counts[communicator.rank].tolist()
+            given = (input, weight, received, topk_idx, topk_weights)
+            how: Any = {"algorithm": algorithm, "out_dtype": out_dtype, "group": group}
+            return recorded.started(op, async_op, given, bias=bias, home_splits=sent, **how)  # type: ignore[no-any-return]
         checks.warn_without_gradients(op, stacklevel=3)
     run = grouped_combine.grouped_matmul_combine
     return run(communicator, (*tensors, None, None), (options,), async_op)  # type: ignore[no-any-return]
@@ -438,16 +432,9 @@ def _grouped_matmul(
                         return on_device(counted.padded(communicator, output, routes, options))
                     return grouped.result(received, output, splits)
 
-                return recorded.run(
-                    op,
-                    async_op,
-                    (rows, weight, call.input_splits, [n for each in splits for n in each]),
-                    finish,
-                    options,
-                    bias=bias,
-                    group=group,
-                    return_received=options.return_received,
-                )
+                how = {"bias": bias, "group": group, "return_received": options.return_received}
+                operands = (rows, weight, call.input_splits, [n for each in splits for n in each])
+                return recorded.run(op, async_op, operands, finish, options, **how)
         checks.warn_without_gradients(op, stacklevel=4)
     if options.max_rows:
         about = (*tensors, options.input_splits), (options._replace(input_splits=None),)

@@ -70,7 +70,7 @@ def _prepared(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Checked on this rank: the form that goes on, its tensors and options.
 
-    ``outputs``: as :func:`combined` makes them. Without them the result is the sums.
+    ``outputs``: as :func:`results_of` makes them. Without them the result is the sums.
     """
     rows = checks.tensor("y", rows, communicator)
     checks.float_dtype("y", rows.dtype)
@@ -192,11 +192,13 @@ def home_of(
     rows: Tensor, inverse: Tensor, weights: Tensor | None, outputs: list[Tensor] | None
 ) -> Home:
     """Where ``rows`` come back to."""
-    made = outputs or combined(rows, inverse, False)
+    made = outputs or results_of(rows, inverse, False)
     return Home(inverse, weights, made[0], made[1] if made[1:] else None)
 
 
-def combined(rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None) -> list[Tensor]:
+def results_of(
+    rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None
+) -> list[Tensor]:
     """Tensors for what a combine gives: the sums and, if asked for, the home rows, ``[tokens * k, n]``."""
     made = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
     if return_rows:
@@ -205,7 +207,7 @@ def combined(rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = Non
 
 
 def results(given: CombineArguments, size: int) -> list[Tensor]:
-    return combined(given.input, given.topk_idx, given.return_rows)
+    return results_of(given.input, given.topk_idx, given.return_rows)
 
 
 def start(communicator: Communicator, given: CombineArguments) -> Started:
@@ -264,14 +266,6 @@ def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor
     return torch.where(inverse < 0, 0.0, product).to(weights.dtype)
 
 
-OPS = (
-    Op(
-        COMBINE,
-        CombineArguments,
-        start,
-        results,
-        OpGradient(save, backward),
-        {"y": ("input",)},
-        several=True,
-    ),
-)
+GRADIENT = OpGradient(save, backward)
+COMMUNICATES = {"y": ("input",)}
+OPS = (Op(COMBINE, CombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),)

@@ -289,14 +289,6 @@ def as_many(rows: Tensor, count: Any) -> Tensor:
     return rows if made == count else F.pad(rows, (0, 0, 0, count - made))
 
 
-OPS = (
-    Op(
-        DISPATCH,
-        DispatchArguments,
-        start,
-        results,
-        OpGradient(save, backward),
-        {"x or topk_weights": ("input", "topk_weights")},
-        several=True,
-    ),
-)
+GRADIENT = OpGradient(save, backward)
+COMMUNICATES = {"x or topk_weights": ("input", "topk_weights")}
+OPS = (Op(DISPATCH, DispatchArguments, start, results, GRADIENT, COMMUNICATES, several=True),)

@@ -422,13 +422,12 @@ def of_weights(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
 
 def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
     """The rows that were multiplied, received once more because the op has not kept them."""
-    splits = ctx.splits
+    splits: RowSplits = ctx.splits
+    group = ctx.size, ctx.name
     if op == GATHER:
-        rows = _ops.all_gather(input, 0, ctx.size, ctx.name)
-    else:
-        rows = _ops.all_to_all(input, splits.from_ranks, splits.to_ranks, ctx.size, ctx.name)
-    by_expert: Tensor = splits.by_expert(wait(rows))
-    return by_expert
+        return splits.by_expert(wait(_ops.all_gather(input, 0, *group)))
+    back = splits.from_ranks, splits.to_ranks
+    return splits.by_expert(wait(_ops.all_to_all(input, *back, *group)))
 
 
 OPS = tuple(

@@ -17,14 +17,8 @@ import torch
 from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
 from interlace.ops.collectives.launch import resident_programs
+from interlace.ops.experts import combine
 from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.combine import (
-    checked_segments,
-    combined,
-    home_of,
-    home_rows,
-    of_slot_weights,
-)
 from interlace.ops.experts.grouped import EXCHANGE, RowSplits, of_weights, rows_and_experts
 from interlace.ops.experts.grouped import counts as splits_of
 from interlace.ops.experts.launch_dispatch import HostRoutes
@@ -50,6 +44,7 @@ from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 MATMUL_COMBINE = OP
+FACTORS = ("input", "weight", "bias")
 Tensor = torch.Tensor
 _ops: Any = Ops()
 
@@ -118,7 +113,7 @@ def _prepared(
     """Checked on this rank: the form that goes on, its tensors and options.
 
     ``segments``: of the dispatch, if ``options`` have its routing. ``outputs``: as
-    :func:`interlace.ops.experts.combine.combined` makes them; without them the result is the sums.
+    :func:`interlace.ops.experts.combine.results_of` makes them; without them the result is the sums.
     """
     call = checked(communicator, input, weight, bias, topk_idx, topk_weights, options)
     routing = options.routing
@@ -127,7 +122,7 @@ def _prepared(
         splits = checked_splits(communicator, call, given)
         return _by_splits, (outputs,), (call, splits)
     assert segments is not None
-    segments = checked_segments(communicator, segments, routing, "input", call.input)
+    segments = combine.checked_segments(communicator, segments, routing, "input", call.input)
     routing = routing._replace(algorithm=call.algorithm)
     algorithm = on_device(communicator, call.algorithm, call.weight, call.dtype)
     if algorithm != "fused":
@@ -248,7 +243,7 @@ def _op(
     communicator: Communicator, call: CheckedCombine, inverse: Tensor, outputs: list[Tensor] | None
 ) -> GroupedMatmulCombine:
     like = call.input.new_empty(0, call.weight.shape[2], dtype=call.dtype)
-    home = home_of(like, inverse, call.weights, outputs)
+    home = combine.home_of(like, inverse, call.weights, outputs)
     linear = Linear(call.weight, call.bias, home.output)
     return GroupedMatmulCombine(communicator, call.input, linear, home)
 
@@ -347,7 +342,7 @@ def results(given: Any, size: int) -> list[Tensor]:
             f"{tuple(input.shape)}, {tuple(idx.shape)} and {tuple(weight.shape)}"
         )
     like = input.new_empty((0, weight.shape[2]), dtype=checks.output_dtype(given.out_dtype, input))
-    return combined(like, idx, given.return_rows)
+    return combine.results_of(like, idx, given.return_rows)
 
 
 def start(communicator: Communicator, given: GroupedCombineArguments) -> Started:
@@ -363,7 +358,7 @@ def save(ctx: Any, given: GroupedCombineArguments, output: Sequence[Tensor]) -> 
     sent, received = list(given.home_splits), list(given.splits)
     ctx.splits = RowSplits(sent, received, int(given.weight.shape[0]))
     ctx.needed, ctx.algorithm = requiring(given), given.algorithm
-    home = home_rows(OP, ctx.needed, given.return_rows, output)
+    home = combine.home_rows(OP, ctx.needed, given.return_rows, output)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(given.input, given.weight, given.topk_idx, given.topk_weights, home)
 
@@ -376,7 +371,7 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
         return found
     ranks = splits.sources
     chosen = Assignment(idx.to(torch.int64), splits.experts * ranks, ranks)
-    if ctx.needed & {"input", "weight", "bias"}:
+    if ctx.needed.intersection(FACTORS):
         slots = chosen.slots(sum(splits.sent))
         rows = grad[slots // int(idx.shape[1])]
         if weights is not None:
@@ -395,18 +390,10 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
         if "bias" in ctx.needed:
             found["bias"] = torch.stack([part.sum(0) for part in parts])
     if home is not None:
-        found["topk_weights"] = of_slot_weights(weights, home, chosen.inverse, grad)
+        found["topk_weights"] = combine.of_slot_weights(weights, home, chosen.inverse, grad)
     return found
 
 
-OPS = (
-    Op(
-        OP,
-        GroupedCombineArguments,
-        start,
-        results,
-        OpGradient(save, backward),
-        {"input, weight or bias": ("input", "weight", "bias")},
-        several=True,
-    ),
-)
+GRADIENT = OpGradient(save, backward)
+COMMUNICATES = {"input, weight or bias": FACTORS}
+OPS = (Op(OP, GroupedCombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),)

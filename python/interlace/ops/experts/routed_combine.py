@@ -16,6 +16,8 @@ from interlace.ops.experts.combine import home_rows, of_slot_weights
 from interlace.ops.experts.dispatch import as_many, dispatch
 from interlace.ops.experts.grouped import of_weights
 from interlace.ops.experts.grouped_combine import (
+    COMMUNICATES,
+    FACTORS,
     MATMUL_COMBINE,
     CombineOptions,
     grouped_matmul_combine,
@@ -91,10 +93,10 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
     grad = grads[0]
     if grad is None:
         return found
-    if ctx.needed & {"input", "weight", "bias"}:
+    if ctx.needed.intersection(FACTORS):
         about = segments, idx, weights, *ctx.routing, ctx.size, ctx.name
         made = getattr(_ops, ROUTED_BACKWARD)(grad, input, weight, *about)
-        for name, each in zip(("input", "weight", "bias"), made, strict=True):
+        for name, each in zip(FACTORS, made, strict=True):
             complete = wait(each)
             if name in ctx.needed:
                 found[name] = complete
@@ -167,16 +169,15 @@ def _multiply_backward(
     return of_x, of_weight
 
 
-def _setup_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradients_of_multiply(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (*_multiply_backward(grad, *ctx.saved_tensors), None)
 
 
 multiply_in_graph.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[2]))
-multiply_in_graph.register_autograd(_gradients_of_multiply, setup_context=_setup_multiply)
+multiply_in_graph.register_autograd(
+    _gradients_of_multiply,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 _multiply_backward.register_fake(
     lambda grad, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape))
 )
@@ -192,15 +193,8 @@ def grouped_on_device(*tensors: Tensor) -> bool:
     )
 
 
+GRADIENT = OpGradient(save, backward)
 OPS = (
-    Op(
-        ROUTED,
-        RoutedCombineArguments,
-        start,
-        results,
-        OpGradient(save, backward),
-        {"input, weight or bias": ("input", "weight", "bias")},
-        several=True,
-    ),
+    Op(ROUTED, RoutedCombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),
     Op(ROUTED_BACKWARD, RoutedGradientArguments, start_backward, gradients, several=True),
 )
