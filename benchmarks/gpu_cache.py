@@ -203,6 +203,7 @@ def stubbed(world_size: int, *, dry_run: bool) -> Iterator[None]:
     import host_cost
     import torch
     from gpu_parts import timing
+
     from interlace.runtime.places.gpu.plans import Plans
 
     class Event(host_cost._Event):

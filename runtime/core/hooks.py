@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -97,8 +97,10 @@ class Form(NamedTuple):
     call: Callable[..., Any]
 
     def named(self, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """Its arguments by name; a record of arguments stands for its fields."""
         names = self.names or [*inspect.signature(self.check).parameters][1:]
-        return zip(names, values, strict=False)
+        for name, value in zip(names, values, strict=False):
+            yield from vars(value).items() if is_dataclass(value) else [(name, value)]
 
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()

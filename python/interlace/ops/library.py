@@ -7,12 +7,11 @@ import torch
 
 from interlace.groups import specs
 from interlace.ops import inductor
-from interlace.ops.attention import torch_ops as attention
+from interlace.ops.attention import context_parallel, decode, head_exchange
 from interlace.ops.collectives import records
 from interlace.ops.experts import combine, dispatch, grouped, grouped_combine, routed_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
 from interlace.ops.op import gradients, registry
-from interlace.ops.op.from_text import from_text
 from interlace.ops.op.op import GROUP, Op
 from interlace.ops.op.pending import finish
 from interlace.ops.op.pending import register as register_work
@@ -33,49 +32,9 @@ OPS = (
     *combine.OPS,
     *grouped_combine.OPS,
     *routed_combine.OPS,
-    from_text(
-        "context_parallel_attention",
-        attention.ARGUMENTS,
-        attention.start,
-        attention.fake,
-        (attention.setup, attention.backward),
-        "Tensor[]",
-        {"q, k or v": (0, 1, 2)},
-    ),
-    from_text(
-        "context_parallel_attention_backward",
-        attention.BACKWARD_ARGUMENTS,
-        attention.start_backward,
-        attention.fake_backward,
-        attention.no_gradient("context_parallel_attention_backward"),
-        "Tensor[]",
-        {},
-    ),
-    from_text(
-        "distributed_decode",
-        attention.DECODE_ARGUMENTS,
-        attention.start_decode,
-        attention.decode_results,
-        attention.no_gradient("distributed_decode"),
-        "Tensor[]",
-        {},
-    ),
-    from_text(
-        "matmul_all_to_all",
-        attention.TO_HEADS_ARGUMENTS,
-        attention.start_to_heads,
-        attention.to_heads_result,
-        (attention.setup_to_heads, attention.to_heads_backward),
-        communicates={"input, weight or bias": (0, 1, 2)},
-    ),
-    from_text(
-        "all_to_all_matmul",
-        attention.FROM_HEADS_ARGUMENTS,
-        attention.start_from_heads,
-        attention.from_heads_results,
-        (attention.setup_from_heads, attention.from_heads_backward),
-        "Tensor[]",
-    ),
+    *context_parallel.OPS,
+    decode.DISTRIBUTED_DECODE,
+    *head_exchange.OPS,
     *scaled.OPS,
     *norms.OPS,
 )

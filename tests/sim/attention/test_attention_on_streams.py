@@ -12,11 +12,14 @@ import torch.nn.functional as F
 import interlace
 from cases.attention_cases import METHODS, AttentionCase
 from interlace.groups.groups import default_group
-from interlace.ops.attention import calls
+from interlace.ops.attention import context_parallel
 from interlace.ops.attention import forward_backward as travelling
 from interlace.ops.attention import key_gradients as returns
 from interlace.ops.attention import key_transport as moves
-from interlace.ops.attention.calls import AttentionOptions
+from interlace.ops.attention.context_parallel import (
+    AttentionArguments,
+    AttentionBackwardArguments,
+)
 from interlace.ops.attention.shards import TokenShards
 from interlace.ops.collectives import launch as plain
 from interlace.runtime.tuning.configuration import override
@@ -47,10 +50,11 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
                 tensors = [each[:, places] for each in (query, key, value * (number + 1))]
                 shape = *tensors[0].shape[:3], CASE.value_size
                 made = torch.full(shape, math.nan), torch.empty(1, 6, len(places))
-                given = default_group(), (*tensors, None, *made)
-                options = AttentionOptions(method, causal=True, algorithm="fused")
+                options = {"method": method, "causal": True, "algorithm": "fused"}
+                arguments = AttentionArguments(*tensors, None, **options)  # type: ignore[arg-type]
+                given = default_group(), (arguments, *made)
                 with override(block_m=16, block_n=16, copiers=copiers, chunks=2):
-                    works.append((calls.attention(*given, (options,), True), made[0]))
+                    works.append((context_parallel.attention(*given, async_op=True), made[0]))
             for work, output in works:
                 work.wait()  # type: ignore[union-attr]
                 seen.append((read(gpu, output), right * (number + 1)))
@@ -79,10 +83,13 @@ def differentiate(gpu: FakeGpu, *methods: str, rounds: int = 2) -> Callable[[], 
             works = []
             for method in methods:
                 into = [torch.full_like(each, math.nan) for each in tensors[:3]]
-                given = default_group(), (grad[:, places] * number, None, *tensors, None, into)
-                options = AttentionOptions(method, causal=True, algorithm="fused")
+                options = {"method": method, "causal": True, "algorithm": "fused"}
+                arguments = AttentionBackwardArguments(
+                    grad[:, places] * number, None, *tensors, None, **options
+                )
+                given = default_group(), (arguments, into)
                 with override(block_m=16, block_n=16, chunks=2):
-                    works.append((calls.attention_backward(*given, (options,), True), into))
+                    works.append((context_parallel.attention_backward(*given, async_op=True), into))
             for work, into in works:
                 work.wait()  # type: ignore[union-attr]
                 seen += [

@@ -18,7 +18,7 @@ from interlace import aot
 from interlace.cli.commands.build import write
 from interlace.functional.calls import run_to_list
 from interlace.groups.groups import default_group
-from interlace.ops.attention.calls import FORWARD
+from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.assignment import Assignment
 from interlace.tools.bundle.bundle import BundleTarget

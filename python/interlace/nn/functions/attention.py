@@ -11,7 +11,13 @@ from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
 from interlace.functional.calls import check, flag, ints, number, refuse, run_to_list
 from interlace.groups.groups import resolve
-from interlace.ops.attention.calls import FORWARD, HEADS, AttentionOptions, checked_options
+from interlace.ops.attention.context_parallel import (
+    FORWARD,
+    HEADS,
+    AttentionArguments,
+    AttentionOptions,
+    checked_options,
+)
 from interlace.ops.attention.shards import BALANCES, TokenShards
 from interlace.ops.op.async_tensor import wait
 from interlace.runtime.core.communicator import Communicator
@@ -129,20 +135,28 @@ def context_parallel_attention(
     >>> [[round(each, 4) for each in row] for row in interlace.run(attended, 2)]
     [[0.0, 0.0], [0.3333, 0.5]]
     """
-    check(FORWARD, group, tag, q=q, k=k, v=v)
-    limits = None if window is None else ints(FORWARD, group, tag, "window", window)
     flag(FORWARD, group, tag, "return_lse", return_lse)
-    number(FORWARD, group, tag, "scale", scale)
-    tensors = (q, k, v, cu_seqlens)
-    given = (method, _causal(causal, group, tag), scale, limits, layout, balance, algorithm, None)
-    output, lse = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)
+    output, lse = _run(
+        group, tag, query=q, key=k, value=v, cu_seqlens=cu_seqlens, method=method, causal=causal,
+        scale=scale, window=window, layout=layout, balance=balance, algorithm=algorithm,
+    )  # fmt: skip
     return (output, lse) if return_lse else output
 
 
-def _causal(value: Any, group: FunctionalGroup, tag: str) -> bool:
-    if not isinstance(value, int):  # as a bool is
-        refuse(FORWARD, group, tag, TypeError(f"causal must be a bool, got {value!r}"))
-    return bool(value)
+def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
+    """The output and the logarithms of the sums; refuses what a schema would take for something else."""
+    given = AttentionArguments(**arguments)
+    lengths = {} if given.length is None else {"length": given.length}
+    check(FORWARD, group, tag, lengths, q=given.query, k=given.key, v=given.value)
+    if given.window is not None:
+        given.window = ints(FORWARD, group, tag, "window", given.window)
+    number(FORWARD, group, tag, "scale", given.scale)
+    if not isinstance(given.causal, int):  # as a bool is
+        error = TypeError(f"causal must be a bool, got {given.causal!r}")
+        refuse(FORWARD, group, tag, error)
+    given.causal = bool(given.causal)
+    tensors = given.query, given.key, given.value, given.cu_seqlens
+    return run_to_list(FORWARD, group, tag, tensors, *vars(given).values())
 
 
 def check_options(layer: str, group: Communicator, *options: Any) -> None:
@@ -192,12 +206,10 @@ def attention_of_heads(
     >>> interlace.run(attended, 2)[0]  # in the order of the sequence the tokens are 0, 2, 3, 1
     [0.0, 1.5, 1.0, 1.6666666269302368]
     """
-    check(FORWARD, group, tag, {} if length is None else {"length": length}, q=q, k=k, v=v)
-    limits = None if window is None else ints(FORWARD, group, tag, "window", window)
-    tensors = (q, k, v, cu_seqlens)
-    given = (HEADS, _causal(causal, group, tag), scale, limits, layout, balance, algorithm, length)
-    output: Tensor = run_to_list(FORWARD, group, tag, tensors, *tensors, *given)[0]
-    return output
+    return _run(
+        group, tag, query=q, key=k, value=v, cu_seqlens=cu_seqlens, method=HEADS, causal=causal,
+        scale=scale, window=window, layout=layout, balance=balance, algorithm=algorithm, length=length,
+    )[0]  # fmt: skip
 
 
 def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import Group, No, ScaledAlgorithm, Yes
 from interlace.groups.groups import resolve
-from interlace.ops.attention.decode import decode
+from interlace.ops.attention.decode import DecodeArguments, decode
 from interlace.ops.attention.launch_decode import OP
 from interlace.ops.op import registry
 
@@ -105,4 +105,5 @@ def distributed_decode(
         made = recorded(q, kv_cache, group=group, algorithm=algorithm, **given)
         output, lse = map(registry.functional("wait"), made)
         return (output, lse) if return_lse else output
-    return decode(communicator, tensors, (scale, algorithm, return_lse), False)  # type: ignore[return-value]
+    arguments = DecodeArguments(q, key, value, lengths, block_table, scale, algorithm)
+    return decode(communicator, (arguments, return_lse))  # type: ignore[return-value]

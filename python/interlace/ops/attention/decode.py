@@ -1,18 +1,22 @@
 """The op of decoding: arguments checked and agreed on, an algorithm chosen."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interlace.arguments import checks
-from interlace.ops.attention.calls import scale_of
+from interlace.ops.attention.context_parallel import scale_of, without_gradient
 from interlace.ops.attention.launch_decode import (
     OP,
     DecodeProblem,
     decode_fused,
     decode_unfused,
 )
+from interlace.ops.attention.torch_blocks import wide_dtype
+from interlace.ops.op.op import Op
+from interlace.ops.op.pending import Started
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -25,20 +29,25 @@ Tensor = torch.Tensor
 ALGORITHMS = ("auto", "fused", "unfused")
 
 
+@dataclass
+class DecodeArguments:
+    """``key`` and ``value``: the tensors of ``kv_cache``; all else as for :func:`distributed_decode`."""
+
+    q: Tensor
+    key: Tensor
+    value: Tensor
+    lengths: Tensor | None
+    block_table: Tensor | None
+    scale: float | None
+    algorithm: str
+
+
 def prepared_decode(
-    communicator: Communicator,
-    query: Any,
-    key: Any,
-    value: Any,
-    lengths: Any,
-    block_table: Any,
-    scale: float | None,
-    algorithm: str,
-    return_lse: bool,
+    communicator: Communicator, given: DecodeArguments, return_lse: bool
 ) -> PreparedCall:
     """Checked on this rank."""
-    algorithm = checks.one_of("algorithm", algorithm, ALGORITHMS)
-    query = checks.tensor("q", query, communicator)
+    algorithm = checks.one_of("algorithm", given.algorithm, ALGORITHMS)
+    query = checks.tensor("q", given.q, communicator)
     checks.float_dtype("q", query.dtype)
     if query.dim() not in (3, 4):
         raise ValueError(
@@ -48,8 +57,8 @@ def prepared_decode(
     shape, single = tuple(query.shape), query.dim() == 3
     query = (query.unsqueeze(1) if single else query).contiguous()
     key, value = (
-        checks.tensor("kv_cache[0]", key, communicator),
-        checks.tensor("kv_cache[1]", value, communicator),
+        checks.tensor("kv_cache[0]", given.key, communicator),
+        checks.tensor("kv_cache[1]", given.value, communicator),
     )
     batches, _, heads, size = query.shape
     if not size:
@@ -60,7 +69,7 @@ def prepared_decode(
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, tokens, heads, size), got shape {tuple(each.shape)}"
             )
-        paged = block_table is not None
+        paged = given.block_table is not None
         other_size = each is key and each.shape[3] != size
         if other_size or not (paged or each.shape[0] == batches):
             what = "the size of heads" if paged else "batches and the size of heads"
@@ -84,17 +93,17 @@ def prepared_decode(
             f'{LARGEST_HEAD}, got {query.dtype} and {largest}; use "unfused" or "auto"'
         )
     pages = None
-    if block_table is not None:
-        pages = _pages(communicator, block_table, batches)
+    if given.block_table is not None:
+        pages = _pages(communicator, given.block_table, batches)
     most = key.shape[1] * (1 if pages is None else pages.shape[1])
-    seen = _lengths(communicator, lengths, query, most)
-    counts = [[most] * query.shape[1]] * batches if lengths is None else None
+    seen = _lengths(communicator, given.lengths, query, most)
+    counts = [[most] * query.shape[1]] * batches if given.lengths is None else None
     if seen.is_cpu:  # numbers on a GPU are not waited for
         counts = seen.tolist()
     if pages is not None:
         _check_pages(pages, seen, key.shape[0], key.shape[1])
-    given = query, key, value, seen, scale_of(scale, size), pages, counts
-    problem = DecodeProblem(communicator, *given)
+    scale = scale_of(given.scale, size)
+    problem = DecodeProblem(communicator, query, key, value, seen, scale, pages, counts)
 
     def start() -> Outcome:
         terms = (
@@ -102,16 +111,15 @@ def prepared_decode(
             ("the shape of q", shape),
             ("heads of kv_cache", key.shape[2]),
             ("the size of heads of kv_cache[1]", value_size),
-            ("scale", problem.scale),
+            ("scale", scale),
             ("algorithm", algorithm),
         )
         communicator.parts(communicator.call_of(OP, terms, None))
         queries, world_size = query.shape[0] * query.shape[1], communicator.world_size
         named = tuning.Problem(OP, query.dtype, queries, heads, largest, world_size)
-        place, wide = communicator.place, query.dtype == torch.float64
-        grouped = problem.by_key_head()
+        place, grouped = communicator.place, problem.by_key_head()
         made = grouped.new_empty(*grouped.shape[:-1], value_size)
-        lse = made.new_empty(grouped.shape[:-1], dtype=torch.float64 if wide else torch.float32)
+        lse = made.new_empty(grouped.shape[:-1], dtype=wide_dtype(query.dtype))
         chosen = algorithm
         if algorithm == "auto":
             kernels = query.dtype in FUSED_DTYPES and largest <= LARGEST_HEAD
@@ -182,3 +190,22 @@ def _check_pages(table: Tensor, lengths: Tensor, pages: int, size: int) -> None:
 
 
 decode = internal_form(OP, prepared_decode)
+
+
+def _outputs(given: DecodeArguments, size: Any) -> list[Tensor]:
+    """The output and the logarithms of the sums, empty."""
+    query = given.q
+    batches, *tokens, heads, _ = query.shape
+    output = query.new_empty([*query.shape[:-1], given.value.shape[-1]])
+    return [output, query.new_empty([batches, heads, *tokens], dtype=wide_dtype(query.dtype))]
+
+
+def _start(communicator: Communicator, given: DecodeArguments) -> Started:
+    """Done, or ordered before what the caller does next, when it returns: tokens wait for each other."""
+    made: Any = decode(communicator, (given, True))
+    return Started([each.contiguous() for each in made], None)
+
+
+DISTRIBUTED_DECODE = Op(
+    OP, DecodeArguments, _start, _outputs, without_gradient(OP), communicates={}, several=True
+)

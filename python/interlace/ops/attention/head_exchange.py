@@ -3,10 +3,16 @@
 A call is validated, agreed on with the other ranks (one small host message, which brings everybody's number
 of rows along; a mismatch raises on every rank before any data moves), and handed to one of the algorithms
 in ``python/interlace/ops/attention/launch_head_exchange.py``.
+
+The two have each other for gradients: of the input of matmul + all-to-all it is all-to-all + matmul with
+the transposed weight, and the other way round. What came with that, or in the forward, gives the weight's
+gradient, a torch matmul.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -14,6 +20,10 @@ from interlace.arguments import checks
 from interlace.ops.attention import launch_head_exchange as algorithms
 from interlace.ops.attention.launch_head_exchange import FROM_HEADS, TO_HEADS
 from interlace.ops.matmul.operands import Linear, rows_of
+from interlace.ops.op.gradients import wait
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.ops.op.sim_dispatch import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -22,18 +32,34 @@ from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
 Tensor = torch.Tensor
+_ops: Any = Ops()
 
 
-class HeadExchangeOptions(NamedTuple):
-    """The arguments of a call that are no tensors; see ``functional.matmul_all_to_all``.
+@dataclass
+class ToHeadsArguments:
+    """Those of matmul + all-to-all. ``length``: of dimension 0 of the result; None: equal parts."""
 
-    ``length``: of dimension 0 of the result, None where all ranks have equal parts.
-    """
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    length: torch.SymInt | None
+    algorithm: str
+    op: ClassVar = TO_HEADS
+    out_dtype: ClassVar = None  # for the checks that are other ops', too
 
-    op: str
-    length: int | None = None
-    algorithm: str = "auto"
-    out_dtype: None = None  # for the checks that are other ops', too
+
+@dataclass
+class FromHeadsArguments:
+    """Those of all-to-all + matmul. ``length``: of dimension 0 of the result; None: equal parts."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    length: torch.SymInt | None
+    return_received: bool
+    algorithm: str
+    op: ClassVar = FROM_HEADS
+    out_dtype: ClassVar = None
 
 
 class CheckedExchange(NamedTuple):
@@ -46,35 +72,19 @@ class CheckedExchange(NamedTuple):
     algorithm: str
 
 
-def result_shape(op: str, input: Tensor, weight: Tensor, length: Any, world_size: Any) -> list[Any]:
-    """The shape of a result; sizes may be symbolic."""
-    if input.dim() < 2 or weight.dim() != 2:
-        raise ValueError(
-            f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
-            f"{tuple(weight.shape)}"
-        )
-    if isinstance(length, int) and length < 0:
-        raise ValueError(f"length must be None or not negative, got {length}")
-    if op == TO_HEADS:
-        rows = input.shape[0] * world_size if length is None else length
-        return [rows, *input.shape[1:-1], weight.shape[1] // world_size]
-    rows = input.shape[0] // world_size if length is None else length
-    return [rows, *input.shape[1:-1], weight.shape[1]]
-
-
 def checked(
-    communicator: Communicator, input: Any, weight: Any, bias: Any, options: HeadExchangeOptions
+    communicator: Communicator, given: ToHeadsArguments | FromHeadsArguments
 ) -> CheckedExchange:
     """The arguments, if they fit together on this rank."""
-    size, length = communicator.world_size, options.length
-    input = checks.tensor("input", input, communicator)
-    algorithm, _ = checks.algorithm_and_dtype(input, options)
+    size, length = communicator.world_size, given.length
+    input = checks.tensor("input", given.input, communicator)
+    algorithm, _ = checks.algorithm_and_dtype(input, given)
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     rows, inner = input.shape[0], input.shape[-1]
-    to_heads = options.op == TO_HEADS
-    weight = checks.matrix("weight", weight, input, inner if to_heads else None, communicator)
-    bias = checks.bias_of("bias", bias, (weight.shape[1],), input, communicator)
+    to_heads = given.op == TO_HEADS
+    weight = checks.matrix("weight", given.weight, input, inner if to_heads else None, communicator)
+    bias = checks.bias_of("bias", given.bias, (weight.shape[1],), input, communicator)
     if to_heads:
         if weight.shape[1] % size:
             raise ValueError(
@@ -90,25 +100,21 @@ def checked(
         raise ValueError(
             f"input has length {rows}, which world size {size} does not divide; give length"
         )
-    return CheckedExchange(
-        input, weight, bias, rows // size if length is None else length, algorithm
-    )
+    own: Any = rows // size if length is None else length
+    return CheckedExchange(input, weight, bias, own, algorithm)
 
 
 def prepared(
     communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    given: ToHeadsArguments | FromHeadsArguments,
     output: Tensor,
-    received: Tensor | None,
-    options: HeadExchangeOptions,
+    received: Tensor | None = None,
 ) -> PreparedCall:
     """Either op. ``output``, and ``received`` if there is one, get the results."""
-    call = checked(communicator, input, weight, bias, options)
+    call = checked(communicator, given)
 
     def start() -> Outcome:
-        op = options.op
+        op = given.op
         terms = (
             ("dtype of input", call.input.dtype),
             ("the shape of input off dimension 0", tuple(call.input.shape[1:])),
@@ -126,12 +132,12 @@ def prepared(
                     f"{op}: {name} is for {total} on rank {rank}, the ranks have {sum(lengths)} "
                     f"({lengths} by rank)"
                 )
-        return Outcome(None, _started(communicator, op, call, lengths, output, received))
+        return Outcome(None, _launched(communicator, op, call, lengths, output, received))
 
     return start, (), None
 
 
-def _started(
+def _launched(
     communicator: Communicator,
     op: str,
     call: CheckedExchange,
@@ -175,3 +181,136 @@ def _started(
 
 
 FORMS = {op: internal_form(op, prepared) for op in (TO_HEADS, FROM_HEADS)}
+
+
+def _parts(given: ToHeadsArguments | FromHeadsArguments) -> Any:
+    """The input's shape between its rows and its columns, if the arguments have the shapes of the op."""
+    input, weight, length = given.input, given.weight, given.length
+    if input.dim() < 2 or weight.dim() != 2:
+        raise ValueError(
+            f"input must have at least 2 dimensions and weight 2, got shapes {tuple(input.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if isinstance(length, int) and length < 0:
+        raise ValueError(f"length must be None or not negative, got {length}")
+    return input.shape[1:-1]
+
+
+def _save_needs(ctx: Any, given: ToHeadsArguments | FromHeadsArguments) -> None:
+    """What gradients are needed, and how the other op is called for them."""
+    ctx.algorithm = given.algorithm
+    ctx.shared, ctx.weighed = given.input.requires_grad, given.weight.requires_grad
+    ctx.biased = given.bias is not None and given.bias.requires_grad
+
+
+# -- matmul + all-to-all ---------------------------------------------------------------------------
+
+
+def to_heads_output(given: ToHeadsArguments, size: Any) -> Tensor:
+    between, input = _parts(given), given.input
+    rows = input.shape[0] * size if given.length is None else given.length
+    return input.new_empty([rows, *between, given.weight.shape[1] // size])
+
+
+def _start_to_heads(communicator: Communicator, given: ToHeadsArguments) -> Started:
+    with communicator.accepting(TO_HEADS):
+        output = to_heads_output(given, communicator.world_size)
+    return Started([output], FORMS[TO_HEADS](communicator, (given, output), async_op=True))
+
+
+def _save_to_heads(ctx: Any, given: ToHeadsArguments, output: Tensor) -> None:
+    _save_needs(ctx, given)
+    ctx.save_for_backward(given.input, given.weight)
+
+
+def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
+    input, weight = ctx.saved_tensors
+    grad, kept = grad.to(weight.dtype), ctx.weighed or ctx.biased
+    of_input, *received = _ops.all_to_all_matmul(
+        grad, weight.t(), None, input.shape[0], kept, ctx.algorithm, ctx.size, ctx.name
+    )
+    found = {}
+    if kept:
+        # by rank, as columns of the weight are
+        parts = wait(received[0])
+        if ctx.weighed:
+            own = input.flatten(0, -2).t() @ parts
+            found["weight"] = own.transpose(0, 1).flatten(1)
+        if ctx.biased:
+            found["bias"] = parts.sum(1).flatten()
+    return {"input": wait(of_input), **found}
+
+
+# -- all-to-all + matmul ---------------------------------------------------------------------------
+
+
+def from_heads_outputs(given: FromHeadsArguments, size: Any) -> list[Tensor]:
+    """The output; what came from each rank, ``[ranks, own rows, k]``, if it is asked for."""
+    between, input = _parts(given), given.input
+    rows = input.shape[0] // size if given.length is None else given.length
+    made = [input.new_empty([rows, *between, given.weight.shape[1]])]
+    if given.return_received:
+        made.append(input.new_empty([size, rows, *between, input.shape[-1]]).flatten(1, -2))
+    return made
+
+
+def _start_from_heads(communicator: Communicator, given: FromHeadsArguments) -> Started:
+    with communicator.accepting(FROM_HEADS):
+        made = from_heads_outputs(given, communicator.world_size)
+    return Started(made, FORMS[FROM_HEADS](communicator, (given, *made), async_op=True))
+
+
+def _save_from_heads(ctx: Any, given: FromHeadsArguments, outputs: Sequence[Tensor]) -> None:
+    _save_needs(ctx, given)
+    ctx.total, ctx.shape = given.input.shape[0], outputs[0].shape[:-1]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(outputs[1] if given.return_received else None, given.weight)
+
+
+def _from_heads_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    received, weight = ctx.saved_tensors
+    grad, of_received = grads[0], None if received is None else grads[1]
+    found: dict[str, Tensor] = {}
+    if ctx.shared and of_received is not None:  # in a backward of a backward
+        moved = of_received.transpose(0, 1).reshape(*ctx.shape, -1)
+        same = torch.eye(moved.shape[-1], dtype=moved.dtype, device=moved.device)
+        found["input"] = _to_heads(ctx, moved, same)
+    if grad is not None:
+        grad = grad.to(weight.dtype)
+        rows = grad.flatten(0, -2)
+        if ctx.shared:
+            product = _to_heads(ctx, grad, weight.t())
+            found["input"] = found["input"] + product if "input" in found else product
+        if ctx.weighed:
+            if received is None:
+                raise RuntimeError(f"{FROM_HEADS} without return_received has no weight's gradient")
+            found["weight"] = (wait(received).mT @ rows).flatten(0, 1)
+        if ctx.biased:
+            found["bias"] = rows.sum(0)
+    return found
+
+
+def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    return wait(
+        _ops.matmul_all_to_all(rows, weight, None, ctx.total, ctx.algorithm, ctx.size, ctx.name)
+    )
+
+
+OPS = (
+    Op(
+        TO_HEADS,
+        ToHeadsArguments,
+        _start_to_heads,
+        to_heads_output,
+        OpGradient(_save_to_heads, _to_heads_gradients),
+        {"input, weight or bias": ("input", "weight", "bias")},
+    ),
+    Op(
+        FROM_HEADS,
+        FromHeadsArguments,
+        _start_from_heads,
+        from_heads_outputs,
+        OpGradient(_save_from_heads, _from_heads_gradients),
+        several=True,
+    ),
+)

@@ -19,9 +19,14 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.kernels import signal, slots
 from interlace.kernels.tiling import split_rows
-from interlace.ops.attention.calls import AttentionOptions, attention, attention_backward
-from interlace.ops.attention.decode import decode
-from interlace.ops.attention.head_exchange import FORMS, HeadExchangeOptions
+from interlace.ops.attention.context_parallel import (
+    AttentionArguments,
+    AttentionBackwardArguments,
+    attention,
+    attention_backward,
+)
+from interlace.ops.attention.decode import DecodeArguments, decode
+from interlace.ops.attention.head_exchange import FORMS, FromHeadsArguments, ToHeadsArguments
 from interlace.ops.matmul.norms import kernel_makes_fp8
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
@@ -217,21 +222,20 @@ def _grouped_matmul_combine(rank: int, world_size: int, call: int, **how: Any) -
     return work, _itself, expected
 
 
-def _attention(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
-    """Of the algorithms the last word is fused or pipelined, those before it are a method.
+def _causal(algorithm: str) -> dict[str, Any]:
+    """Options of an attention; the last word of ``algorithm`` is one, those before it are a method."""
+    *method, word = algorithm.split()
+    return {"method": "_".join(method), "causal": True, "balance": "contiguous", "algorithm": word}
 
-    Keys are 0, so all weights of a row are equal: what comes out is the mean of the values that it sees.
-    """
-    *method, algorithm = how["algorithm"].split()
-    given = AttentionOptions(
-        "_".join(method), causal=True, balance="contiguous", algorithm=algorithm
-    )
+
+def _attention(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
+    """Keys are 0, so all weights of a row are equal: the output is the mean of the values that it sees."""
     rows = 17
     values = [_numbers(r, call, 1, rows, 1, INNER) for r in range(world_size)]
     query, key = torch.ones(1, rows, 2, INNER), torch.zeros(1, rows, 1, INNER)
     output, sums = torch.empty_like(query), torch.empty(1, 2, rows)
-    tensors = query, key, values[rank], None, output, sums
-    work = attention(how["group"], tensors, (given,), True)
+    given = AttentionArguments(query, key, values[rank], None, **_causal(how["algorithm"]))
+    work = attention(how["group"], (given, output, sums), async_op=True)
     seen = torch.arange(1, world_size * rows + 1).view(world_size, 1, rows, 1, 1)
     expected = (torch.cat(values, 1).cumsum(1).view(world_size, 1, rows, 1, INNER))[rank]
     return work, lambda _: (output * seen[rank]).round(), expected.expand(output.shape)
@@ -239,10 +243,6 @@ def _attention(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
 
 def _attention_backward(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     """As :func:`_attention`; the gradient of a value is the sum of weights of the queries that see it."""
-    *method, algorithm = how["algorithm"].split()
-    given = AttentionOptions(
-        "_".join(method), causal=True, balance="contiguous", algorithm=algorithm
-    )
     rows, group = 17, how["group"]
     total = world_size * rows
     query, key = torch.ones(1, rows, 2, INNER), torch.zeros(1, rows, 1, INNER)
@@ -254,8 +254,9 @@ def _attention_backward(rank: int, world_size: int, call: int, **how: Any) -> St
     numbers = _numbers(0, call, total) + 1
     grad = (seen * numbers)[mine].view(1, rows, 1, 1).expand(query.shape)
     grads = [torch.empty_like(each) for each in (query, key, key)]
-    tensors = grad, None, query, key, key, output, sums, None, grads
-    work = attention_backward(group, tensors, (given,), True)
+    tensors = grad, None, query, key, key, output, sums, None
+    given = AttentionBackwardArguments(*tensors, **_causal(how["algorithm"]))
+    work = attention_backward(group, (given, grads), async_op=True)
     right = 2 * numbers.flip(0).cumsum(0).flip(0)[mine]
     return work, lambda _: grads[2].round(), right.view(1, rows, 1, 1).expand(key.shape)
 
@@ -265,8 +266,8 @@ def _decode(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     values = [_numbers(r, call, 2, 20, 2, INNER) for r in range(world_size)]
     lengths = torch.tensor([20, 20 if rank else 0])
     query, key = torch.ones(2, 2, INNER), torch.zeros(2, 20, 2, INNER)
-    tensors = query, key, values[rank], lengths, None
-    work = decode(how["group"], tensors, (None, how["algorithm"], False), True)
+    given = DecodeArguments(query, key, values[rank], lengths, None, None, how["algorithm"])
+    work = decode(how["group"], (given, False), async_op=True)
     seen = torch.tensor([20 * world_size, 20 * (world_size - 1)]).view(2, 1, 1)
     expected = torch.cat(values, 1)
     expected[1, :20] = 0
@@ -285,12 +286,13 @@ def _head_exchange(op: str, rank: int, world_size: int, call: int, **how: Any) -
     if not to_heads:
         input, expected = heads, tokens[rank].flip(1)
     output, received = torch.empty_like(expected), None
+    own: Any = expected.shape[0]
+    given: Any = ToHeadsArguments(input, turned, None, own, how["algorithm"])
     if not to_heads:
         received = torch.empty(world_size, lengths[rank], INNER)
-    tensors = input, turned, None, output, received
-    options = HeadExchangeOptions(op, expected.shape[0], how["algorithm"])
+        given = FromHeadsArguments(input, turned, None, own, True, how["algorithm"])
     with configuration.override(chunks=2):
-        work = FORMS[op](how["group"], tensors, (options,), True)
+        work = FORMS[op](how["group"], (given, output, received), async_op=True)
 
     def taken(_: Any) -> torch.Tensor:
         if received is None:

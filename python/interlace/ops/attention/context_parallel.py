@@ -1,13 +1,19 @@
-"""The attention op and its backward: arguments checked and agreed on, a method and an algorithm chosen.
+"""Attention over a sharded sequence, and its backward: two ops.
 
 A call is validated, agreed on with the other ranks (one small host message, which brings everybody's number
 of tokens along; a mismatch raises on every rank before any data moves), and handed to one of the algorithms
 in this folder.
+
+The results are the output, of the query's shape but with the size of the values' heads, and the logarithm
+of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both have gradients. The
+backward is an op of its own, which computes scores once more: keys travel again, and what the ranks'
+queries give to the gradients of a rank's keys comes back to it.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -27,6 +33,11 @@ from interlace.ops.attention.shards import (
     AttentionMask,
     TokenShards,
 )
+from interlace.ops.attention.torch_blocks import wide_dtype
+from interlace.ops.op.gradients import wait
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.ops.op.sim_dispatch import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -44,10 +55,12 @@ HEADS = "heads"
 LAYOUTS = ("bshd", "sbhd")
 RING_BYTES = threshold("ring_attention_bytes")
 Tensor = torch.Tensor
+_ops: Any = Ops()
 
 
-class AttentionOptions(NamedTuple):
-    """The arguments of a call that are no tensors; see ``nn.functional.context_parallel_attention``.
+@dataclass
+class AttentionOptions:
+    """The arguments that are no tensors; see ``nn.functional.context_parallel_attention``.
 
     ``length``: with ``HEADS``, how many of the tokens are this rank's, by default as many as everybody's.
     """
@@ -55,11 +68,41 @@ class AttentionOptions(NamedTuple):
     method: str = "auto"
     causal: bool = False
     scale: float | None = None
-    window: Sequence[int] | None = None
+    window: list[int] | None = None
     layout: str = "bshd"
     balance: str = "zigzag"
     algorithm: str = "auto"
-    length: int | None = None
+    length: torch.SymInt | None = None
+
+
+@dataclass
+class _AttentionTensors:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens: Tensor | None
+
+
+@dataclass
+class _AttentionBackwardTensors:
+    grad: Tensor
+    lse_grad: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    lse: Tensor
+    cu_seqlens: Tensor | None
+
+
+@dataclass
+class AttentionArguments(AttentionOptions, _AttentionTensors):
+    """The arguments of the op: its tensors, then its options."""
+
+
+@dataclass
+class AttentionBackwardArguments(AttentionOptions, _AttentionBackwardTensors):
+    """The arguments of the backward: its tensors, then its options, which are those of the op."""
 
 
 class CheckedAttention(NamedTuple):
@@ -99,26 +142,23 @@ def checked_options(options: AttentionOptions) -> tuple[str, str, str, Attention
     return layout, method, algorithm, AttentionMask(bool(options.causal), _window(options.window))
 
 
+def _require_heads(name: str, tensor: Tensor, layout: str) -> None:
+    if tensor.dim() != 4:
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{name} must have 4 dimensions ({layout}), got shape {shape}")
+
+
 def checked(
-    communicator: Communicator,
-    query: Any,
-    key: Any,
-    value: Any,
-    documents: Any,
-    options: AttentionOptions,
+    communicator: Communicator, given: AttentionArguments | AttentionBackwardArguments
 ) -> CheckedAttention:
     """The arguments, if they fit together on this rank."""
-    layout, method, algorithm, mask = checked_options(options)
-    given = {"q": query, "k": key, "v": value}
-    tensors = [checks.tensor(name, each, communicator) for name, each in given.items()]
-    query, key, value = tensors
-    for name, each in zip(given, tensors, strict=True):
+    layout, method, algorithm, mask = checked_options(given)
+    named = (("q", given.query), ("k", given.key), ("v", given.value))
+    query, key, value = (checks.tensor(name, each, communicator) for name, each in named)
+    for name, each in (("q", query), ("k", key), ("v", value)):
         checks.float_dtype(name, each.dtype)
         checks.same_dtype(name, each.dtype, "q", query.dtype)
-        if each.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions ({layout}), got shape {tuple(each.shape)}"
-            )
+        _require_heads(name, each, layout)
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"v has shape {tuple(value.shape)}, k has {tuple(key.shape)}; "
@@ -146,9 +186,9 @@ def checked(
             f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {largest}; '
             'use "unfused" or "auto"'
         )
-    scale = scale_of(options.scale, size)
-    if documents is not None:
-        documents = checks.tensor("cu_seqlens", documents, communicator)
+    scale, documents = scale_of(given.scale, size), None
+    if given.cu_seqlens is not None:
+        documents = checks.tensor("cu_seqlens", given.cu_seqlens, communicator)
         if documents.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be int32 or int64, got {documents.dtype}")
         if documents.dim() != 1 or not documents.numel():
@@ -157,10 +197,10 @@ def checked(
             )
         if documents.is_cpu and (documents[0] != 0 or bool((documents.diff() < 0).any())):
             raise ValueError(f"cu_seqlens must begin with 0 and not fall, got {documents.tolist()}")
-    query, key, value = (tokens_first(each, layout) for each in tensors)
-    if options.length is not None and options.length < 0:
-        raise ValueError(f"length must be None or not negative, got {options.length}")
-    if method == HEADS and options.length is None and query.shape[0] % communicator.world_size:
+    query, key, value = (tokens_first(each, layout) for each in (query, key, value))
+    if given.length is not None and given.length < 0:
+        raise ValueError(f"length must be None or not negative, got {given.length}")
+    if method == HEADS and given.length is None and query.shape[0] % communicator.world_size:
         raise ValueError(
             f"q has {query.shape[0]} tokens, which world size {communicator.world_size} does not "
             "divide; give length"
@@ -216,7 +256,8 @@ def _agreed(
         ("algorithm", call.algorithm),
         ("cu_seqlens", documents),
     )
-    ranks, own = None, rows
+    ranks: Any = None
+    own: Any = rows
     if call.method == HEADS:
         ranks = tuple(range(communicator.world_size))
         own = rows // len(ranks) if options.length is None else options.length
@@ -308,21 +349,14 @@ def _faster(
 
 
 def prepared(
-    communicator: Communicator,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
+    communicator: Communicator, given: AttentionArguments, output: Tensor, lse: Tensor
 ) -> PreparedCall:
     """Checked on this rank; ``output`` and ``lse`` get the results."""
-    call = checked(communicator, query, key, value, documents, options)
+    call = checked(communicator, given)
 
     def start() -> Outcome:
-        problem = _agreed(communicator, FORWARD, call, options)
-        return Outcome(None, _forward(problem, call, tokens_first(output, options.layout), lse))
+        problem = _agreed(communicator, FORWARD, call, given)
+        return Outcome(None, _forward(problem, call, tokens_first(output, given.layout), lse))
 
     return start, (), None
 
@@ -356,31 +390,22 @@ attention = internal_form(FORWARD, prepared)
 
 
 def prepared_backward(
-    communicator: Communicator,
-    grad: Tensor,
-    lse_grad: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    documents: Tensor | None,
-    grads: Sequence[Tensor],
-    options: AttentionOptions,
+    communicator: Communicator, given: AttentionBackwardArguments, grads: Sequence[Tensor]
 ) -> PreparedCall:
     """``grads``, of query, key and value, get the results."""
-    call = checked(communicator, query, key, value, documents, options)
+    call = checked(communicator, given)
 
     def start() -> Outcome:
-        problem = _agreed(communicator, BACKWARD, call, options)
+        problem = _agreed(communicator, BACKWARD, call, given)
         if not problem.shards.total * math.prod(call.query.shape[1:]):
             return Outcome(None, None)
         method, algorithm, measured = way_of(problem, call)
         # the engine may record what a backward does, but not what is done on streams
-        of_output, made = (tokens_first(each.detach(), options.layout) for each in (grad, output))
-        more = None if lse_grad is None else lse_grad.detach()
-        result = AttentionResult(unit_rows(of_output), made, lse.detach(), more)
-        of_query, of_key, of_value = (tokens_first(each, options.layout) for each in grads)
+        of_output = tokens_first(given.grad.detach(), given.layout)
+        output = tokens_first(given.output.detach(), given.layout)
+        of_lse = None if given.lse_grad is None else given.lse_grad.detach()
+        result = AttentionResult(unit_rows(of_output), output, given.lse.detach(), of_lse)
+        of_query, of_key, of_value = (tokens_first(each, given.layout) for each in grads)
         into = of_query, of_key, of_value
         if algorithm == "unfused" and method != HEADS:
             unfused = travelling.attention_backward_unfused
@@ -403,3 +428,98 @@ def prepared_backward(
 
 
 attention_backward = internal_form(BACKWARD, prepared_backward)
+
+
+def outputs(given: AttentionArguments, size: Any) -> list[Tensor]:
+    """The output and the logarithms of the sums, empty."""
+    query, value = given.query, given.value
+    _require_heads("q", query, given.layout)
+    _require_heads("v", value, given.layout)
+    tokens, batches, heads, _ = tokens_first(query, given.layout).shape
+    output = query.new_empty([*query.shape[:3], value.shape[3]])
+    return [output, query.new_empty([batches, heads, tokens], dtype=wide_dtype(query.dtype))]
+
+
+def backward_outputs(given: AttentionBackwardArguments, size: Any) -> list[Tensor]:
+    """The gradients of query, key and value, empty."""
+    return [each.new_empty(each.shape) for each in (given.query, given.key, given.value)]
+
+
+def _start(communicator: Communicator, given: AttentionArguments) -> Started:
+    with communicator.accepting(FORWARD):
+        made = outputs(given, communicator.world_size)
+    return _started(communicator, attention, (given, *made), made)
+
+
+def _start_backward(communicator: Communicator, given: AttentionBackwardArguments) -> Started:
+    made = backward_outputs(given, communicator.world_size)
+    return _started(communicator, attention_backward, (given, made), made)
+
+
+def _started(
+    communicator: Communicator, form: Callable[..., Any], arguments: Any, made: list[Tensor]
+) -> Started:
+    """Asynchronous, but on a CPU, whose cores have nothing else to do meanwhile.
+
+    A rank without tokens has nothing that anybody would wait for: it waits here for its part to end.
+    """
+    if communicator.place.direct_access:
+        form(communicator, arguments)
+        return Started(made, None)
+    work = form(communicator, arguments, async_op=True)
+    if made[0].numel():
+        return Started(made, work)
+    work.wait()
+    return Started(made, None)
+
+
+def _save(ctx: Any, given: AttentionArguments, output: Sequence[Tensor]) -> None:
+    ctx.options = {each.name: getattr(given, each.name) for each in fields(AttentionOptions)}
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(given.query, given.key, given.value, given.cu_seqlens, *output)
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    query, key, value, cu_seqlens, output, lse = ctx.saved_tensors
+    grad, lse_grad = grads
+    if grad is None and lse_grad is None:
+        return {}
+    if grad is None:
+        grad = torch.zeros_like(output)
+    output, lse = wait(output), wait(lse)
+    given = AttentionBackwardArguments(
+        grad.to(query.dtype), lse_grad, query, key, value, output, lse, cu_seqlens, **ctx.options
+    )
+    made = _ops.context_parallel_attention_backward(*vars(given).values(), ctx.size, ctx.name)
+    return dict(zip(("query", "key", "value"), map(wait, made), strict=True))
+
+
+def without_gradient(op: str) -> OpGradient:
+    """Of an op whose backward raises; without one torch would warn, and give zeros."""
+
+    def backward(ctx: Any, grads: Any) -> NoReturn:
+        raise RuntimeError(f"interlace's {op} has no gradients")
+
+    return OpGradient(lambda ctx, given, output: None, backward)
+
+
+OPS = (
+    Op(
+        FORWARD,
+        AttentionArguments,
+        _start,
+        outputs,
+        OpGradient(_save, _gradients),
+        {"q, k or v": ("query", "key", "value")},
+        several=True,
+    ),
+    Op(
+        BACKWARD,
+        AttentionBackwardArguments,
+        _start_backward,
+        backward_outputs,
+        without_gradient(BACKWARD),
+        {},
+        several=True,
+    ),
+)
