@@ -126,8 +126,8 @@ FOLDERS = {
     ),
     "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
     "interlace/functional": (
-        "interlace/arguments interlace/groups interlace/ops interlace/ops/experts "
-        "interlace/ops/op runtime/compat"
+        "interlace/groups interlace/ops interlace/ops/attention interlace/ops/collectives "
+        "interlace/ops/experts interlace/ops/matmul interlace/ops/op"
     ),
     "interlace/nn/functions": (
         "interlace/arguments interlace/functional interlace/groups interlace/ops/attention "
@@ -154,8 +154,8 @@ FOLDERS = {
         "runtime/places/gpu runtime/places/sim runtime/places/sim/scheduler runtime/start"
     ),
     "interlace/experts": (
-        "interlace/arguments interlace/functional interlace/groups interlace/ops/experts "
-        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
+        "interlace/arguments interlace/groups interlace/ops/experts interlace/ops/matmul "
+        "interlace/ops/op runtime/compat runtime/core"
     ),
     "interlace/integrations": (
         "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"
@@ -171,8 +171,8 @@ FOLDERS = {
     "interlace/nn/layers": (
         "interlace/arguments interlace/experts interlace/functional interlace/groups "
         "interlace/nn/functions interlace/nn/parameters interlace/ops/attention "
-        "interlace/ops/collectives interlace/ops/experts runtime/compat runtime/core "
-        "runtime/numerics"
+        "interlace/ops/collectives interlace/ops/experts interlace/ops/op runtime/compat "
+        "runtime/core runtime/numerics"
     ),
     "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
     "interlace/verify/schedule_check": (

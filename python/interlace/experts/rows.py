@@ -9,8 +9,8 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import DispatchOptions, FusedAlgorithm, Group, No, Yes
 from interlace.experts.quantized import quantize
-from interlace.functional import experts as functional
 from interlace.groups.groups import check_group, resolve
+from interlace.ops.experts import functional as functional
 from interlace.ops.experts.assignment import Assignment
 from interlace.ops.experts.combine import COMBINE
 from interlace.ops.experts.combine import combine as combine_form

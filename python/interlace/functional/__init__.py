@@ -18,7 +18,15 @@ group, before any data moves.
 [tensor([2., 4.]), tensor([2., 4.])]
 """
 
-from interlace.functional.collectives import (
+from interlace.groups.specs import GroupSpec
+from interlace.ops import library as library
+from interlace.ops import local_tensor as local_tensor
+from interlace.ops.attention.functional import (
+    all_to_all_matmul,
+    distributed_decode,
+    matmul_all_to_all,
+)
+from interlace.ops.collectives.functional import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -29,14 +37,21 @@ from interlace.functional.collectives import (
     reduce_scatter,
     scatter,
 )
-from interlace.functional.decoding import distributed_decode
-from interlace.functional.experts import combine, dispatch, grouped_matmul_combine
-from interlace.functional.grouped import all_gather_grouped_matmul, all_to_all_grouped_matmul
-from interlace.functional.head_exchange import all_to_all_matmul, matmul_all_to_all
-from interlace.functional.matmuls import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from interlace.functional.norms import all_reduce_norm, reduce_scatter_norm
-from interlace.functional.scaled import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
-from interlace.groups.specs import GroupSpec
+from interlace.ops.experts.functional import combine, dispatch, grouped_matmul_combine
+from interlace.ops.experts.functional_grouped import (
+    all_gather_grouped_matmul,
+    all_to_all_grouped_matmul,
+)
+from interlace.ops.matmul.functional import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from interlace.ops.matmul.functional_norms import all_reduce_norm, reduce_scatter_norm
+from interlace.ops.matmul.functional_scaled import (
+    all_gather_scaled_matmul,
+    scaled_matmul_reduce_scatter,
+)
 from interlace.ops.op.async_tensor import AsyncTensor, wait
 
 __all__ = [

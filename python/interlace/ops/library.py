@@ -8,10 +8,10 @@ import torch
 from interlace.groups import specs
 from interlace.ops import inductor
 from interlace.ops.attention import context_parallel, decode, head_exchange
-from interlace.ops.collectives import records
+from interlace.ops.collectives import functional
 from interlace.ops.experts import combine, dispatch, grouped, grouped_combine, routed_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
-from interlace.ops.op import gradients, registry
+from interlace.ops.op import calls, gradients, registry
 from interlace.ops.op.op import GROUP, Op
 from interlace.ops.op.pending import finish
 from interlace.ops.op.pending import register as register_work
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 NAMESPACE = "interlace"
 
 OPS = (
-    *records.OPS,
+    *functional.OPS,
     gather.ALL_GATHER_MATMUL,
     *reduce.OPS,
     *grouped.OPS,
@@ -163,3 +163,4 @@ def _functional_form(name: str) -> Callable[..., Any]:
 
 
 register()
+calls.define(BY_NAME)

@@ -16,11 +16,11 @@ import torch
 import interlace
 from interlace import aot
 from interlace.cli.commands.build import write
-from interlace.functional.calls import run_to_list
 from interlace.groups.groups import default_group
 from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.assignment import Assignment
+from interlace.ops.op.calls import run_to_list
 from interlace.tools.bundle.bundle import BundleTarget
 from interlace.tools.bundle.ops import OPS, KernelOptions
 from interlace.verify import launch_ptx

@@ -9,7 +9,6 @@ import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
-from interlace.functional.calls import check, flag, ints, number, refuse, run_to_list
 from interlace.groups.groups import resolve
 from interlace.ops.attention.context_parallel import (
     FORWARD,
@@ -20,6 +19,7 @@ from interlace.ops.attention.context_parallel import (
 )
 from interlace.ops.attention.shards import BALANCES, TokenShards
 from interlace.ops.op.async_tensor import wait
+from interlace.ops.op.calls import check, flag, ints, number, refuse, run_to_list
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor

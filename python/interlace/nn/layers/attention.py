@@ -6,8 +6,6 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
-from interlace.functional.calls import ints, refuse
-from interlace.functional.head_exchange import all_to_all_matmul, matmul_all_to_all
 from interlace.nn.functions.attention import (
     AttentionMethod,
     Balance,
@@ -21,7 +19,9 @@ from interlace.nn.functions.attention import (
 from interlace.nn.functions.linear_gradients import casts
 from interlace.nn.parameters.sharded_module import check_equal
 from interlace.nn.parameters.sharding import OnGroup, positive
+from interlace.ops.attention.functional import all_to_all_matmul, matmul_all_to_all
 from interlace.ops.attention.shards import TokenShards
+from interlace.ops.op.calls import ints, refuse
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Call
 

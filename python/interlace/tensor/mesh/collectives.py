@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import Tensor, Yes
-from interlace.functional.calls import direct
 from interlace.groups import rank_lists
 from interlace.groups.groups import simulated
 from interlace.groups.specs import bound
@@ -24,6 +23,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives.all_to_all import _all_to_all
 from interlace.ops.collectives.rooted import _broadcast, _scatter
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
+from interlace.ops.op.calls import direct
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work

@@ -24,8 +24,8 @@ from interlace.arguments.words import (
     Unscaled,
     Yes,
 )
-from interlace.functional.calls import check, keeps, name_of, own_length, refuse, run, run_to_list
-from interlace.functional.norms import run_normed
+from interlace.ops.matmul.functional_norms import run_normed
+from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run, run_to_list
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FunctionalGrouped, FusedAlgorithm, No, Yes
-from interlace.functional.calls import check, flag, ints, keeps, run_to_list
+from interlace.ops.op.calls import check, flag, ints, keeps, run_to_list
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

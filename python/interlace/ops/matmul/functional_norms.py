@@ -18,7 +18,7 @@ from interlace.arguments.words import (
     Quantized,
     Unscaled,
 )
-from interlace.functional.calls import check, name_of, own_length, refuse, run_to_list
+from interlace.ops.op.calls import check, name_of, own_length, refuse, run_to_list
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,7 +19,7 @@ from interlace.arguments.words import (
     Tensors,
     Yes,
 )
-from interlace.functional.calls import check, run, run_to_list
+from interlace.ops.op.calls import check, run, run_to_list
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

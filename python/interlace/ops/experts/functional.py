@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
-from interlace.functional.calls import check, flag, ints, keeps, refuse, run_to_list
 from interlace.ops.experts.routed_combine import ROUTED
 from interlace.ops.experts.routing import (
     DispatchHandle,
@@ -19,6 +18,7 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
+from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run_to_list
 
 Tensor = torch.Tensor
 

@@ -1,6 +1,6 @@
 """The way of a functional call: checks, the way to the tracer, and the way past it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -8,10 +8,9 @@ import torch
 from interlace.arguments import checks, reduce_ops
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
-from interlace.ops import library
-from interlace.ops import local_tensor as local_tensor
 from interlace.ops.op import sim_dispatch as undispatched
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
+from interlace.ops.op.registry import OPS
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     above_autograd,
@@ -40,7 +39,12 @@ def _traceable(name: str) -> Callable[..., Any]:
     return allow_in_graph(start)
 
 
-_traced = {name: _traceable(name) for name in library.BY_NAME}
+_traced: dict[str, Callable[..., Any]] = {}
+
+
+def define(names: Iterable[str]) -> None:
+    """Let :func:`run` know of these ops; ``library.py`` does."""
+    _traced.update({name: _traceable(name) for name in names})
 
 
 def run(
@@ -55,7 +59,7 @@ def run(
     made: torch.Tensor
     how = {} if out is None else {"out": out}
     if direct(*args[:tensors], out):
-        started = library.BY_NAME[op].begin(bound(group, tag), args, **how)
+        started = OPS[op].begin(bound(group, tag), args, **how)
         return AsyncTensor(started.outputs[0], started.work)
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
@@ -69,7 +73,7 @@ def run_to_list(
 ) -> list[Any]:
     """Run an op that returns a list, as :func:`run` does; ``tensors`` are all those in its arguments."""
     if direct(*tensors):
-        started = library.BY_NAME[op].begin(bound(group, tag), args)
+        started = OPS[op].begin(bound(group, tag), args)
         return [AsyncTensor(each, started.work) for each in started.outputs]
     name, size = describe(group, tag)
     return list(_traced[op](*args, size, name))
