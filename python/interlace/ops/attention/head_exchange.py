@@ -23,7 +23,7 @@ from interlace.ops.matmul.operands import Linear, rows_of
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient
 from interlace.ops.op.pending import Started
-from interlace.ops.op.sim_dispatch import Ops
+from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm

@@ -25,7 +25,7 @@ from interlace.ops.collectives import eager, reference
 from interlace.ops.op.calls import check, ints, reduction, run
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient
-from interlace.ops.op.sim_dispatch import Ops
+from interlace.ops.op.registry import Ops
 
 _ops: Any = Ops()
 Tensor = torch.Tensor

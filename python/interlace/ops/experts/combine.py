@@ -32,7 +32,7 @@ from interlace.ops.experts.routing import (
 from interlace.ops.op.gradients import complete, kept, wait
 from interlace.ops.op.op import Op, OpGradient, requiring
 from interlace.ops.op.pending import Started
-from interlace.ops.op.sim_dispatch import Ops
+from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm

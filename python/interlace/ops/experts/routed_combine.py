@@ -27,7 +27,7 @@ from interlace.ops.experts.routing import RoutingArguments
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient, requiring
 from interlace.ops.op.pending import Started
-from interlace.ops.op.sim_dispatch import Ops
+from interlace.ops.op.registry import Ops
 from interlace.runtime.core.communicator import Communicator
 
 _ops: Any = Ops()

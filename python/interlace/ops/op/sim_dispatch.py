@@ -27,7 +27,6 @@ from interlace.ops.op.async_tensor import AsyncTensor, wait
 from interlace.ops.op.op import Op, tensors
 from interlace.ops.op.pending import finish
 from interlace.ops.op.registry import FACES, OPS
-from interlace.ops.op.registry import Ops as Ops
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
