@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from interlace.runtime.compat.torch_modes import above_autograd, is_traced, modes_active
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, PreparedCall, Start, Terms
-from interlace.runtime.core.context import with_context
+from interlace.runtime.core.context import current
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DeadlockError, DifferentOpsError, InterlaceError
 from interlace.runtime.core.hooks import Form, Hook, HookedOp, OpHooks, log
@@ -348,7 +348,8 @@ class Communicator:
 
     def call_of(self, op: str, terms: Terms, part: Any) -> Call:
         """The call with these terms, those of the context, and this part, by which it is remembered."""
-        key = (op, terms := with_context(terms), part)
+        before, behind = current().terms
+        key = (op, terms := (*before, *terms, *behind), part)
         return self.calls.get(key) or self.remember(key, Call(op, terms, part=part))
 
     def remember(self, key: Any, call: Call) -> Call:

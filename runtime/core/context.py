@@ -55,10 +55,19 @@ class CallContext:
     overrides: Overrides = ()
     op_ranges: OpRanges | None = None
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """The part of it that decides what ranks agree on and what they launch."""
         return self.needs, self.beside, self.overrides
+
+    @functools.cached_property
+    def terms(self) -> tuple[Terms, Terms]:
+        """What ranks compare of it before and behind an op's own terms.
+
+        The gradients: a rank that alone needs one would wait for others in backward; and the configuration.
+        """
+        more = [each for each in ((NEEDED, self.needs), (BESIDE, self.beside)) if each[1]]
+        return tuple(more), (("configuration", self.overrides),)
 
 
 _OUTSIDE = CallContext()
@@ -102,13 +111,9 @@ def comparing(*terms: tuple[str, Any]) -> contextlib.AbstractContextManager[None
 
 
 def with_context(terms: Terms) -> Terms:
-    """Add to an op's own ``terms`` what ranks compare of the context.
-
-    The configuration, and the gradients: a rank that alone needs one would wait for others in backward.
-    """
-    context = current()
-    more = [each for each in ((NEEDED, context.needs), (BESIDE, context.beside)) if each[1]]
-    return (*more, *terms, ("configuration", context.overrides))
+    """Add to an op's own ``terms`` those of the context."""
+    before, behind = current().terms
+    return *before, *terms, *behind
 
 
 def name_algorithm(algorithm: str) -> None:
