@@ -167,7 +167,7 @@ def test_a_disassembly_is_made_once(
 def test_what_another_copy_compiled_is_not_taken(tmp_path: pathlib.Path) -> None:
     """Its lines are those of files that may be gone, and the functions in them would have no names."""
     code = (
-        "from interlace.runtime.compiler import build, catalogue\n"
+        "from interlace.tools.catalogue import build, catalogue\n"
         "entries = [each for each in catalogue.entries(80) if each.name == 'handle_barrier']\n"
         "print(*(loop.where for loop in build.build(entries)[0].loops), sep='\\n')"
     )

@@ -51,7 +51,7 @@ SITES = {
     ],
     "benchmarks": [
         "benchmarks/gpu_facts.py::Facts.launch",
-        "benchmarks/gpu_probe.py::poll_microseconds",
+        "benchmarks/gpu_probe.py::poll",
         "benchmarks/gpu_parts/timing.py::launch_now",
         "benchmarks/gpu_parts/lone_rank.py::LoneRank.consumer",
         "benchmarks/gpu_parts/lone_rank.py::LoneRank.copiers",
