@@ -370,14 +370,20 @@ def receiving_what_does_not_fit(group: Communicator) -> list[str]:
     engine, call, last = group.engine, Call("send"), group.world_size - 1
     texts, tensor = [], torch.full((3,), -1.0)
     source = last if group.rank == 0 else 0
-    if group.rank == 0:
-        for each in torch.arange(4.0), torch.arange(4), torch.arange(3.0):
-            engine.send(call, each, last, 0).result(300)
-    for _ in range(3 if group.rank in (0, last) else 0):
+
+    def finish(end: Any) -> None:
         try:
-            engine.recv(call, tensor, source, 0).result(300)
+            end.result(300)
         except (TypeError, ValueError) as error:
             texts.append(f"{type(error).__name__}: {error}")
+
+    if (
+        group.rank == 0
+    ):  # it hears of a refusal with a later send already, or not before it receives
+        for each in torch.arange(4.0), torch.arange(4), torch.arange(3.0):
+            finish(engine.send(call, each, last, 0))
+    for _ in range(3 if group.rank in (0, last) else 0):
+        finish(engine.recv(call, tensor, source, 0))
     texts.append(str(tensor.tolist()))
     if group.rank == last:
         for _ in range(3):
