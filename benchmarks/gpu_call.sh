@@ -13,8 +13,8 @@
 #
 # Kernels come from build/gpu-cache.tgz (make gpu-cache), unpacked where they were compiled. After every step
 # the summary names the kernels that it had to compile.
-# --dry-run: the same on simulated ranks, to check this script; calls 1 and 2 take under three minutes. Limits
-# are four times as long, since a slow machine is no failure.
+# --dry-run: the same on simulated ranks, to check this script; calls 1 and 2 take under three minutes of two
+# cores. Limits are four times as long, since a slow machine is no failure.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stop() { echo "gpu_call.sh: $1" >&2; exit 2; }
