@@ -98,11 +98,11 @@ OPS: dict[Callable[[], None], tuple[str, str]] = {
     multimem_reduce_scatter: ("collectives/multimem", OF_ALL),
     multimem_all_reduce: ("collectives/multimem", OF_ALL),
     all_gather_matmul: ("transfer", OF_ONE),
-    matmul_reduce_scatter: ("fused/matmul_reduce_scatter", OF_ONE),
-    matmul_all_reduce: ("fused/matmul_all_reduce", OF_ALL),
-    matmul_reduce_scatter_norm: ("fused/matmul_reduce_scatter", OF_ONE),
-    matmul_all_reduce_norm: ("fused/matmul_all_reduce", OF_ALL),
-    reduce_norm: ("fused/reduce_norm", OF_ONE),
+    matmul_reduce_scatter: ("matmul/matmul_reduce_scatter", OF_ONE),
+    matmul_all_reduce: ("matmul/matmul_all_reduce", OF_ALL),
+    matmul_reduce_scatter_norm: ("matmul/matmul_reduce_scatter", OF_ONE),
+    matmul_all_reduce_norm: ("matmul/matmul_all_reduce", OF_ALL),
+    reduce_norm: ("matmul/reduce_norm", OF_ONE),
 }
 
 
