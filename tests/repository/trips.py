@@ -3,7 +3,8 @@
 Each is a warm call on rank 0 of two; of several like it the one that passed the fewest files, as a rank
 that has to wait for its peer passes more. A file counts when a function of it is entered; a change is an
 entry into another file than that of the entry before. The way to the kernel ends where its launch is
-entered, which counts. What the fake GPU calls to play one does not. Needs Python 3.11.
+entered, which counts; with a gradient a worker of the group launches it, so that trip is the caller's, all
+the way. What the fake GPU calls to play one does not. Needs Python 3.11.
 """
 
 import pathlib
@@ -65,8 +66,8 @@ def shortest(call: Callable[[], Any], end: str = "") -> Trip:
     )
 
 
-def fused(end: str) -> Trip:
-    shard, weight = torch.ones(4, 16), torch.ones(16, 8)
+def fused(end: str, *, gradient: bool = False) -> Trip:
+    shard, weight = torch.ones(4, 16), torch.ones(16, 8, requires_grad=gradient)
     return shortest(lambda: interlace.all_gather_matmul(shard, weight, algorithm="fused"), end)
 
 
@@ -82,7 +83,10 @@ def all_reduce(file: str) -> Trip:
 
 def trips() -> dict[str, Trip]:
     """By what is called."""
-    found = {"all_gather_matmul, shm": interlace.run(fused, 2, "run_interpreted", place="shm")[0]}
+    found = {
+        "all_gather_matmul, shm": interlace.run(fused, 2, "run_interpreted", place="shm")[0],
+        "the same with a gradient": interlace.run(fused, 2, "", gradient=True, place="shm")[0],
+    }
     with pytest.MonkeyPatch.context() as patch:
         install(patch, FakeGpu(3))
         found["all_gather_matmul, planned, cuda"] = fake_host.run(
