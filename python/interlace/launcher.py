@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args, overload
+from typing import Any, TypeVar, get_args
 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
@@ -16,12 +16,6 @@ from interlace.runtime.core.context import CallContext, Overrides, current, set_
 from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.gpu.available import gpu_problem
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    Ts = TypeVarTuple("Ts")
-
-P = ParamSpec("P")
 T = TypeVar("T")
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
 PTX_ARCH = 80
@@ -34,16 +28,7 @@ NOT_RUN_BY_A_CALL = (
 )
 
 
-@overload
-def run(fn: Callable[P, T], world_size: int, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
-@overload
 def run(
-    fn: Callable[[Unpack[Ts]], T],
-    world_size: int,
-    *args: Unpack[Ts],
-    **how: Unpack[RunOptions],
-) -> list[T]: ...
-def run(  # type: ignore[misc]
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
@@ -117,16 +102,6 @@ def run(  # type: ignore[misc]
             raise stopped.with_traceback(None) from None
 
     return tracing.around(start, fn, place=place)
-
-
-class RunOptions(TypedDict, total=False):
-    """Of :func:`run`, for type checkers; see ``verify/schedule_check/options.py``."""
-
-    place: RunPlace
-    seed: int
-    timeout: float | timedelta
-    processes: bool
-    arch: int | None
 
 
 def check_run(

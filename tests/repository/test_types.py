@@ -9,6 +9,7 @@ import typing
 
 import pytest
 
+import stubs
 from interlace.arguments import checks, reduce_ops, words
 from interlace.kernels import epilogue
 from interlace.launcher import PLACES
@@ -32,6 +33,12 @@ def complaints(folder: pathlib.Path, *command: str) -> set[int]:
 def wrong() -> set[int]:
     lines = SCRIPT.read_text().splitlines()
     return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+
+
+def test_the_stubs_are_those_of_today() -> None:
+    """``python tests/stubs.py`` writes them."""
+    for path, text in stubs.stubs().items():
+        assert path.read_text() == text, f"{path}: run python tests/stubs.py"
 
 
 @pytest.mark.thorough

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import DispatchOptions, FusedAlgorithm, Group, No, Yes
+from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.experts.quantized import quantize
 from interlace.groups.groups import check_group, resolve
 from interlace.ops.experts import functional as functional
@@ -30,32 +30,9 @@ from interlace.ops.op.recorded import RecordedWork, started
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Tensor = torch.Tensor
 
 
-@overload
-def dispatch(
-    x: Tensor | tuple[Tensor, Tensor],
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    num_experts: int,
-    *,
-    async_op: No = ...,
-    **how: Unpack[DispatchOptions],
-) -> tuple[Received, DispatchHandle]: ...
-@overload
-def dispatch(
-    x: Tensor | tuple[Tensor, Tensor],
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    num_experts: int,
-    *,
-    async_op: Yes,
-    **how: Unpack[DispatchOptions],
-) -> Work: ...
 def dispatch(
     x: Tensor | tuple[Tensor, Tensor],
     topk_idx: Tensor,
@@ -68,7 +45,7 @@ def dispatch(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Any:
+) -> tuple[Received, DispatchHandle] | Work:
     """Send every token to the ranks that have its experts, where rows are sorted by expert.
 
     Of ``num_experts`` experts rank r has those from ``r * num_experts / W`` on. A token with several
@@ -114,7 +91,7 @@ def dispatch(
     """
     most = num_max_dispatch_tokens_per_rank
     given, how = (num_experts, capacity, most, False), (group, algorithm, async_op)
-    return dispatched(x, topk_idx, topk_weights, given, use_fp8, *how)
+    return dispatched(x, topk_idx, topk_weights, given, use_fp8, *how)  # type: ignore[no-any-return]
 
 
 def dispatched(
@@ -160,36 +137,6 @@ def dispatched(
     return finish(made)
 
 
-@overload
-def combine(
-    y: Tensor,
-    handle: DispatchHandle,
-    *,
-    weighted: bool = ...,
-    group: Group = ...,
-    async_op: No = ...,
-    algorithm: FusedAlgorithm = ...,
-) -> Tensor: ...
-@overload
-def combine(
-    y: Tensor,
-    handle: DispatchHandle,
-    *,
-    weighted: bool = ...,
-    group: Group = ...,
-    async_op: Yes,
-    algorithm: FusedAlgorithm = ...,
-) -> Work: ...
-@overload
-def combine(
-    y: Tensor,
-    handle: DispatchHandle,
-    *,
-    weighted: bool = ...,
-    group: Group = ...,
-    async_op: bool = ...,
-    algorithm: FusedAlgorithm = ...,
-) -> Tensor | Work: ...
 def combine(
     y: Tensor,
     handle: DispatchHandle,
@@ -198,7 +145,7 @@ def combine(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Any:
+) -> Tensor | Work:
     """Send every row back to its token's rank, and sum over the token's experts: ``(t, n)``.
 
     Parameters
@@ -245,8 +192,8 @@ def combine(
     with by_handle(communicator, handle):
         if requires_gradients(*tensors):
             how: Any = {"weighted": weighted, "algorithm": algorithm}
-            return started(COMBINE, async_op, (y, handle), **how)
-        return combine_form(communicator, (*tensors, None), (routing,), async_op)
+            return started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
+        return combine_form(communicator, (*tensors, None), (routing,), async_op)  # type: ignore[no-any-return]
 
 
 def permute(

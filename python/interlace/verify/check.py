@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 from interlace.verify.race_check.check import SEEDS, races
 from interlace.verify.race_check.findings import RaceReport
 from interlace.verify.schedule_check.check import RUN_SECONDS, ScheduleReport, schedules
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from interlace.verify.schedule_check.options import P, Ts, VerificationOptions
 
 SCHEDULES = 50
 
@@ -25,16 +20,7 @@ class VerificationError(AssertionError):
         self.report = report
 
 
-@overload
-def check(fn: Callable[P, Any], world_size: int, *args: P.args, **kwargs: P.kwargs) -> None: ...
-@overload
 def check(
-    fn: Callable[[Unpack[Ts]], Any],
-    world_size: int,
-    *args: Unpack[Ts],
-    **how: Unpack[VerificationOptions],
-) -> None: ...
-def check(  # type: ignore[misc]
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,

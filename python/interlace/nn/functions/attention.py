@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group, No, Yes
+from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, Group
 from interlace.groups.groups import resolve
 from interlace.ops.attention.context_parallel import (
     FORWARD,
@@ -28,42 +28,6 @@ Balance = Literal["zigzag", "contiguous"]
 SequenceLayout = Literal["bshd", "sbhd"]
 
 
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    method: AttentionMethod = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Sequence[int] | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    group: FunctionalGroup = ...,
-    tag: str = ...,
-    layout: SequenceLayout = ...,
-    balance: Balance = ...,
-    algorithm: FusedAlgorithm = ...,
-    return_lse: No = ...,
-) -> Tensor: ...
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    method: AttentionMethod = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Sequence[int] | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    group: FunctionalGroup = ...,
-    tag: str = ...,
-    layout: SequenceLayout = ...,
-    balance: Balance = ...,
-    algorithm: FusedAlgorithm = ...,
-    return_lse: Yes,
-) -> tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,

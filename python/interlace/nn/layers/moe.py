@@ -291,14 +291,15 @@ class MoE(ShardedModule):
         traced = torch.compiler.is_compiling()  # a graph knows no splits
         if traced or self.most_tokens is not None:
             how["num_max_dispatch_tokens_per_rank"] = self.most_tokens
-            there = functional.dispatch if traced else dispatch
+            there: Any = functional.dispatch if traced else dispatch
             home: Any = functional.grouped_matmul_combine if traced else grouped_matmul_combine
             received, handle = there(x, chosen, weights, self.num_experts, **how)
             hidden = self._between(multiply(received, up))
             return home(hidden, down, handle, algorithm=self.algorithm)
         activation: Any = None if self.gated else self.activation
         rows, sent = permute(x, chosen, self.num_experts)
-        hidden, splits = all_to_all_grouped_matmul(rows, up, sent, activation=activation, **how)
+        up_projected: Any = all_to_all_grouped_matmul(rows, up, sent, activation=activation, **how)
+        hidden, splits = up_projected
         if self.gated:
             hidden = self._between(hidden)
         return grouped_matmul_combine(hidden, down, splits, chosen, weights, **how)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import Group, No, ScaledAlgorithm, Yes
+from interlace.arguments.words import Group, ScaledAlgorithm
 from interlace.groups.groups import resolve
 from interlace.ops.attention.decode import DecodeArguments, decode
 from interlace.ops.attention.launch_decode import OP
@@ -17,30 +17,6 @@ from interlace.ops.op import registry
 Tensor = torch.Tensor
 
 
-@overload
-def distributed_decode(
-    q: Tensor,
-    kv_cache: Sequence[Tensor],
-    *,
-    lengths: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    group: Group = ...,
-    algorithm: ScaledAlgorithm = ...,
-    return_lse: No = ...,
-) -> Tensor: ...
-@overload
-def distributed_decode(
-    q: Tensor,
-    kv_cache: Sequence[Tensor],
-    *,
-    lengths: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    group: Group = ...,
-    algorithm: ScaledAlgorithm = ...,
-    return_lse: Yes,
-) -> tuple[Tensor, Tensor]: ...
 def distributed_decode(
     q: Tensor,
     kv_cache: Sequence[Tensor],

@@ -2,13 +2,13 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks, dense
 from interlace.arguments.forms import apart, disjoint, one_per_rank
-from interlace.arguments.words import Group, Sizes, Tensor, Yes
+from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -94,16 +94,6 @@ def checked_all_to_all(
 _all_to_all = internal_form("all_to_all", checked_all_to_all)
 
 
-@overload
-def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = ..., *,
-    async_op: Yes,
-) -> Work: ...  # fmt: skip
-@overload
-def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = ...,
-    async_op: bool = ...,
-) -> Work | None: ...  # fmt: skip
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -214,16 +204,6 @@ def checked_all_to_all_single(
 _all_to_all_single = internal_form("all_to_all_single", checked_all_to_all_single)
 
 
-@overload
-def all_to_all_single(
-    output: Tensor, input: Tensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Group = ..., *, async_op: Yes,
-) -> Work: ...  # fmt: skip
-@overload
-def all_to_all_single(
-    output: Tensor, input: Tensor, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Group = ..., async_op: bool = ...,
-) -> Work | None: ...  # fmt: skip
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,

@@ -1,13 +1,13 @@
 """Several collectives of one kind as one: one comparison before any data moves, one handle."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks, dense
 from interlace.arguments.forms import disjoint
-from interlace.arguments.words import AnyReduceOp, Group, PerRank, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, Group, PerRank
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import rootless
 from interlace.runtime.core.call import Call, PreparedCall
@@ -102,14 +102,6 @@ _reduce_scatter_tensor_coalesced = _of_lists(
 )
 
 
-@overload
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: AnyReduceOp = ..., group: Group = ..., *, async_op: Yes
-) -> Work: ...
-@overload
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: AnyReduceOp = ..., group: Group = ..., async_op: bool = ...
-) -> Work | None: ...
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: AnyReduceOp = "sum",
@@ -132,16 +124,6 @@ def all_reduce_coalesced(
     return _all_reduce_coalesced(resolve(group).on(tensors), (tensors,), (op,), async_op)
 
 
-@overload
-def all_gather_coalesced(
-    output_tensor_lists: Sequence[PerRank], input_tensor_list: Sequence[Tensor], group: Group = ..., *,
-    async_op: Yes,
-) -> Work: ...  # fmt: skip
-@overload
-def all_gather_coalesced(
-    output_tensor_lists: Sequence[PerRank], input_tensor_list: Sequence[Tensor], group: Group = ...,
-    async_op: bool = ...,
-) -> Work | None: ...  # fmt: skip
 def all_gather_coalesced(
     output_tensor_lists: Sequence[PerRank],
     input_tensor_list: Sequence[torch.Tensor],
@@ -167,14 +149,6 @@ def all_gather_coalesced(
     return _all_gather_coalesced(resolve(group).on(input_tensor_list), lists, (), async_op)
 
 
-@overload
-def all_gather_into_tensor_coalesced(
-    outputs: Sequence[PerRank], inputs: Sequence[Tensor], group: Group = ..., *, async_op: Yes
-) -> Work: ...
-@overload
-def all_gather_into_tensor_coalesced(
-    outputs: Sequence[PerRank], inputs: Sequence[Tensor], group: Group = ..., async_op: bool = ...
-) -> Work | None: ...
 def all_gather_into_tensor_coalesced(
     outputs: Sequence[PerRank],
     inputs: Sequence[torch.Tensor],
@@ -196,16 +170,6 @@ def all_gather_into_tensor_coalesced(
     return _all_gather_into_tensor_coalesced(communicator, (outputs, inputs), (), async_op)
 
 
-@overload
-def reduce_scatter_tensor_coalesced(
-    outputs: Sequence[Tensor], inputs: Sequence[PerRank], op: AnyReduceOp = ..., group: Group = ..., *,
-    async_op: Yes,
-) -> Work: ...  # fmt: skip
-@overload
-def reduce_scatter_tensor_coalesced(
-    outputs: Sequence[Tensor], inputs: Sequence[PerRank], op: AnyReduceOp = ..., group: Group = ...,
-    async_op: bool = ...,
-) -> Work | None: ...  # fmt: skip
 def reduce_scatter_tensor_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[PerRank],

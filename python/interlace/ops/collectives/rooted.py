@@ -6,13 +6,13 @@ internal forms take both. What the functions are for: ``rootless.py``.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, get_args, overload
+from typing import Any, get_args
 
 import torch
 
 from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import apart, one_per_rank
-from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import chosen_algorithm
 from interlace.runtime.core.call import Call, PreparedCall
@@ -68,16 +68,6 @@ def _launch_broadcast(
 _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
 
 
-@overload
-def broadcast(
-    tensor: Tensor, src: int | None = ..., group: Group = ..., *, async_op: Yes,
-    group_src: int | None = ..., algorithm: BroadcastAlgorithm = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def broadcast(
-    tensor: Tensor, src: int | None = ..., group: Group = ..., async_op: bool = ...,
-    group_src: int | None = ..., *, algorithm: BroadcastAlgorithm = ...,
-) -> Work | None: ...  # fmt: skip
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -144,16 +134,6 @@ def _launch_reduce(
 _reduce = internal_form("reduce", checked_reduce)
 
 
-@overload
-def reduce(
-    tensor: Tensor, dst: int | None = ..., op: AnyReduceOp = ..., group: Group = ..., *,
-    async_op: Yes, group_dst: int | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def reduce(
-    tensor: Tensor, dst: int | None = ..., op: AnyReduceOp = ..., group: Group = ...,
-    async_op: bool = ..., group_dst: int | None = ...,
-) -> Work | None: ...  # fmt: skip
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -246,16 +226,6 @@ def checked_gather(
 _gather = internal_form("gather", checked_gather)
 
 
-@overload
-def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
-    *, async_op: Yes, group_dst: int | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
-    async_op: bool = ..., group_dst: int | None = ...,
-) -> Work | None: ...  # fmt: skip
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -304,16 +274,6 @@ def checked_scatter(
 _scatter = internal_form("scatter", checked_scatter)
 
 
-@overload
-def scatter(
-    tensor: Tensor, scatter_list: list[Tensor] | None = ..., src: int | None = ...,
-    group: Group = ..., *, async_op: Yes, group_src: int | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def scatter(
-    tensor: Tensor, scatter_list: list[Tensor] | None = ..., src: int | None = ...,
-    group: Group = ..., async_op: bool = ..., group_src: int | None = ...,
-) -> Work | None: ...  # fmt: skip
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,

@@ -8,7 +8,7 @@ it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from interlace.arguments.words import (
     CollectiveAlgorithm,
     Group,
     PerRank,
-    Tensor,
-    Timeout,
-    Yes,
 )
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import chosen_algorithm, sparse
@@ -74,16 +71,6 @@ def _launch_all_reduce(
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
 
 
-@overload
-def all_reduce(
-    tensor: Tensor, op: AnyReduceOp = ..., group: Group = ..., *, async_op: Yes,
-    algorithm: CollectiveAlgorithm = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def all_reduce(
-    tensor: Tensor, op: AnyReduceOp = ..., group: Group = ..., async_op: bool = ..., *,
-    algorithm: CollectiveAlgorithm = ...,
-) -> Work | None: ...  # fmt: skip
 def all_reduce(
     tensor: torch.Tensor,
     op: AnyReduceOp = "sum",
@@ -182,19 +169,6 @@ def _launch_all_gather(
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
 
 
-@overload
-def all_gather(
-    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Group = ..., *, async_op: Yes,
-    algorithm: CollectiveAlgorithm = ..., tensor_list: list[Tensor] | None = ...,
-    output_tensor: Tensor | None = ..., input_tensor: Tensor | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def all_gather(
-    output: PerRank | None = ..., tensor: Tensor | None = ..., group: Group = ...,
-    async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
-    tensor_list: list[Tensor] | None = ..., output_tensor: Tensor | None = ...,
-    input_tensor: Tensor | None = ...,
-) -> Work | None: ...  # fmt: skip
 def all_gather(
     output: PerRank | None = None,
     tensor: torch.Tensor | None = None,
@@ -307,18 +281,6 @@ def _launch_reduce_scatter(
 _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)
 
 
-@overload
-def reduce_scatter(
-    output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
-    group: Group = ..., *, async_op: Yes, algorithm: CollectiveAlgorithm = ...,
-    input_list: list[Tensor] | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def reduce_scatter(
-    output: Tensor | None = ..., input: PerRank | None = ..., op: AnyReduceOp = ...,
-    group: Group = ..., async_op: bool = ..., *, algorithm: CollectiveAlgorithm = ...,
-    input_list: list[Tensor] | None = ...,
-) -> Work | None: ...  # fmt: skip
 def reduce_scatter(
     output: torch.Tensor | None = None,
     input: PerRank | None = None,
@@ -379,14 +341,6 @@ def _barrier(
     return work if async_op else None
 
 
-@overload
-def barrier(
-    group: Group = ..., *, async_op: Yes, device_ids: Any = ..., timeout: Timeout = ...
-) -> Work: ...
-@overload
-def barrier(
-    group: Group = ..., async_op: bool = ..., device_ids: Any = ..., timeout: Timeout = ...
-) -> Work | None: ...
 def barrier(
     group: Group = None,
     async_op: bool = False,

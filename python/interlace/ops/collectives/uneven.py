@@ -8,12 +8,12 @@ is compared between ranks before any data moves.
 """
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import AnyReduceOp, Group, Sizes, Tensor, Yes
+from interlace.arguments.words import AnyReduceOp, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives.all_to_all import _all_to_all, sizes, whole_numbers
 from interlace.ops.collectives.rooted import _gather, _scatter
@@ -54,16 +54,6 @@ def split(
     return list(torch.split(whole, list(counts), dim))
 
 
-@overload
-def all_gather_v(
-    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Group = ..., *,
-    async_op: Yes, dim: int = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def all_gather_v(
-    output: Whole, tensor: Tensor, output_split_sizes: Sizes = ..., group: Group = ...,
-    async_op: bool = ..., *, dim: int = ...,
-) -> Work | None: ...  # fmt: skip
 def all_gather_v(
     output: Whole,
     tensor: torch.Tensor,
@@ -91,16 +81,6 @@ def all_gather_v(
     return _all_gather(communicator, (parts, tensor), (), async_op)
 
 
-@overload
-def reduce_scatter_v(
-    output: Tensor, input: Whole, input_split_sizes: Sizes = ..., op: AnyReduceOp = ...,
-    group: Group = ..., *, async_op: Yes, dim: int = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def reduce_scatter_v(
-    output: Tensor, input: Whole, input_split_sizes: Sizes = ..., op: AnyReduceOp = ...,
-    group: Group = ..., async_op: bool = ..., *, dim: int = ...,
-) -> Work | None: ...  # fmt: skip
 def reduce_scatter_v(
     output: torch.Tensor,
     input: Whole,
@@ -129,16 +109,6 @@ def reduce_scatter_v(
     return _reduce_scatter(communicator, (output, parts), (op,), async_op)
 
 
-@overload
-def gather_v(
-    tensor: Tensor, output: Whole | None = ..., sizes: Sizes = ..., dst: int | None = ...,
-    group: Group = ..., *, async_op: Yes, group_dst: int | None = ..., dim: int = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def gather_v(
-    tensor: Tensor, output: Whole | None = ..., sizes: Sizes = ..., dst: int | None = ...,
-    group: Group = ..., async_op: bool = ..., group_dst: int | None = ..., *, dim: int = ...,
-) -> Work | None: ...  # fmt: skip
 def gather_v(
     tensor: torch.Tensor,
     output: Whole | None = None,
@@ -171,16 +141,6 @@ def gather_v(
     return _gather(communicator, (tensor, parts), (dst, group_dst), async_op)
 
 
-@overload
-def scatter_v(
-    tensor: Tensor, input: Whole | None = ..., sizes: Sizes = ..., src: int | None = ...,
-    group: Group = ..., *, async_op: Yes, group_src: int | None = ..., dim: int = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def scatter_v(
-    tensor: Tensor, input: Whole | None = ..., sizes: Sizes = ..., src: int | None = ...,
-    group: Group = ..., async_op: bool = ..., group_src: int | None = ..., *, dim: int = ...,
-) -> Work | None: ...  # fmt: skip
 def scatter_v(
     tensor: torch.Tensor,
     input: Whole | None = None,
@@ -213,16 +173,6 @@ def scatter_v(
     return _scatter(communicator, (tensor, parts), (src, group_src), async_op)
 
 
-@overload
-def all_to_all_v(
-    output: Whole, input: Whole, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Group = ..., *, async_op: Yes, dim: int = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def all_to_all_v(
-    output: Whole, input: Whole, output_split_sizes: Sizes = ..., input_split_sizes: Sizes = ...,
-    group: Group = ..., async_op: bool = ..., *, dim: int = ...,
-) -> Work | None: ...  # fmt: skip
 def all_to_all_v(
     output: Whole,
     input: Whole,

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import (
     FusedAlgorithm,
-    FusedGrouped,
-    FusedGroupedLater,
-    FusedGroupedNow,
-    FusedOptions,
     Group,
-    No,
     Splits,
-    Yes,
 )
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
@@ -35,53 +29,9 @@ from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Tensor = torch.Tensor
 
 
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: No = ...,
-    **how: Unpack[FusedGroupedNow],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: Yes,
-    **how: Unpack[FusedGroupedNow],
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: bool = ...,
-    **how: Unpack[FusedGroupedLater],
-) -> Work: ...
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: bool = ...,
-    async_op: bool = ...,
-    **how: Unpack[FusedGrouped],
-) -> tuple[Tensor, ...] | Work: ...
 def all_gather_grouped_matmul(
     input: Tensor,
     weight: Tensor,
@@ -136,65 +86,6 @@ def all_gather_grouped_matmul(
     return _grouped_matmul((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
 
 
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: No = ...,
-    **how: Unpack[FusedGroupedNow],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: Yes,
-    **how: Unpack[FusedGroupedNow],
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: bool = ...,
-    **how: Unpack[FusedGroupedLater],
-) -> Work: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Splits,
-    output_splits: Splits | None = ...,
-    *,
-    return_received: bool = ...,
-    async_op: bool = ...,
-    **how: Unpack[FusedGrouped],
-) -> tuple[Tensor, ...] | Work: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Tensor,
-    *,
-    num_max_rows_per_rank: int,
-    **how: Unpack[FusedGroupedNow],
-) -> tuple[Tensor, DispatchHandle]: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Tensor,
-    *,
-    num_max_rows_per_rank: int,
-    **how: Unpack[FusedGroupedLater],
-) -> Work: ...
 def all_to_all_grouped_matmul(
     input: Tensor,
     weight: Tensor,
@@ -209,7 +100,7 @@ def all_to_all_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
     num_max_rows_per_rank: int | None = None,
-) -> Any:
+) -> tuple[Tensor, ...] | tuple[Tensor, DispatchHandle] | Work:
     """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
 
     For experts that are spread over ranks (expert parallel): of E experts rank r has those from
@@ -248,45 +139,9 @@ def all_to_all_grouped_matmul(
     if num_max_rows_per_rank is not None:
         with communicator.accepting(options.op):
             options = counted.bound_of(num_max_rows_per_rank, options)
-    return _grouped_matmul((input, weight, bias), options, group, async_op, number)
+    return _grouped_matmul((input, weight, bias), options, group, async_op, number)  # type: ignore[no-any-return]
 
 
-@overload
-def grouped_matmul_combine(
-    input: Tensor,
-    weight: Tensor,
-    splits: Splits | DispatchHandle,
-    topk_idx: Tensor | None = ...,
-    topk_weights: Tensor | None = ...,
-    *,
-    bias: Tensor | None = ...,
-    async_op: No = ...,
-    **how: Unpack[FusedOptions],
-) -> Tensor: ...
-@overload
-def grouped_matmul_combine(
-    input: Tensor,
-    weight: Tensor,
-    splits: Splits | DispatchHandle,
-    topk_idx: Tensor | None = ...,
-    topk_weights: Tensor | None = ...,
-    *,
-    bias: Tensor | None = ...,
-    async_op: Yes,
-    **how: Unpack[FusedOptions],
-) -> Work: ...
-@overload
-def grouped_matmul_combine(
-    input: Tensor,
-    weight: Tensor,
-    splits: Splits | DispatchHandle,
-    topk_idx: Tensor | None = ...,
-    topk_weights: Tensor | None = ...,
-    *,
-    bias: Tensor | None = ...,
-    async_op: bool,
-    **how: Unpack[FusedOptions],
-) -> Tensor | Work: ...
 def grouped_matmul_combine(
     input: Tensor,
     weight: Tensor,

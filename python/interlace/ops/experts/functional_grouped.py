@@ -6,49 +6,16 @@ See ``ops/experts/grouped.py`` for the order of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
-from interlace.arguments.words import FunctionalGroup, FunctionalGrouped, FusedAlgorithm, No, Yes
+from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.ops.op.calls import check, flag, ints, keeps, run_to_list
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Tensor = torch.Tensor
 
 
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    *,
-    return_received: No = ...,
-    **how: Unpack[FunctionalGrouped],
-) -> Tensor: ...
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    *,
-    return_received: Yes,
-    **how: Unpack[FunctionalGrouped],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    *,
-    return_received: bool,
-    **how: Unpack[FunctionalGrouped],
-) -> Any: ...
 def all_gather_grouped_matmul(
     input: Tensor,
     weight: Tensor,
@@ -83,36 +50,6 @@ def all_gather_grouped_matmul(
     return _grouped("all_gather_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
 
 
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    *,
-    return_received: No = ...,
-    **how: Unpack[FunctionalGrouped],
-) -> Tensor: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    *,
-    return_received: Yes,
-    **how: Unpack[FunctionalGrouped],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    *,
-    return_received: bool,
-    **how: Unpack[FunctionalGrouped],
-) -> Any: ...
 def all_to_all_grouped_matmul(
     input: Tensor,
     weight: Tensor,

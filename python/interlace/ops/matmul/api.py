@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
@@ -12,21 +12,12 @@ from interlace.arguments.norms import RowNorm, given
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,
-    FusedGather,
-    FusedGatherLater,
-    FusedGatherNow,
-    FusedReduce,
-    FusedReduceNorm,
     FusedReduceOp,
-    FusedScatter,
-    FusedScatterNorm,
     Group,
-    No,
     Normed,
     Quantized,
     Tensors,
     Unscaled,
-    Yes,
 )
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
@@ -34,45 +25,9 @@ from interlace.ops.matmul import gather, norms, recorded, reduce
 from interlace.ops.op.recorded import matrices
 from interlace.runtime.core.work import Work
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Tensor = torch.Tensor
 
 
-@overload
-def all_gather_matmul(
-    input: Tensor, weight: Tensor, *, return_gathered: No = ..., **how: Unpack[FusedGatherNow]
-) -> Tensor: ...
-@overload
-def all_gather_matmul(
-    input: Tensor, weight: Tensor, *, return_gathered: Yes, **how: Unpack[FusedGatherNow]
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Sequence[Tensor],
-    *,
-    return_gathered: No = ...,
-    **how: Unpack[FusedGatherNow],
-) -> list[Tensor]: ...
-@overload
-def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], *, return_gathered: Yes, **how: Unpack[FusedGatherNow]
-) -> tuple[Tensor, list[Tensor]]: ...
-@overload
-def all_gather_matmul(
-    input: Tensor, weight: Tensors, *, return_gathered: bool = ..., **how: Unpack[FusedGatherLater]
-) -> Work: ...
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Tensors,
-    *,
-    return_gathered: bool = ...,
-    async_op: bool = ...,
-    **how: Unpack[FusedGather],
-) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work: ...
 def all_gather_matmul(
     input: Tensor,
     weight: Tensors,
@@ -134,49 +89,6 @@ def all_gather_matmul(
     return gather.gather_matmul(communicator, tensors, (options,), async_op)  # type: ignore[return-value]
 
 
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: None = ...,
-    async_op: No = ...,
-    **how: Unpack[FusedScatter],
-) -> Tensor: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    async_op: No = ...,
-    **how: Unpack[FusedScatterNorm],
-) -> Normed: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: FP8,
-    async_op: No = ...,
-    **how: Unpack[FusedScatterNorm],
-) -> Quantized: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm | None = ...,
-    quantize: FP8 | Unscaled | None = ...,
-    async_op: Yes,
-    **how: Unpack[FusedScatterNorm],
-) -> Work: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, norm: None = ..., async_op: bool, **how: Unpack[FusedScatter]
-) -> Tensor | Work: ...
 def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
@@ -245,49 +157,6 @@ def matmul_reduce_scatter(
     return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
 
 
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: None = ...,
-    async_op: No = ...,
-    **how: Unpack[FusedReduce],
-) -> Tensor: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    async_op: No = ...,
-    **how: Unpack[FusedReduceNorm],
-) -> Normed: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: FP8,
-    async_op: No = ...,
-    **how: Unpack[FusedReduceNorm],
-) -> Quantized: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm | None = ...,
-    quantize: FP8 | Unscaled | None = ...,
-    async_op: Yes,
-    **how: Unpack[FusedReduceNorm],
-) -> Work: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, norm: None = ..., async_op: bool, **how: Unpack[FusedReduce]
-) -> Tensor | Work: ...
 def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,

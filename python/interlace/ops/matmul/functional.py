@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
@@ -11,73 +11,20 @@ from interlace.arguments import norms
 from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
-    FunctionalGather,
     FunctionalGroup,
-    FunctionalReduce,
-    FunctionalScatterNorm,
     FusedAlgorithm,
     FusedReduceOp,
-    No,
     Normed,
     Quantized,
     Tensors,
     Unscaled,
-    Yes,
 )
 from interlace.ops.matmul.functional_norms import run_normed
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run, run_to_list
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Tensor = torch.Tensor
 
 
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Tensor,
-    gather_dim: int = ...,
-    *,
-    return_gathered: No = ...,
-    **how: Unpack[FunctionalGather],
-) -> Tensor: ...
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Tensor,
-    gather_dim: int = ...,
-    *,
-    return_gathered: Yes,
-    **how: Unpack[FunctionalGather],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Sequence[Tensor],
-    gather_dim: int = ...,
-    *,
-    return_gathered: No = ...,
-    **how: Unpack[FunctionalGather],
-) -> list[Tensor]: ...
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Sequence[Tensor],
-    gather_dim: int = ...,
-    *,
-    return_gathered: Yes,
-    **how: Unpack[FunctionalGather],
-) -> tuple[Tensor, list[Tensor]]: ...
-@overload
-def all_gather_matmul(
-    input: Tensor,
-    weight: Tensors,
-    gather_dim: int = ...,
-    *,
-    return_gathered: bool,
-    **how: Unpack[FunctionalGather],
-) -> Any: ...
 def all_gather_matmul(
     input: Tensor,
     weight: Tensors,
@@ -136,38 +83,6 @@ def all_gather_matmul(
     return (made[len(weights)], outputs) if return_gathered else outputs
 
 
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    reduce_op: FusedReduceOp = ...,
-    scatter_dim: int = ...,
-    *,
-    norm: None = ...,
-    **how: Unpack[FunctionalReduce],
-) -> Tensor: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    reduce_op: FusedReduceOp = ...,
-    scatter_dim: int = ...,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    **how: Unpack[FunctionalScatterNorm],
-) -> Normed: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
-    reduce_op: FusedReduceOp = ...,
-    scatter_dim: int = ...,
-    *,
-    norm: RowNorm,
-    quantize: FP8,
-    **how: Unpack[FunctionalScatterNorm],
-) -> Quantized: ...
 def matmul_reduce_scatter(
     input: Tensor,
     weight: Tensor,
@@ -211,35 +126,6 @@ def matmul_reduce_scatter(
     return run(op, group, tag, input, weight, bias, *given, tensors=3)
 
 
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    reduce_op: FusedReduceOp = ...,
-    *,
-    norm: None = ...,
-    **how: Unpack[FunctionalReduce],
-) -> Tensor: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    reduce_op: FusedReduceOp = ...,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    **how: Unpack[FunctionalReduce],
-) -> Normed: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
-    reduce_op: FusedReduceOp = ...,
-    *,
-    norm: RowNorm,
-    quantize: FP8,
-    **how: Unpack[FunctionalReduce],
-) -> Quantized: ...
 def matmul_all_reduce(
     input: Tensor,
     weight: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
@@ -10,8 +10,6 @@ from interlace.arguments.norms import BY_ROW, RowNorm, check_options, taken_apar
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
-    FunctionalRows,
-    FunctionalScatterRows,
     FusedReduceOp,
     NormAlgorithm,
     Normed,
@@ -19,9 +17,6 @@ from interlace.arguments.words import (
     Unscaled,
 )
 from interlace.ops.op.calls import check, name_of, own_length, refuse, run_to_list
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Tensor = torch.Tensor
 
@@ -52,14 +47,6 @@ def run_normed(
     return ((made[0], made[2]) if quantize == BY_ROW else made[0]), made[1]
 
 
-@overload
-def all_reduce_norm(
-    input: Tensor, *, norm: RowNorm, quantize: Unscaled | None = ..., **how: Unpack[FunctionalRows]
-) -> Normed: ...
-@overload
-def all_reduce_norm(
-    input: Tensor, *, norm: RowNorm, quantize: FP8, **how: Unpack[FunctionalRows]
-) -> Quantized: ...
 def all_reduce_norm(
     input: Tensor,
     *,
@@ -95,18 +82,6 @@ def all_reduce_norm(
     return made  # type: ignore[no-any-return]
 
 
-@overload
-def reduce_scatter_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    **how: Unpack[FunctionalScatterRows],
-) -> Normed: ...
-@overload
-def reduce_scatter_norm(
-    input: Tensor, *, norm: RowNorm, quantize: FP8, **how: Unpack[FunctionalScatterRows]
-) -> Quantized: ...
 def reduce_scatter_norm(
     input: Tensor,
     *,

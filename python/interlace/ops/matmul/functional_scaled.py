@@ -6,82 +6,21 @@ See ``ops/matmul/scaled.py`` for what scales are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
 from interlace.arguments.words import (
     FunctionalGroup,
-    FunctionalScaled,
     FusedReduceOp,
-    No,
     ScaledAlgorithm,
     Tensors,
-    Yes,
 )
 from interlace.ops.op.calls import check, run, run_to_list
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Tensor = torch.Tensor
 
 
-@overload
-def all_gather_scaled_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_scale: Tensor,
-    weight_scale: Tensors,
-    gather_dim: int = ...,
-    *,
-    return_gathered: No = ...,
-    **how: Unpack[FunctionalScaled],
-) -> Tensor: ...
-@overload
-def all_gather_scaled_matmul(
-    input: Tensor,
-    weight: Tensor,
-    input_scale: Tensor,
-    weight_scale: Tensors,
-    gather_dim: int = ...,
-    *,
-    return_gathered: Yes,
-    **how: Unpack[FunctionalScaled],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def all_gather_scaled_matmul(
-    input: Tensor,
-    weight: Sequence[Tensor],
-    input_scale: Tensor,
-    weight_scale: Tensors,
-    gather_dim: int = ...,
-    *,
-    return_gathered: No = ...,
-    **how: Unpack[FunctionalScaled],
-) -> list[Tensor]: ...
-@overload
-def all_gather_scaled_matmul(
-    input: Tensor,
-    weight: Sequence[Tensor],
-    input_scale: Tensor,
-    weight_scale: Tensors,
-    gather_dim: int = ...,
-    *,
-    return_gathered: Yes,
-    **how: Unpack[FunctionalScaled],
-) -> tuple[Tensor, list[Tensor]]: ...
-@overload
-def all_gather_scaled_matmul(
-    input: Tensor,
-    weight: Tensors,
-    input_scale: Tensor,
-    weight_scale: Tensors,
-    gather_dim: int = ...,
-    *,
-    return_gathered: bool,
-    **how: Unpack[FunctionalScaled],
-) -> Any: ...
 def all_gather_scaled_matmul(
     input: Tensor,
     weight: Tensors,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 
@@ -14,14 +14,10 @@ from interlace.arguments.words import (
     FP8,
     FusedReduceOp,
     Group,
-    No,
     NormAlgorithm,
     Normed,
     Quantized,
-    RowNormOptions,
-    RowScatterNorm,
     Unscaled,
-    Yes,
 )
 from interlace.groups.groups import resolve
 from interlace.ops.matmul import norms, recorded
@@ -29,39 +25,9 @@ from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.matmul.norms import FORMS as FORMS
 from interlace.runtime.core.work import Work
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Tensor = torch.Tensor
 
 
-@overload
-def all_reduce_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    async_op: No = ...,
-    **how: Unpack[RowNormOptions],
-) -> Normed: ...
-@overload
-def all_reduce_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: FP8,
-    async_op: No = ...,
-    **how: Unpack[RowNormOptions],
-) -> Quantized: ...
-@overload
-def all_reduce_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: FP8 | Unscaled | None = ...,
-    async_op: Yes,
-    **how: Unpack[RowNormOptions],
-) -> Work: ...
 def all_reduce_norm(
     input: Tensor,
     *,
@@ -115,33 +81,6 @@ def all_reduce_norm(
     return _rows((input, bias), (residual, norm, quantize, False), options, group, async_op)  # type: ignore[no-any-return]
 
 
-@overload
-def reduce_scatter_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: Unscaled | None = ...,
-    async_op: No = ...,
-    **how: Unpack[RowScatterNorm],
-) -> Normed: ...
-@overload
-def reduce_scatter_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: FP8,
-    async_op: No = ...,
-    **how: Unpack[RowScatterNorm],
-) -> Quantized: ...
-@overload
-def reduce_scatter_norm(
-    input: Tensor,
-    *,
-    norm: RowNorm,
-    quantize: FP8 | Unscaled | None = ...,
-    async_op: Yes,
-    **how: Unpack[RowScatterNorm],
-) -> Work: ...
 def reduce_scatter_norm(
     input: Tensor,
     *,

@@ -7,7 +7,7 @@ asynchronous, and moves what a rank needs only: 1/n-th of what an all-gather fol
 ``mesh`` is a DeviceMesh over any backend of torch.distributed, or over the ranks of ``interlace.run``.
 """
 
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace import functional
 from interlace.arguments import checks
-from interlace.arguments.words import Tensor, Yes
 from interlace.groups import rank_lists
 from interlace.groups.groups import simulated
 from interlace.groups.specs import bound
@@ -57,16 +56,6 @@ def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
         raise
 
 
-@overload
-def mesh_broadcast(
-    tensor: Tensor, mesh: DeviceMesh, mesh_dim: int = ..., *, async_op: Yes,
-    group_src: int | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def mesh_broadcast(
-    tensor: Tensor, mesh: DeviceMesh, mesh_dim: int = ..., async_op: bool = ..., *,
-    group_src: int | None = ...,
-) -> Work | None: ...  # fmt: skip
 def mesh_broadcast(
     tensor: torch.Tensor,
     mesh: DeviceMesh,
@@ -101,16 +90,6 @@ def mesh_broadcast(
     return _broadcast(communicator, (tensor,), (None, group_src), async_op)
 
 
-@overload
-def mesh_scatter(
-    output: Tensor, scatter_list: list[Tensor] | None, mesh: DeviceMesh, mesh_dim: int = ..., *,
-    async_op: Yes, group_src: int | None = ...,
-) -> Work: ...  # fmt: skip
-@overload
-def mesh_scatter(
-    output: Tensor, scatter_list: list[Tensor] | None, mesh: DeviceMesh, mesh_dim: int = ...,
-    async_op: bool = ..., *, group_src: int | None = ...,
-) -> Work | None: ...  # fmt: skip
 def mesh_scatter(
     output: torch.Tensor,
     scatter_list: list[torch.Tensor] | None,

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast
 
 from interlace import launcher
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
@@ -33,11 +33,6 @@ from interlace.verify.schedule_check.sampling import (
     seed_list,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from interlace.verify.schedule_check.options import P, RaceOptions, Ts
-
 SEEDS = 10
 
 # Causes of races, by the rule of the detector: without it, in the same run, it would be none.
@@ -56,18 +51,7 @@ RELAXED = [*(replace(Rules(), **{rule: False}) for rule in CAUSES), NO_RULES]
 ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
 
 
-@overload
 def races(
-    fn: Callable[P, Any], world_size: int, *args: P.args, **kwargs: P.kwargs
-) -> RaceReport: ...
-@overload
-def races(
-    fn: Callable[[Unpack[Ts]], Any],
-    world_size: int,
-    *args: Unpack[Ts],
-    **how: Unpack[RaceOptions],
-) -> RaceReport: ...
-def races(  # type: ignore[misc]
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 from interlace import launcher
 from interlace.runtime.core.errors import EndlessTaskError
@@ -31,11 +31,6 @@ from interlace.verify.schedule_check.sampling import (
     refused,
     seed_list,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from interlace.verify.schedule_check.options import P, ScheduleOptions, Ts
 
 SHRINK_RUNS = 300
 SHRINK_SECONDS = 30.0
@@ -117,18 +112,7 @@ class ScheduleReport:
         return f"{head}\n\n{self.failure}" if self.failing else head
 
 
-@overload
 def schedules(
-    fn: Callable[P, Any], world_size: int, *args: P.args, **kwargs: P.kwargs
-) -> ScheduleReport: ...
-@overload
-def schedules(
-    fn: Callable[[Unpack[Ts]], Any],
-    world_size: int,
-    *args: Unpack[Ts],
-    **how: Unpack[ScheduleOptions],
-) -> ScheduleReport: ...
-def schedules(  # type: ignore[misc]
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
