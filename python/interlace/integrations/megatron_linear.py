@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from interlace.groups import groups
-from interlace.nn.functions.linear import column_parallel_linear
-from interlace.nn.functions.linear_gradients import ColumnParallelLinearFunction, Layer
-from interlace.nn.functions.weight_gradients import DeferredWeightGradients
+from interlace.nn.functions.linear import (
+    ColumnParallelLinearFunction,
+    DeferredWeightGradients,
+    Layer,
+    column_parallel_linear,
+)
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor

@@ -6,7 +6,11 @@ number of ranks. See docs/layers.md.
 """
 
 from interlace.nn import functional as functional
-from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
+from interlace.nn.functions.linear import (
+    DeferredWeightGradients,
+    column_parallel_linear,
+    row_parallel_linear,
+)
 from interlace.nn.functions.regions import (
     copy_to_group,
     gather_from_group,
@@ -15,25 +19,28 @@ from interlace.nn.functions.regions import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
-from interlace.nn.functions.weight_gradients import DeferredWeightGradients
 from interlace.nn.layers.attention import ContextParallelAttention, UlyssesAttention
-from interlace.nn.layers.cross_entropy import (
-    VocabParallelCrossEntropy,
-    vocab_parallel_cross_entropy,
+from interlace.nn.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    SequenceParallelMLP,
 )
-from interlace.nn.layers.embedding import VocabParallelEmbedding
-from interlace.nn.layers.linear import ColumnParallelLinear, RowParallelLinear
-from interlace.nn.layers.mlp import SequenceParallelMLP
 from interlace.nn.layers.moe import LoadBalance, MoE
 from interlace.nn.layers.norm import LayerNorm, RMSNorm
-from interlace.nn.layers.qkv import QKVParallelLinear
-from interlace.nn.parameters.optimizer_state import (
+from interlace.nn.layers.vocabulary import (
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from interlace.nn.parameters.checkpoints import (
+    full_state_dict,
     load_optimizer_state_dict,
     sharded_optimizer_state_dict,
+    sharded_state_dict,
+    shardings,
 )
-from interlace.nn.parameters.sharded_module import ShardedModule
-from interlace.nn.parameters.sharding import Sharding
-from interlace.nn.parameters.state_dicts import full_state_dict, sharded_state_dict, shardings
+from interlace.nn.parameters.sharding import ShardedModule, Sharding
 
 __all__ = [
     "ColumnParallelLinear",

@@ -17,7 +17,7 @@ from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row
 from interlace import nn
 from interlace.groups.groups import resolve
 from interlace.nn import DeferredWeightGradients, column_parallel_linear, row_parallel_linear
-from interlace.nn.functions import linear_gradients, weight_gradients
+from interlace.nn.functions import linear
 from interlace.runtime.core.work import Work
 from support import noise
 
@@ -167,9 +167,9 @@ def test_half_products_are_summed_in_fp32(chunk: int) -> None:
     weight: Any = torch.zeros(1, 1, dtype=torch.bfloat16)
     weight.main_grad = torch.zeros(1, 1)
     ones = torch.ones(1000, 1, dtype=torch.bfloat16)
-    with mock.patch.object(weight_gradients, "ROWS_AT_ONCE", chunk):
-        weight_gradients.accumulate(weight, ones, ones)
-        weight_gradients.accumulate(weight, ones, ones)
+    with mock.patch.object(linear, "ROWS_AT_ONCE", chunk):
+        linear.add_to_main_grad(weight, ones, ones)
+        linear.add_to_main_grad(weight, ones, ones)
     assert weight.main_grad.item() == 2000
 
 
@@ -196,7 +196,7 @@ def test_a_weight_of_megatrons_fsdp_makes_its_buffer_itself() -> None:
     weight.__fsdp_param__ = True
     buffer = torch.full((2, 3), 7.0)
     weight.get_main_grad = lambda: buffer
-    weight_gradients.accumulate(weight, torch.ones(4, 2), torch.ones(4, 3))
+    linear.add_to_main_grad(weight, torch.ones(4, 2), torch.ones(4, 3))
     assert weight.main_grad is buffer and torch.equal(buffer, torch.full((2, 3), 4.0))
 
 
@@ -269,7 +269,7 @@ def recorded(*, at_once: bool = False) -> Iterator[dict[int, list[str]]]:
     ``at_once``: every op is waited for as soon as it is started, which is what must not be.
     """
     events: dict[int, list[str]] = defaultdict(list)
-    init, wait, gradient = Work.__init__, Work.wait, weight_gradients.gradient
+    init, wait, gradient = Work.__init__, Work.wait, linear.weight_gradient
 
     def started(self: Work, op: str, place: Any, *args: Any, **kwargs: Any) -> None:
         init(self, op, place, *args, **kwargs)
@@ -288,7 +288,7 @@ def recorded(*, at_once: bool = False) -> Iterator[dict[int, list[str]]]:
     with (
         mock.patch.object(Work, "__init__", started),
         mock.patch.object(Work, "wait", waited),
-        mock.patch.object(weight_gradients, "gradient", multiplied),
+        mock.patch.object(linear, "weight_gradient", multiplied),
     ):
         yield events
 
@@ -439,8 +439,8 @@ def test_what_fails_within_a_layer_on_one_rank_fails_on_all(layer: str, step: st
         failing = interlace.get_rank() == 1
         full = mock.Mock(side_effect=RuntimeError("memory is full"))
         at = {
-            "forward": (linear_gradients, "_compute_dtype"),
-            "backward": (weight_gradients, "gradient"),
+            "forward": (linear, "_compute_dtype"),
+            "backward": (linear, "weight_gradient"),
         }
         with mock.patch.object(*at[step], full) if failing else nullcontext():
             try:

@@ -18,23 +18,37 @@ it hides behind, and waited for after it. The order is that of streams and event
 Backward computes what ``requires_grad`` of the arguments asks for, and skips the collectives of what it
 does not: it must be the same on all ranks. Under sequence parallelism they compare it in forward. Shards
 must be equal. Gradients have no gradients themselves.
+
+Backward works on matrices, with one row per token and the rows of one rank's shard together: ``grad`` is
+``[tokens, out]``, ``input`` ``[tokens, in]``, and the gradient of a weight ``[out, in]`` is ``grad.t() @
+input``. It is computed at once or later, and returned or added to ``weight.main_grad``: Megatron-core's
+convention, a buffer beside the weight, wider than it as a rule, to which the backward of every microbatch
+adds. Autograd must then not add the gradient a second time, so it gets a placeholder that nobody reads.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
-from interlace.nn.functions.linear_gradients import (
-    ColumnParallelLinearFunction,
-    Layer,
-    RowParallelLinearFunction,
-    casts,
-)
-from interlace.nn.functions.weight_gradients import DeferredWeightGradients, check_main_grad
+from interlace.ops.collectives import eager as plain
+from interlace.ops.collectives.rootless import _all_reduce
+from interlace.ops.matmul import gather as gather_matmul
+from interlace.ops.matmul import reduce
+from interlace.ops.matmul.gather import AllGatherMatmulArguments
+from interlace.ops.matmul.operands import multiply, rows_of, unrows
+from interlace.ops.matmul.reduce import MatmulAllReduceArguments, MatmulReduceScatterArguments
+from interlace.ops.op.pending import Started, finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
@@ -92,8 +106,7 @@ def column_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
         source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
-        called = None if names is None else [f"{name}.weight".lstrip(".") for name in names]
-        matrices, vectors = _checked_weights(weights, biases, source, communicator, called)
+        matrices, vectors, called = _checked_weights(weights, biases, source, communicator, names)
         layer = Layer.of(
             communicator,
             dim,
@@ -103,7 +116,6 @@ def column_parallel_linear(
             deferred=deferred,
             out_dtype=out_dtype,
         )
-        called = called or [f"weights[{index}]" for index in range(len(matrices))]
         _check_layer(layer, source, dict(zip(called, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
     run = ColumnParallelLinearFunction.apply
@@ -149,7 +161,7 @@ def row_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
         source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
-        _checked_weights([weight], [bias], source, communicator, ["weight"])
+        _checked_weights([weight], [bias], source, communicator, [""])
         layer = Layer.of(
             communicator,
             dim,
@@ -196,18 +208,20 @@ def _checked_weights(
     biases: Any,
     input: Tensor,
     communicator: Communicator,
-    names: Sequence[str] | None = None,
-) -> tuple[list[Tensor], list[Tensor | None]]:
+    modules: Sequence[str] | None,
+) -> tuple[list[Tensor], list[Tensor | None], list[str]]:
+    """Weights, biases and the names of weights; ``modules``: the names of those that have them."""
     if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
         raise TypeError(
             f"weights must be a non-empty sequence of tensors, got {type(weights).__name__}"
         )
     vectors: Any = [None] * len(weights) if biases is None else biases
     checks.entries("biases", vectors, "weights", len(weights))
+    names = [(f"weights[{index}]", f"biases[{index}]") for index in range(len(weights))]
+    if modules is not None:
+        names = [(f"{m}.weight".lstrip("."), f"{m}.bias".lstrip(".")) for m in modules]
     casting = casts(input)
-    for index, (weight, bias) in enumerate(zip(weights, vectors, strict=True)):
-        name = f"weights[{index}]" if names is None else names[index]
-        bias_name = f"biases[{index}]" if names is None else name[:-6] + "bias"
+    for (name, bias_name), weight, bias in zip(names, weights, vectors, strict=True):
         matrix = checks.source(name, weight, communicator)
         if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
             raise ValueError(
@@ -225,7 +239,7 @@ def _checked_weights(
                 checks.same_dtype(bias_name, vector.dtype, "input", input.dtype)
         if not casting:
             checks.same_dtype(name, matrix.dtype, "input", input.dtype)
-    return list(weights), list(vectors)
+    return list(weights), list(vectors), [name for name, _ in names]
 
 
 def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> None:
@@ -242,3 +256,424 @@ def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> Non
     if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
         raise ValueError("deferred: gradients of weights that are results of other ops cannot wait")
     checks.output_dtype(layer.out_dtype, input)
+
+
+StepOfFunction = TypeVar("StepOfFunction", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A call's way to communicate: not at all without a ``communicator``, which a lone rank has not."""
+
+    communicator: Communicator | None
+    dim: int
+    sharded: bool  # along the sequence, over the communicator
+    fused: bool
+    save_gathered: bool = False
+    deferred: DeferredWeightGradients | None = None
+    out_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(communicator: Communicator, dim: int, *, sharded: Any, **options: Any) -> Layer:
+        """The layer on these ranks, of which there may be one."""
+        if communicator.world_size == 1:
+            return Layer(None, 0, False, **options)
+        return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
+
+
+def _on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
+    """A step of an autograd function which, where it fails on one rank, fails on all as ``op``."""
+
+    def around(step: StepOfFunction) -> StepOfFunction:
+        @functools.wraps(step)
+        def run(ctx: Any, *given: Any) -> Any:
+            layer = given[0] if isinstance(given[0], Layer) else ctx.layer
+            if layer.communicator is None:
+                return step(ctx, *given)
+            with layer.communicator.accepting(op):
+                return step(ctx, *given)
+
+        return cast(StepOfFunction, run)
+
+    return around
+
+
+def casts(input: Tensor) -> bool:
+    """Whether autocast casts the operands of a linear function of ``input``: as torch, none of float64."""
+    return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
+
+
+def _compute_dtype(input: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(input.device.type) if casts(input) else input.dtype
+
+
+def _as_is(kind: str) -> Any:
+    """Around matmuls whose operands were cast."""
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype == input.dtype:
+        return torch.nn.functional.linear(input, weight, bias)
+    output = input.new_empty(*input.shape[:-1], weight.shape[0], dtype=dtype)
+    multiply(output.flatten(0, -2), input.flatten(0, -2), weight.t(), bias)
+    return output
+
+
+def _finished(started: Started) -> list[Tensor]:
+    """The outputs, complete, as tensors of their own: autograd forbids to change views in place."""
+    return [each.data for each in finish(started)]
+
+
+def _deferred(layer: Layer) -> DeferredWeightGradients | None:
+    """Where this backward leaves the weights' gradients, if it does."""
+    return layer.deferred if layer.deferred is not None and layer.deferred.accepts() else None
+
+
+def _of_weights(
+    layer: Layer,
+    deferred: DeferredWeightGradients | None,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    input: Tensor,
+    over: Communicator | None,
+) -> list[Tensor | None]:
+    """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
+    if deferred is None:
+        return [
+            weight_gradient(weight, grad, input, fused=layer.fused)
+            for weight, grad in zip(weights, grads, strict=True)
+        ]
+    deferred.add(weights, grads, input, communicator=over, fused=layer.fused)
+    return [gradient_placeholder(w) if layer.fused else None for w in weights]
+
+
+class ColumnParallelLinearFunction(torch.autograd.Function):
+    """Arguments: the layer, the number of weights, the input, the weights, the biases."""
+
+    @staticmethod
+    @_on_all_ranks("column_parallel_linear")
+    def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
+        dtype = _compute_dtype(input)
+        own = input.to(dtype)
+        weights = [each.to(dtype) for each in given[:count]]
+        biases = [None if each is None else each.to(dtype) for each in given[count:]]
+        kept = own
+        with _as_is(input.device.type):
+            if layer.sharded:
+                assert layer.communicator is not None
+                keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
+                matrices = [weight.t() for weight in weights]
+                call = AllGatherMatmulArguments(
+                    own, matrices, biases, layer.dim, keep, out_dtype=layer.out_dtype
+                )
+                outputs = _finished(gather_matmul.start(layer.communicator, call))
+                if keep:
+                    kept = outputs.pop()
+            else:
+                made = layer.out_dtype or dtype
+                outputs = [_linear(own, w, b, made) for w, b in zip(weights, biases, strict=True)]
+        ctx.layer, ctx.shape, ctx.gathered = layer, input.shape, kept is not own
+        ctx.input_dtype = input.dtype
+        ctx.parameters = given[:count]
+        ctx.bias_dtypes = [None if each is None else each.dtype for each in given[count:]]
+        ctx.save_for_backward(kept, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    @_on_all_ranks("column_parallel_linear, backward")
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        layer: Layer = ctx.layer
+        kept, *weights = ctx.saved_tensors
+        count, needed = len(weights), ctx.needs_input_grad
+        used = [index for index, grad in enumerate(grads) if grad is not None]
+        wanted = [index for index in used if needed[3 + index]]
+        with _as_is(kept.device.type):
+            rows = {i: rows_of(grads[i].to(kept.dtype), layer.dim) for i in used}  # type: ignore[union-attr]
+            input = rows_of(kept, layer.dim)
+            over = layer.communicator if layer.sharded and not ctx.gathered else None
+            # under way while the gradient of the input is computed
+            deferred = _deferred(layer) if wanted else None
+            whole = gather_rows(over if wanted and deferred is None else None, input)
+            started = None
+            if needed[2] and used:
+                started = _start_of_input(
+                    layer, [rows[i] for i in used], [weights[i] for i in used]
+                )
+            (input,) = finish(whole)
+            learning = [ctx.parameters[i] for i in wanted]
+            found = _of_weights(layer, deferred, learning, [rows[i] for i in wanted], input, over)
+        of_weights = dict(zip(wanted, found, strict=True))
+        of_biases: list[Tensor | None] = [None] * count
+        for i in used:
+            if needed[3 + count + i]:
+                of_biases[i] = grads[i].flatten(0, -2).sum(0).to(ctx.bias_dtypes[i])  # type: ignore[union-attr]
+        of_input = None
+        if started is not None:
+            of_input = _unrows(_finished(started)[0], ctx.shape, layer.dim).to(ctx.input_dtype)
+        return (None, None, of_input, *[of_weights.get(i) for i in range(count)], *of_biases)
+
+
+def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """A matrix of rows in the order of ``dim``, as the leading dimensions of ``shape``."""
+    others = [length for index, length in enumerate(shape[:-1]) if index != dim]
+    return unrows(matrix, [shape[dim], *others], dim)
+
+
+def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) -> Started:
+    """The sum of ``grads[i] @ weights[i]`` over all i and ranks, in flight; own rows of it if sharded."""
+    grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
+    over = layer.communicator
+    if over is None:
+        return Started([grad @ weight], None)
+    if not layer.sharded:
+        return reduce.start(over, MatmulAllReduceArguments(grad, weight, None, "sum"))
+    return reduce.start(over, MatmulReduceScatterArguments(grad, weight, None, "sum", 0))
+
+
+class RowParallelLinearFunction(torch.autograd.Function):
+    """Arguments: the layer, the input, the weight, the bias."""
+
+    @staticmethod
+    @_on_all_ranks("row_parallel_linear")
+    def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        dtype = _compute_dtype(input)
+        own, matrix = input.to(dtype), weight.to(dtype)
+        vector = None if bias is None else bias.to(dtype)
+        communicator = layer.communicator
+        with _as_is(input.device.type):
+            if communicator is None:
+                output = _linear(own, matrix, vector, layer.out_dtype or dtype)
+            else:
+                product = own, matrix.t(), vector, "sum"
+                call: MatmulReduceScatterArguments | MatmulAllReduceArguments
+                if layer.sharded:
+                    call = MatmulReduceScatterArguments(
+                        *product, layer.dim, out_dtype=layer.out_dtype
+                    )
+                else:
+                    call = MatmulAllReduceArguments(*product, out_dtype=layer.out_dtype)
+                (output,) = _finished(reduce.start(communicator, call))
+        ctx.layer, ctx.parameter = layer, weight
+        ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(own, matrix)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    @_on_all_ranks("row_parallel_linear, backward")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        layer: Layer = ctx.layer
+        kept, weight = ctx.saved_tensors
+        _, shared, weighed, biased = ctx.needs_input_grad
+        over = layer.communicator if layer.sharded else None
+        of_input = of_weight = of_bias = bias_sum = None
+        with _as_is(kept.device.type):
+            rows = rows_of(grad.to(kept.dtype), layer.dim)
+            started = None
+            if shared and over is None:
+                started = Started([rows @ weight], None)
+            elif shared and over is not None:
+                call = AllGatherMatmulArguments(rows, [weight], [], 0, return_gathered=weighed)
+                started = gather_matmul.start(over, call)
+            gathered = gather_rows(over if weighed and not shared else None, rows)
+            if biased:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
+                if over is not None:
+                    bias_sum = _all_reduce(over, (of_bias,), async_op=True)
+            (whole,) = finish(gathered)
+            if started is not None:
+                of_input, *rest = _finished(started)
+                whole = rest[0] if rest else whole
+            if weighed:
+                input = rows_of(kept, layer.dim)
+                (of_weight,) = _of_weights(
+                    layer, _deferred(layer), [ctx.parameter], [whole], input, None
+                )
+        if of_input is not None:
+            of_input = _unrows(of_input, kept.shape, layer.dim).to(ctx.input_dtype)
+        if of_bias is not None:
+            if bias_sum is not None:
+                bias_sum.wait()
+            of_bias = of_bias.to(ctx.bias_dtype)
+        return None, of_input, of_weight, of_bias
+
+
+ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with a wider output
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor) -> None:
+    """``weight.main_grad += grad.t() @ input``, summed in fp32, or in fp64 if ``main_grad`` is.
+
+    ``main_grad`` may be wider or narrower than the operands; what is narrower than fp32 is rounded once.
+    A weight of Megatron's FSDP (``__fsdp_param__``) gets its buffer here, which is written, not added to.
+    """
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
+        weight.main_grad.zero_()  # type: ignore[attr-defined]
+    check_main_grad("the weight", weight)
+    main: Tensor = weight.main_grad.detach()  # type: ignore[attr-defined]
+    narrow = grad.dtype in _HALF
+    if main.dtype == grad.dtype and (grad.is_cuda or not narrow):
+        main.addmm_(grad.t(), input)
+        return
+    if grad.is_cuda and narrow and main.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(main, grad.t(), input, torch.float32, out=main)
+        return
+    wide = torch.promote_types(main.dtype, torch.float32)
+    total = main.to(wide)
+    for part, rows in zip(
+        torch.split(grad, ROWS_AT_ONCE), torch.split(input, ROWS_AT_ONCE), strict=True
+    ):
+        total.addmm_(part.to(wide).t(), rows.to(wide))
+    if total is not main:
+        main.copy_(total)
+
+
+def check_main_grad(name: str, weight: Tensor) -> None:
+    """Raise unless ``weight`` has a ``main_grad`` that its gradient can be added to."""
+    main = getattr(weight, "main_grad", None)
+    if not isinstance(main, Tensor):
+        raise ValueError(
+            f"gradient_accumulation_fusion: {name} has main_grad {main!r}; give it a buffer, as "
+            "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
+        )
+    if main.shape != weight.shape:
+        raise ValueError(
+            f"gradient_accumulation_fusion: {name} has shape {tuple(weight.shape)}, its main_grad "
+            f"{tuple(main.shape)}"
+        )
+    if not main.dtype.is_floating_point:
+        raise TypeError(
+            f"gradient_accumulation_fusion: main_grad of {name} must be of a float dtype, got "
+            f"{main.dtype}"
+        )
+
+
+def gradient_placeholder(weight: Tensor) -> Tensor | None:
+    """The gradient that autograd gets for a weight whose own goes to ``main_grad``.
+
+    None, unless the weight has the attribute ``grad_added_to_main_grad``: then that is set to True, and the
+    placeholder is a tensor of undefined values, or of zeros if ``weight.zero_out_wgrad``. Megatron's
+    data-parallel hooks run on a gradient only, and look at the attribute to know that it says nothing.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool) -> Tensor | None:
+    """The gradient that backward returns for ``weight``; ``fused``: it is added to ``main_grad`` now."""
+    if fused:
+        add_to_main_grad(weight, grad, input)
+        return gradient_placeholder(weight)
+    return (grad.t() @ input).to(weight.dtype)
+
+
+def gather_rows(communicator: Communicator | None, rows: Tensor) -> Started:
+    """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
+    if communicator is None:
+        return Started([rows], None)
+    return plain.all_gather(communicator, rows, 0)
+
+
+class _Deferred(NamedTuple):
+    """``communicator``: the group over which ``input`` is still to be gathered, or None."""
+
+    weights: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    input: Tensor
+    communicator: Communicator | None
+    fused: bool
+
+    def start(self) -> Started:
+        return gather_rows(self.communicator, self.input)
+
+
+class DeferredWeightGradients:
+    """Weight gradients that are computed when the user says so, not in backward.
+
+    Given to a layer as ``deferred=``, its backward leaves here what the weights' gradients need, and
+    computes that of the input alone, as for pipeline schedules that fill their bubbles with the rest.
+    :meth:`run` computes the oldest, adding each to ``weight.grad``, or to ``main_grad`` where
+    ``gradient_accumulation_fusion`` was set. ``len()`` is the number of backwards that wait here.
+
+    One object may serve any number of layers. What it holds, an input and the outputs' gradients per
+    backward, is freed as it is used. A sequence-parallel input is held as this rank's shard and gathered in
+    :meth:`run`, so all ranks call that for the same backwards, in the same order; hooks on the weights'
+    gradients do not run. The semantics are those of Megatron-core's ``wgrad_deferral_limit`` and of
+    TransformerEngine's ``delay_wgrad_compute``.
+
+    >>> def step():
+    ...     weight, deferred = torch.ones(2, 4, requires_grad=True), nn.DeferredWeightGradients()
+    ...     (y,) = nn.column_parallel_linear(torch.ones(3, 4), [weight], group=None, deferred=deferred)
+    ...     y.sum().backward()
+    ...     waiting, before = len(deferred), weight.grad
+    ...     deferred.run()
+    ...     return waiting, before, weight.grad[0, 0].item(), len(deferred)
+    >>> interlace.run(step, 2)
+    [(1, None, 6.0, 0), (1, None, 6.0, 0)]
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_Deferred] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def accepts(self) -> bool:
+        """Whether the backward that asks is to leave its gradients here; others compute them at once."""
+        return True
+
+    def add(
+        self,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        input: Tensor,
+        *,
+        communicator: Communicator | None = None,
+        fused: bool = False,
+    ) -> None:
+        """Called by backward. ``grads``: a matrix ``[tokens, out]`` per weight; ``input``: ``[tokens,
+        in]``, or this rank's equal part of the rows, which :meth:`run` gathers over ``communicator``.
+        """
+        self._pending.append(_Deferred(list(weights), list(grads), input, communicator, fused))
+
+    @torch.no_grad()
+    def run(self, limit: int | None = None) -> int:
+        """Compute the gradients of the ``limit`` oldest backwards, by default of all; how many that was.
+
+        The next input is gathered while the gradients of one are computed. Raises TypeError or ValueError
+        for a ``limit`` that is no number of backwards, on all ranks if the oldest has to be gathered.
+        """
+        over = self._pending[0].communicator if self._pending else None
+        op = "DeferredWeightGradients.run"
+        with contextlib.nullcontext() if over is None else over.accepting(op):
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+                raise TypeError(f"limit must be an int or None, got {limit!r}")
+            if limit is not None and limit < 0:
+                raise ValueError(f"limit must be at least 0, got {limit}")
+        count = len(self) if limit is None else min(limit, len(self))
+        following = self._pending[0].start() if count else None
+        for left in range(count, 0, -1):
+            pending, started = self._pending.popleft(), following
+            assert started is not None
+            (input,) = finish(started)
+            following = self._pending[0].start() if left > 1 else None
+            for weight, grad in zip(pending.weights, pending.grads, strict=True):
+                if pending.fused:
+                    add_to_main_grad(weight, grad, input)
+                else:
+                    own = grad.t() @ input
+                    before = weight.grad
+                    weight.grad = own.to(weight.dtype) if before is None else before.add_(own)
+        return count

@@ -1,22 +1,80 @@
-"""``torch.nn.Linear`` split over a group: by output features, or by input features."""
+"""Linear layers split over a group: one layer, the feed-forward block, and the projections of attention."""
 
+from __future__ import annotations
+
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import Group
+from interlace.kernels.epilogue import Activation
 from interlace.nn.functions import regions
-from interlace.nn.functions.linear import column_parallel_linear, row_parallel_linear
-from interlace.nn.functions.linear_gradients import casts
-from interlace.nn.functions.weight_gradients import DeferredWeightGradients
-from interlace.nn.parameters.sharded_module import ShardedModule
-from interlace.nn.parameters.sharding import divisible, positive
+from interlace.nn.functions.linear import (
+    DeferredWeightGradients,
+    casts,
+    column_parallel_linear,
+    row_parallel_linear,
+)
+from interlace.nn.parameters.sharding import OnGroup, ShardedModule, divisible, positive
 from interlace.runtime.compat.torch_modes import disable
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.numerics.activations import activate
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 Tensor = torch.Tensor
 InitMethod = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """The options that all linear layers take; see :class:`ColumnParallelLinear`."""
+
+    group: Group = None
+    sequence_parallel: bool = True
+    batch_first: bool = False
+    init_method: InitMethod | None = None
+    gradient_accumulation_fusion: bool = False
+    deferred: DeferredWeightGradients | None = None
+    device: Any = None
+    dtype: Any = None
+
+    def keep(self, layer: Any) -> None:
+        """Make attributes of ``layer`` of the options that its forward reads, where they can be changed."""
+        layer.sequence_parallel, layer.batch_first = self.sequence_parallel, self.batch_first
+        layer.gradient_accumulation_fusion = self.gradient_accumulation_fusion
+        layer.deferred = self.deferred
+
+
+class LinearArguments(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers."""
+
+    group: Group
+    sequence_parallel: bool
+    batch_first: bool
+    init_method: InitMethod | None
+    gradient_accumulation_fusion: bool
+    deferred: DeferredWeightGradients | None
+    device: Any
+    dtype: Any
+
+
+def with_options(constructor: Constructor) -> Constructor:
+    """Show :class:`LinearOptions` in the signature of ``constructor``, in place of its ``options``."""
+    signature = inspect.signature(constructor)
+    *given, _ = signature.parameters.values()
+    shared = inspect.signature(LinearOptions).parameters.values()
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shared]
+    shown = signature.replace(parameters=[*given, *keywords])
+    constructor.__signature__ = shown  # type: ignore[attr-defined]
+    return constructor
 
 
 class LinearParameters(ShardedModule):
@@ -29,6 +87,8 @@ class LinearParameters(ShardedModule):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    sequence_parallel: bool
+    batch_first: bool
 
     def __init__(
         self,
@@ -36,21 +96,19 @@ class LinearParameters(ShardedModule):
         out_features: int,
         dim: int,
         bias: bool,
-        group: Any,
-        init_method: InitMethod | None,
-        device: Any,
-        dtype: Any,
+        options: LinearOptions,
         copies: int = 1,
     ) -> None:
-        super().__init__(group)
+        super().__init__(options.group)
         with self.group.accepting(type(self).__name__):
             positive(in_features=in_features, out_features=out_features)
             if copies == 1:
                 name, size = (("out_features", out_features), ("in_features", in_features))[dim]
                 divisible(name, size, self.group)
         self.in_features, self.out_features = in_features, out_features
-        self.init_method = init_method
-        made: Any = {"device": device, "dtype": dtype}
+        self.init_method = options.init_method
+        options.keep(self)
+        made: Any = {"device": options.device, "dtype": options.dtype}
         self._add_parameter("weight", (out_features, in_features), dim, copies, **made)
         self.register_parameter("bias", None)
         if bias and dim == 0:
@@ -80,7 +138,7 @@ class LinearParameters(ShardedModule):
 
 def _options(layer: Any) -> dict[str, Any]:
     """The options of the linear functions that are attributes of a layer."""
-    names = ("sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
+    names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in names}
 
 
@@ -115,7 +173,6 @@ def gathering_linear(
         input,
         weights,
         biases,
-        group=layer.group,
         gather_dim=regions.sequence_dim(input, layer.batch_first),
         save_gathered=layer.save_gathered,
         names=names,
@@ -155,30 +212,22 @@ class ColumnParallelLinear(LinearParameters):
     [(6, 2, 3), (6, 2, 3)]
     """
 
+    @with_options
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
-        sequence_parallel: bool = True,
-        batch_first: bool = False,
         gather_output: bool = False,
         skip_bias_add: bool = False,
-        init_method: InitMethod | None = None,
-        gradient_accumulation_fusion: bool = False,
         save_gathered: bool = False,
-        deferred: DeferredWeightGradients | None = None,
         out_dtype: torch.dtype | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Unpack[LinearArguments],
     ) -> None:
-        super().__init__(in_features, out_features, 0, bias, group, init_method, device, dtype)
-        self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
+        super().__init__(in_features, out_features, 0, bias, LinearOptions(**options))
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.save_gathered, self.deferred, self.out_dtype = save_gathered, deferred, out_dtype
+        self.save_gathered, self.out_dtype = save_gathered, out_dtype
 
     @disable
     def forward(self, input: Tensor) -> Any:
@@ -224,29 +273,21 @@ class RowParallelLinear(LinearParameters):
     [(3, 2, 6), (3, 2, 6)]
     """
 
+    @with_options
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
-        sequence_parallel: bool = True,
-        batch_first: bool = False,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
-        init_method: InitMethod | None = None,
-        gradient_accumulation_fusion: bool = False,
-        deferred: DeferredWeightGradients | None = None,
         out_dtype: torch.dtype | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Unpack[LinearArguments],
     ) -> None:
-        super().__init__(in_features, out_features, 1, bias, group, init_method, device, dtype)
-        self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
+        super().__init__(in_features, out_features, 1, bias, LinearOptions(**options))
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.deferred, self.out_dtype = deferred, out_dtype
+        self.out_dtype = out_dtype
 
     @disable
     def forward(self, input: Tensor) -> Any:
@@ -261,7 +302,6 @@ class RowParallelLinear(LinearParameters):
             input,
             self.weight,
             None if self.skip_bias_add else self.bias,
-            group=self.group,
             scatter_dim=regions.sequence_dim(input, self.batch_first),
             **_options(self),
         )
@@ -271,3 +311,193 @@ class RowParallelLinear(LinearParameters):
         if self.sequence_parallel:
             (bias,) = regions.copy_to_group(bias, group=self.group)
         return output, bias
+
+
+class SequenceParallelMLP(OnGroup):
+    """``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` with ``gated``.
+
+    Parameters
+    ----------
+    hidden_size : features of input and output.
+    intermediate_size : features between, a multiple of the group's size.
+    activation : "relu", "gelu", "gelu_tanh" or "silu", or a function of a tensor that goes elementwise.
+    gated : there is a second first layer, ``gate``, that shares the gather (SwiGLU for "silu").
+    output_init_method : ``init_method`` of ``down``, by default the same.
+    other parameters : as for :class:`ColumnParallelLinear`, for all layers.
+
+    Forward: ``input`` ``[s / world size, b, hidden]`` to the same; without ``sequence_parallel`` the whole
+    on all ranks. State dicts are those of a module that has ``gate`` (if gated), ``up`` and ``down`` as
+    ``nn.Linear``, made in this order.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank. Semantics:
+    ``torch.nn.Linear`` twice; Megatron-core's ``MLP``.
+
+    >>> def forward():
+    ...     torch.manual_seed(0)  # the same on all ranks
+    ...     with torch.no_grad():
+    ...         return tuple(nn.SequenceParallelMLP(4, 8)(torch.ones(3, 1, 4)).shape)
+    >>> interlace.run(forward, 2)
+    [(3, 1, 4), (3, 1, 4)]
+    """
+
+    @with_options
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation | Callable[[Tensor], Tensor] = "gelu",
+        *,
+        gated: bool = False,
+        bias: bool = True,
+        output_init_method: InitMethod | None = None,
+        save_gathered: bool = False,
+        **options: Unpack[LinearArguments],
+    ) -> None:
+        super().__init__(options.get("group"))
+        with self.group.accepting("SequenceParallelMLP"):
+            positive(hidden_size=hidden_size)
+            divisible("intermediate_size", intermediate_size, self.group)
+            named = None if callable(activation) else checks.activation("activation", activation)
+        self.hidden_size = hidden_size
+        self.activation = activation if named is None else named
+        self.save_gathered = save_gathered
+        options["group"] = self._held  # type: ignore[typeddict-item]
+        sizes = hidden_size, intermediate_size, bias
+        first = functools.partial(ColumnParallelLinear, save_gathered=save_gathered, **options)
+        self.gate = first(*sizes) if gated else None
+        self.up = first(*sizes)
+        if output_init_method is not None:
+            options["init_method"] = output_init_method
+        self.down = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
+
+    @disable
+    def forward(self, input: Tensor) -> Tensor:
+        up = self.up.weight
+        check_features(self, input, self.hidden_size, "hidden_size", up, "up.weight")
+        layers = [self.up] if self.gate is None else [self.gate, self.up]
+        for layer in layers:
+            layer._check_alike(layer.group, layer=self)
+        return self._on_all_ranks(self._through, input, layers)
+
+    def _through(self, input: Tensor, layers: list[ColumnParallelLinear]) -> Tensor:
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        names = ["up"] if self.gate is None else ["gate", "up"]
+        outputs = gathering_linear(self.up, input, weights, biases, names)
+        how = self.activation
+        hidden = activate(outputs[0], how) if isinstance(how, str) else how(outputs[0])
+        if self.gate is not None:
+            hidden = hidden * outputs[1]
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
+class QKVParallelLinear(OnGroup):
+    """Queries, keys and values of this rank's heads, from one gather of the input.
+
+    Parameters
+    ----------
+    hidden_size : features of the input.
+    num_heads : query heads, a multiple of the group's size.
+    num_kv_heads : heads of keys and values, by default ``num_heads``, of which they are a divisor; a
+        multiple of the group's size, or a divisor: then ``world size / num_kv_heads`` neighbouring ranks
+        hold and compute the same head, and its gradient is summed over them.
+    head_dim : features of a head, by default ``hidden_size / num_heads``.
+    other parameters : as for :class:`ColumnParallelLinear`. Where heads are replicated,
+        ``gradient_accumulation_fusion`` and ``deferred`` are refused, which would leave that sum out.
+
+    Forward: ``input`` ``[s / world size, b, hidden]`` gives ``(q, k, v)``, ``[s, b, local heads *
+    head_dim]`` each. This rank has query heads ``rank * n .. (rank + 1) * n - 1``, and the key-value heads
+    that these look at. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases, as a
+    module that has ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, which is also how they are
+    initialised.
+
+    Raises ValueError or TypeError naming the argument, the values and the rank.
+
+    >>> def forward():
+    ...     with torch.no_grad():
+    ...         return [tuple(y.shape) for y in nn.QKVParallelLinear(8, 4, 2)(torch.ones(3, 1, 8))]
+    >>> interlace.run(forward, 2)[0]
+    [(6, 1, 4), (6, 1, 2), (6, 1, 2)]
+    """
+
+    @with_options
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        *,
+        save_gathered: bool = False,
+        out_dtype: torch.dtype | None = None,
+        **options: Unpack[LinearArguments],
+    ) -> None:
+        super().__init__(options.get("group"))
+        communicator = self.group
+        with communicator.accepting("QKVParallelLinear"):
+            kv = _checked_heads(hidden_size, num_heads, num_kv_heads, head_dim, communicator)
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, kv
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.copies = max(1, communicator.world_size // kv)
+        options["group"] = self._held  # type: ignore[typeddict-item]
+        shared = LinearOptions(**options)
+        shared.keep(self)
+        self.save_gathered, self.out_dtype = save_gathered, out_dtype
+        queries, others = num_heads * self.head_dim, kv * self.head_dim
+        self.q = LinearParameters(hidden_size, queries, 0, bias, shared)
+        self.k = LinearParameters(hidden_size, others, 0, bias, shared, self.copies)
+        self.v = LinearParameters(hidden_size, others, 0, bias, shared, self.copies)
+
+    @disable
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.q, self.k, self.v
+        check_features(self, input, self.hidden_size, "hidden_size", q.weight, "q.weight")
+        q._check_alike(self.group, layer=self)  # k and v are drawn after it
+        shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
+        if self.copies > 1:
+            with self.group.accepting("QKVParallelLinear"):
+                for name in ("gradient_accumulation_fusion", "deferred"):
+                    if getattr(self, name) not in (None, False):
+                        raise ValueError(
+                            f"{name} needs a key-value head per rank or more: num_kv_heads is "
+                            f"{self.num_kv_heads}, the group's size {self.group.world_size}"
+                        )
+            replicas = self._held.of_replicas(self.copies)
+            for part in (k, v):
+                part._check_alike(replicas, "weight", "bias", layer=self)
+            shared = regions.copy_to_group(*shared, group=replicas)
+        k_weight, v_weight, k_bias, v_bias = shared
+        weights, biases = [q.weight, k_weight, v_weight], [q.bias, k_bias, v_bias]
+        outputs = gathering_linear(self, input, weights, biases, "qkv")
+        return outputs[0], outputs[1], outputs[2]
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"world_size={self.group.world_size}"
+        )
+
+
+def _checked_heads(
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    communicator: Communicator,
+) -> int:
+    """The number of key-value heads; raises unless the ranks can share all heads."""
+    world_size = communicator.world_size
+    divisible("num_heads", num_heads, communicator)
+    kv = num_heads if num_kv_heads is None else num_kv_heads
+    positive(hidden_size=hidden_size, num_kv_heads=kv, head_dim=1 if head_dim is None else head_dim)
+    if num_heads % kv:
+        raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {kv}")
+    if kv % world_size and world_size % kv:
+        raise ValueError(
+            f"num_kv_heads must be a multiple or a divisor of the group's size {world_size}, got {kv}"
+        )
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"head_dim: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}, so give one"
+        )
+    return kv

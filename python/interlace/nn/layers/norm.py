@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from interlace.arguments.words import Group
 from interlace.nn.functions.regions import copy_to_group
-from interlace.nn.parameters.sharded_module import ShardedModule
+from interlace.nn.parameters.sharding import ShardedModule
 
 Tensor = torch.Tensor
 
