@@ -5,13 +5,11 @@
 True
 """
 
-from interlace.compile.backend import FusionPass, register
+from interlace.compile.backend import Explanation, FusionPass, explain, register
 from interlace.compile.collectives import Collective
-from interlace.compile.explain import Explanation, explain
-from interlace.compile.fusion import Pattern, fuse
+from interlace.compile.fusion import Candidate, Pattern, Report, fuse
 from interlace.compile.graph_nodes import call
 from interlace.compile.prediction import CPU, GPU, Machine, Prediction, calibrated, predict
-from interlace.compile.report import Candidate, Report
 
 __all__ = [
     "CPU",

@@ -22,13 +22,13 @@ from interlace.compile.graph_nodes import (
     arguments,
     aten,
     is_call,
+    named_call,
     only_user,
     same,
     shape,
     value,
     wait_tensor,
 )
-from interlace.compile.named_calls import named_call
 from interlace.groups import specs
 
 

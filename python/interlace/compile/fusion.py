@@ -10,9 +10,11 @@ What the matmul's readers see has the shape and the strides that it had. Nothing
 silently: every collective is a :class:`Candidate` in the :class:`Report`.
 """
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,26 +23,80 @@ from torch import fx
 from interlace.compile import graph_nodes as nodes
 from interlace.compile import norms
 from interlace.compile.collectives import Collective, at, find, others
-from interlace.compile.composites import decompose
 from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
-from interlace.compile.prediction import (
-    Machine,
-    Prediction,
-    Times,
-    machine_for,
-    predict,
-    why_not,
+from interlace.compile.prediction import Machine, Prediction, Times, machine_for, predict, why_not
+from interlace.compile.rewrite import (
+    WITH_MATMULS,
+    fuse_gather,
+    fuse_reduction,
+    fused_op,
 )
-from interlace.compile.report import Candidate, Report
-from interlace.compile.rewrite import fuse_gather, fuse_reduction, fuse_rows
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
+
+@dataclass(frozen=True)
+class Candidate:
+    """One collective of a graph and its matmuls.
+
+    ``where`` is the line of the user's code and the module, as "model.py:12 (layers.0.w1)".
+    ``op`` is what it became, or would have; ``matmuls`` how many of them; ``reason`` why it was left as it
+    is, empty if it was fused. Times are predictions, in seconds, None where there was nothing to predict.
+    ``notes`` are matmuls that were left out of a fused one, with why.
+    """
+
+    collective: str
+    where: str
+    op: str
+    shape: str
+    matmuls: int
+    fused: bool
+    reason: str = ""
+    unfused_seconds: float | None = None
+    fused_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"{self.collective} {self.shape} at {self.where}"
+        times = ""
+        if self.unfused_seconds is not None and self.fused_seconds is not None:
+            unfused, fused = 1e6 * self.unfused_seconds, 1e6 * self.fused_seconds
+            times = f" (predicted {unfused:.0f} us unfused, {fused:.0f} us fused)"
+        told = f"{self.op} with {self.matmuls}" if self.fused else f"not fused: {self.reason}"
+        return "; ".join([f"{what}: {told}{times}", *self.notes])
+
+
+@dataclass
+class Report:
+    """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference".
+
+    ``before`` and ``after`` are the graph's code, where someone wants reports.
+    """
+
+    graph: str
+    candidates: list[Candidate] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
+
+    @property
+    def fused(self) -> list[Candidate]:
+        """The candidates that were fused."""
+        return [candidate for candidate in self.candidates if candidate.fused]
+
+    def summary(self) -> str:
+        """One line."""
+        line = f"{self.graph} graph: fused {len(self.fused)} of {len(self.candidates)} collectives"
+        counts = sorted(Counter(candidate.op for candidate in self.fused).items())
+        if counts:
+            line += f" ({', '.join(f'{op} {count}' for op, count in counts)})"
+        if left := sorted({each.reason for each in self.candidates if not each.fused}):
+            line += "; left: " + ", ".join(left)
+        return line
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary(), *(f"  {candidate}" for candidate in self.candidates)])
+
+
 POLICIES = ("auto", "always", "never")
-OPS = {
-    "all_gather": "all_gather_matmul",
-    "reduce_scatter": "matmul_reduce_scatter",
-    "all_reduce": "matmul_all_reduce",
-}
 
 
 @dataclass(frozen=True)
@@ -145,29 +201,19 @@ def _fuse(
     names = nodes.output_names(graph)
     if policy != "never":
         if find(graph):
-            decompose(graph)
+            nodes.decompose(graph)
         nodes.without_copies(graph)
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for found in collectives:
         # what it reads may have been replaced since: a gather's input is what was normed before
         collective = at(found.start) or found
-        candidate = _by_pattern(patterns, collective, policy, machine)
-        if candidate is not None:
-            report.candidates.append(candidate)
-            if candidate.fused:
-                replaced |= {collective.start, *collective.start.users}
-            continue
-        candidate, products, norm = _consider(collective, gathers, policy, machine)
+        decision = _by_pattern(patterns, collective, policy, machine)
+        candidate, rewrite = decision or _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused:
             replaced |= {collective.start, *collective.start.users}
-            if collective.kind == "all_gather":
-                fuse_gather(collective, products)
-            elif products:
-                fuse_reduction(collective, products, norm)
-            elif norm is not None:
-                fuse_rows(collective, norm)
+            rewrite()
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         nodes.in_order(graph)
@@ -177,10 +223,14 @@ def _fuse(
     return report
 
 
+Decision = tuple[Candidate, Callable[[], None]]
+"""What becomes of a collective, and the rewrite that does it, if it is fused."""
+
+
 def _by_pattern(
     patterns: Sequence[Pattern], collective: Collective, policy: str, machine: Machine | None
-) -> Candidate | None:
-    """What becomes of ``collective`` by the first pattern that finds something; None without one."""
+) -> Decision | None:
+    """By the first pattern that finds something; None without one."""
     for pattern in patterns:
         found = pattern.find(collective)
         if found is None:
@@ -189,29 +239,31 @@ def _by_pattern(
         if pattern.predict is not None:
             device = nodes.value(collective.input).device
             times = pattern.predict(collective, found, machine or machine_for(device))
-        reason = why_not(policy, times)
-        where = nodes.source_line(collective.start)
-        if not reason:
-            pattern.rewrite(collective, found)
-        return Candidate(
-            collective=collective.kind,
-            where=where,
-            op=pattern.name,
-            shape="x".join(map(str, nodes.shape(collective.input))),
-            matmuls=0,
-            fused=not reason,
-            reason=reason,
-            unfused_seconds=times[0],
-            fused_seconds=times[1],
-        )
+        shape, reason = "x".join(map(str, nodes.shape(collective.input))), why_not(policy, times)
+        candidate = _candidate(collective, pattern.name, shape, 0, reason, times)
+        return candidate, functools.partial(pattern.rewrite, collective, found)
     return None
+
+
+def _candidate(
+    collective: Collective,
+    op: str,
+    shape: str,
+    matmuls: int,
+    reason: str,
+    times: Times,
+    notes: tuple[str, ...] = (),
+) -> Candidate:
+    """It is fused unless there is a ``reason``."""
+    kind, where = collective.kind, nodes.source_line(collective.start)
+    return Candidate(kind, where, op, shape, matmuls, not reason, reason, times[0], times[1], notes)
 
 
 def _other(node: fx.Node) -> Candidate:
     """A collective that no fused op stands for."""
     op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     reason = "a collective of another kind"
-    if op.startswith(tuple(OPS)):
+    if op.startswith(tuple(WITH_MATMULS)):
         reason = "not waited for once here, coalesced, or of a group that is not known"
     made = nodes.value(node)
     text = "" if made is None else "x".join(map(str, made.shape))
@@ -220,8 +272,8 @@ def _other(node: fx.Node) -> Candidate:
 
 def _consider(
     collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
-) -> tuple[Candidate, list[GraphProduct], norms.GraphNorm | None]:
-    """Whether it is fused and why; its matmuls, and the norm of what it reduces."""
+) -> Decision:
+    """By the matmuls beside it, and the norm of what it reduces."""
     norm, notes = _norm_of(collective)
     times: Times = (None, None)
     products: list[GraphProduct] = []
@@ -239,19 +291,11 @@ def _consider(
         reason = str(error)
     if products and (products[0].scales is not None or products[0].batch):
         norm = None  # no op has both
-    made = Candidate(
-        collective=collective.kind,
-        where=nodes.source_line(collective.start),
-        op=_op(collective, products, norm),
-        shape=_shown(collective, products),
-        matmuls=len(products),
-        fused=not reason,
-        reason=reason,
-        unfused_seconds=times[0],
-        fused_seconds=times[1],
-        notes=notes,
-    )
-    return made, products, norm
+    op, shape = fused_op(collective, products, norm), _shown(collective, products)
+    candidate = _candidate(collective, op, shape, len(products), reason, times, notes)
+    if collective.kind == "all_gather":
+        return candidate, functools.partial(fuse_gather, collective, products)
+    return candidate, functools.partial(fuse_reduction, collective, products, norm)
 
 
 def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:
@@ -266,13 +310,6 @@ def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str,
         return found, () if found is None else found.notes
     except Unfit as error:
         return None, (f"left out a norm: {error}",)
-
-
-def _op(collective: Collective, products: list[GraphProduct], norm: norms.GraphNorm | None) -> str:
-    """The name of the op that it becomes."""
-    if norm is None:
-        return OPS[collective.kind]
-    return f"{OPS[collective.kind] if products else collective.kind}_norm"
 
 
 def _shown(collective: Collective, products: list[GraphProduct]) -> str:

@@ -1,19 +1,28 @@
-"""Nodes of an aten graph: what they are, what they depend on, and new ones that know their shapes."""
+"""Nodes of an aten graph: what they are, what they depend on, and new ones that know their shapes.
+
+Ops that change their arguments come functionalised: ``auto_functionalized(op, input=x, ...)`` gives what op
+returns, and then its changed arguments, in the order of the schema or in that of ``_all_bases``.
+
+The patterns of this package are those of graphs that are decomposed: a Linear is ``mm`` or ``addmm``. An
+exported program has composite ops, ``linear``, ``matmul``, ``layer_norm``, which torch itself computes by
+other ops; :func:`decompose` replaces them.
+"""
 
 import contextlib
+import operator
 import os
 import re
 import traceback
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-from interlace.ops import library as _defined  # noqa: F401  torch.ops.interlace
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -256,3 +265,121 @@ def _module_name(node: fx.Node) -> str:
         return ""
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", paths[-1])
     return re.sub(r"^[LG]\['[^']*'\](\.|$)", "", path)
+
+
+_higher: Any = torch.ops.higher_order
+FUNCTIONALISED = (_higher.auto_functionalized, _higher.auto_functionalized_v2)
+
+
+class NamedCall(NamedTuple):
+    """``given``: all arguments, by name. ``made``: of changed arguments the nodes that have them after; of
+    an op that changes none its results, by number. What nobody reads is None, or missing."""
+
+    name: str
+    given: dict[str, Any]
+    made: dict[Any, fx.Node | None]
+
+
+def named_call(node: fx.Node) -> NamedCall | None:
+    """The call that ``node`` is; None if it is no op, or changes a part of a tensor."""
+    if node.op != "call_function":
+        return None
+    if node.target not in FUNCTIONALISED:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        schema = node.target._schema
+        single: dict[Any, fx.Node | None] = {0: node}
+        made = _results(node) if len(schema.returns) > 1 else single
+        return NamedCall(schema.name, given_to(node.target, node.args, node.kwargs), made)
+    op: Any = arguments(node)[0]
+    given, items = dict(node.kwargs), _results(node)
+    kinds = {each.name: each.alias_info for each in op._schema.arguments}
+    changed = [name for name, kind in kinds.items() if kind is not None and kind.is_write]
+    first = max(1, len(op._schema.returns))
+    places: dict[str, Any] = {name: index for index, name in enumerate(changed)}
+    if node.target is FUNCTIONALISED[1]:
+        bases: Any = given.pop("_all_bases")
+        for name in changed:
+            places[name] = index = given.pop(f"_{name}_base_index", None)
+            given[name] = None if index is None else bases[index]
+        if any(name.startswith("_") for name in given):  # strides of a view
+            return None
+    made = {name: items.get(first + at) for name, at in places.items() if at is not None}
+    return NamedCall(op._schema.name, given_to(op, (), given), made)
+
+
+def given_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``op``, by name, in the order of its schema, with defaults."""
+    found = {}
+    for index, each in enumerate(op._schema.arguments):
+        default = each.default_value if each.has_default_value() else None
+        found[each.name] = args[index] if index < len(args) else kwargs.get(each.name, default)
+    return found
+
+
+def _results(node: fx.Node) -> dict[Any, fx.Node | None]:
+    return {arguments(user)[1]: user for user in node.users if user.target is operator.getitem}
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def decompose(graph: fx.Graph) -> None:
+    """Replace each composite op, in place, by the ops that torch computes it by."""
+    for node in list(graph.nodes):
+        if _is_composite(node):
+            _replace_composite(node)
+
+
+def _is_composite(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace != "aten" or target._schema.is_mutable or target in RESHAPES:
+        return False  # Inductor has its views as reshapes on purpose: strides may change yet
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False  # dropout, which tools that go from training to evaluation look for
+    if node.meta.get("unbacked_bindings"):
+        return False  # a new trace would have new symbols for lengths that only the data has
+    made = tree_leaves(node.meta.get("val"))
+    if not all(isinstance(each, torch.Tensor) for each in made):
+        return False
+    return bool(target.has_kernel_for_dispatch_key(_COMPOSITE))
+
+
+def _replace_composite(node: fx.Node) -> None:
+    target: Any = node.target
+    inputs = list(node.all_input_nodes)
+    values = [each.meta["val"] for each in inputs]
+    mode = detect_fake_mode(tree_leaves(values))
+    if mode is None:
+        return
+
+    def call(*given: Any) -> Any:
+        known = dict(zip(inputs, given, strict=True))
+        args, kwargs = tree_map_only(fx.Node, known.__getitem__, (node.args, node.kwargs))
+        return target(*args, **kwargs)
+
+    with mode, torch.no_grad():
+        traced = make_fx(call, tracing_mode="real")(*values).graph
+    if traced.find_nodes(op="get_attr"):
+        return  # constants, for which the graph has no place
+    made = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    with node.graph.inserting_before(node):
+        for each in traced.nodes:
+            if each.op not in ("placeholder", "output"):
+                made[each] = node.graph.node_copy(each, made.__getitem__)
+                made[each].meta = {**origin_of(node), "val": each.meta["val"]}
+    (results,) = arguments(traced.output_node())
+    if isinstance(results, fx.Node):
+        pairs = [(node, made[results])]
+    else:  # a list, of which the graph reads entries
+        pairs = [(item, made[results[arguments(item)[1]]]) for item in list(node.users)]
+    for old, new in pairs:
+        # a "to" that changes nothing gives its input, which a program's outputs know by another name
+        for user in list(old.users):
+            if new not in inputs or user.op != "output":
+                user.replace_input_with(old, new)
+    for old in dict.fromkeys([*(old for old, _ in pairs), node]):
+        if not old.users:
+            node.graph.erase_node(old)

@@ -18,11 +18,36 @@ from interlace.compile.graph_nodes import (
     value,
     wait_tensor,
 )
-from interlace.compile.matmuls import GraphProduct
+from interlace.compile.matmuls import GraphProduct, Scales
 from interlace.compile.norms import GraphNorm
+from interlace.ops.library import BY_NAME
 
-_ops: Any = torch.ops.interlace
-ALGORITHM = "auto"
+WITH_MATMULS = {
+    "all_gather": "all_gather_matmul",
+    "reduce_scatter": "matmul_reduce_scatter",
+    "all_reduce": "matmul_all_reduce",
+}
+
+
+def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNorm | None) -> str:
+    """The name of the op that stands for all three."""
+    name = WITH_MATMULS[collective.kind] if products or norm is None else collective.kind
+    return name if norm is None else f"{name}_norm"
+
+
+def _start(name: str, collective: Collective, like: fx.Node, **given: Any) -> fx.Node:
+    """Start an op in place of the collective; of arguments by name it gets those it has, else None."""
+    dim, reduce_op = collective.dim, collective.reduce_op
+    about = {"gather_dim": dim, "scatter_dim": dim, "reduce_op": reduce_op, "algorithm": "auto"}
+    arguments = [{**about, **given}.get(each) for each in BY_NAME[name].kinds]
+    op = getattr(torch.ops.interlace, name).default
+    return call(op, (*arguments, collective.size, collective.name), like)
+
+
+def _result(started: fx.Node, like: fx.Node, index: int | None = None) -> fx.Node:
+    """The result of an op, complete; of an op with several that of ``index``."""
+    one = started if index is None else call(operator.getitem, (started, index), like)
+    return call(wait_tensor, (one,), like)
 
 
 def fuse_gather(collective: Collective, products: list[GraphProduct]) -> None:
@@ -56,23 +81,29 @@ def _gathering(
     kept: bool,
 ) -> list[fx.Node]:
     """The fused op, and its outputs: one per weight, then the gathered input if it is ``kept``."""
-    group, like, scales = (collective.size, collective.name), products[0].node, products[0].scales
+    like, scales = products[0].node, products[0].scales
     biases: list[fx.Node | None] = [product.bias for product in products]
     if products[0].batch or not any(bias is not None for bias in biases):
         biases = []
+    given: dict[str, Any] = {
+        "input": input,
+        "weights": weights,
+        "biases": biases,
+        **_scaled(scales),
+    }
+    given |= {"gather_dim": dim, "return_gathered": kept}
+    given["weight_scales"] = [p.scales.right for p in products if p.scales is not None]
+    name = "all_gather_matmul" if scales is None else "all_gather_scaled_matmul"
+    started = _start(name, collective, like, **given)
+    return [_result(started, like, index) for index in range(len(weights) + kept)]
+
+
+def _scaled(scales: Scales | None) -> dict[str, Any]:
+    """Arguments of an op for the scales of its operands."""
     if scales is None:
-        op = _ops.all_gather_matmul.default
-        arguments: tuple[Any, ...] = (input, weights, biases, dim, kept, ALGORITHM, None)
-    else:
-        op = _ops.all_gather_scaled_matmul.default
-        theirs = [product.scales.right for product in products if product.scales is not None]
-        how = (scales.out_dtype, scales.fast, ALGORITHM)
-        arguments = (input, weights, scales.left, theirs, biases, dim, kept, *how)
-    started = call(op, (*arguments, *group), like)
-    return [
-        call(wait_tensor, (call(operator.getitem, (started, index), like),), like)
-        for index in range(len(weights) + kept)
-    ]
+        return {}
+    of_operands = {"input_scale": scales.left, "weight_scale": scales.right}
+    return {**of_operands, "out_dtype": scales.out_dtype, "use_fast_accum": scales.fast}
 
 
 def _in_batch(collective: Collective, products: list[GraphProduct], kept: bool) -> list[fx.Node]:
@@ -110,25 +141,16 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
     return clone
 
 
-def fuse_rows(collective: Collective, norm: GraphNorm) -> None:
-    """A reduction and its norm, of rows that come from no matmul."""
-    dims = () if collective.kind == "all_reduce" else (collective.dim, None)
-    with collective.result.graph.inserting_before(collective.result):
-        op = getattr(_ops, f"{collective.kind}_norm").default
-        options = collective.reduce_op, *dims, ALGORITHM
-        arguments = (collective.input, norm.added, *_normed(collective, norm), *options)
-        _norm_outputs(op, arguments, collective, norm)
-
-
-def _normed(collective: Collective, norm: GraphNorm) -> tuple[fx.Node | None, ...]:
+def _vectors(collective: Collective, norm: GraphNorm) -> dict[str, fx.Node | None]:
     """The residual, in the shape of what is reduced, weight and bias of the norm."""
     residual = norm.residual
     if residual is not None and not same(shape(residual), shape(collective.result)):
         lengths = _lengths(shape(collective.result))
         residual = call(aten.reshape.default, (residual, lengths), residual)
-    if norm.static is None:
-        return residual, norm.weight, norm.bias
-    return residual, *_divided(norm, norm.static, value(collective.result))
+    weight, bias = norm.weight, norm.bias
+    if norm.static is not None:
+        weight, bias = _divided(norm, norm.static, value(collective.result))
+    return {"residual": residual, "norm_weight": weight, "norm_bias": bias}
 
 
 def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | None]:
@@ -146,27 +168,30 @@ def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | No
     return vectors
 
 
-def _norm_outputs(
-    op: Any, arguments: tuple[Any, ...], collective: Collective, norm: GraphNorm
+def _start_normed(
+    collective: Collective, products: list[GraphProduct], norm: GraphNorm, **given: Any
 ) -> None:
-    """Start ``op``; what it gives takes the place of the norm and of the sum."""
+    """Start the op with a norm in its tail; what it gives takes the place of the norm and of the sum."""
     like = collective.result
-    gather = () if collective.kind == "all_reduce" else (False,)
+    given |= {**_vectors(collective, norm), "kind": norm.kind, "eps": norm.eps}
     quantize = "fp8" if norm.scale is not None else "" if norm.static is None else "fp8_static"
-    how = (norm.kind, norm.eps, quantize, *gather, collective.size, collective.name)
-    started = call(op, (*arguments, *how), like)
+    name = fused_op(collective, products, norm)
+    started = _start(name, collective, like, quantize=quantize, gather_normed=False, **given)
     for index, old in enumerate((norm.normed, norm.total, norm.scale)):
         if old is not None:
-            waited = call(wait_tensor, (call(operator.getitem, (started, index), like),), like)
-            old.replace_all_uses_with(_as_before(waited, old))
+            old.replace_all_uses_with(_as_before(_result(started, like, index), old))
 
 
 def fuse_reduction(
-    collective: Collective, products: list[GraphProduct], norm: GraphNorm | None = None
+    collective: Collective, products: list[GraphProduct], norm: GraphNorm | None
 ) -> None:
-    result, size, name = collective.result, collective.size, collective.name
+    """A reduction, of products or of rows that come from no matmul, and its norm, if it has one."""
+    result = collective.result
     lengths = shape(collective.input)[:-1]
     with result.graph.inserting_before(result):
+        if norm is not None and not products:
+            _start_normed(collective, [], norm, input=collective.input, bias=norm.added)
+            return
         if products[0].batch:
             made = _as_before(_scattering_batch(collective, products[0]), result)
             result.replace_all_uses_with(made)
@@ -179,29 +204,17 @@ def fuse_reduction(
         if norm is not None and norm.added is not None:
             both = (bias, norm.added)
             bias = norm.added if bias is None else call(aten.add.Tensor, both, norm.added)
-        reduce_op, dim, scales = collective.reduce_op, collective.dim, products[0].scales
-        options: tuple[Any, ...] = (ALGORITHM, None, size, name)
-        if scales is not None:
-            op = _ops.scaled_matmul_reduce_scatter.default
-            scale = scales.left
-            if value(scale).numel() != 1:
-                scale = _reshaped(scale, [*shape(left)[:-1], 1])
-            arguments: tuple[Any, ...] = (left, right, scale, scales.right, bias, reduce_op, dim)
-            options = (scales.out_dtype, scales.fast, ALGORITHM, size, name)
-        elif collective.kind == "reduce_scatter":
-            op = _ops.matmul_reduce_scatter.default
-            arguments = (left, right, bias, reduce_op, dim, None)
-        else:
-            op = _ops.matmul_all_reduce.default
-            arguments = (left, right, bias, reduce_op)
+        scales = products[0].scales
+        given: dict[str, Any] = {"input": left, "weight": right, "bias": bias, **_scaled(scales)}
         if norm is not None and scales is None:
-            op = getattr(_ops, f"{op._schema.name.split('::')[1]}_norm").default
-            arguments = (*arguments[:3], *_normed(collective, norm), *arguments[3:])
-            _norm_outputs(op, (*arguments, ALGORITHM, None), collective, norm)
+            _start_normed(collective, products, norm, **given)
             return
-        started = call(op, (*arguments, *options), result)
-        waited = call(wait_tensor, (started,), result)
-        made = _as_before(waited, result)
+        op = WITH_MATMULS[collective.kind]
+        if scales is not None:
+            op = f"scaled_{op}"
+            if value(scales.left).numel() != 1:
+                given["input_scale"] = _reshaped(scales.left, [*shape(left)[:-1], 1])
+        made = _as_before(_result(_start(op, collective, result, **given), result), result)
     result.replace_all_uses_with(made)
 
 
@@ -211,11 +224,9 @@ def _scattering_batch(collective: Collective, product: GraphProduct) -> fx.Node:
     for entry in range(product.batch):
         left = call(aten.select.int, (product.left, 0, entry), like)
         right = call(aten.select.int, (product.right, 0, entry), like)
-        arguments = (left, right, None, collective.reduce_op, collective.dim - 1, None)
-        options = (ALGORITHM, None, collective.size, collective.name)
-        parts.append(call(_ops.matmul_reduce_scatter.default, (*arguments, *options), like))
-    waited = [call(wait_tensor, (part,), like) for part in parts]
-    return _stacked(waited, like)
+        given = {"input": left, "weight": right, "scatter_dim": collective.dim - 1}
+        parts.append(_start("matmul_reduce_scatter", collective, like, **given))
+    return _stacked([_result(part, like) for part in parts], like)
 
 
 def _stacked(entries: list[fx.Node], like: fx.Node) -> fx.Node:
@@ -253,6 +264,4 @@ def _reduced_bias(collective: Collective, products: list[GraphProduct]) -> fx.No
     total = biases[0]
     for bias in biases[1:]:
         total = call(aten.add.Tensor, (total, bias), bias)
-    arguments = (total, collective.reduce_op, collective.size, collective.name)
-    started = call(_ops.all_reduce.default, arguments, total)
-    return call(wait_tensor, (started,), total)
+    return _result(_start("all_reduce", collective, total, input=total), total)
