@@ -1,28 +1,30 @@
 """Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
 
-``mesh/collectives.py`` and ``mesh/shards.py`` have the utilities of DTensor's ``_collective_utils.py``,
-``mesh/topology.py`` and ``mesh/redistribute_cost.py`` its costs, by torch's figures or by measured
-ones (``python -m interlace calibrate``), ``mesh/styles.py`` what ``parallelize_module`` takes.
-``uneven/collectives.py`` and ``uneven/indexed.py`` have differentiable collectives of parts that differ in
-length, ``uneven/placeholder.py`` what stands for a tensor on the ranks that have none,
+``mesh/collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, ``mesh/costs.py`` its
+costs, by torch's figures or by measured ones (``python -m interlace calibrate``), ``mesh/styles.py`` what
+``parallelize_module`` takes. ``uneven/collectives.py`` has differentiable collectives of parts that differ
+in length, ``uneven/placeholder.py`` what stands for a tensor on the ranks that have none,
 ``uneven/sharded.py`` the tensor made of such parts.
 """
 
-from interlace.tensor.mesh.collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
-from interlace.tensor.mesh.redistribute_cost import (
+from interlace.tensor.mesh.collectives import (
+    check_tensor_meta,
+    fill_empty_tensor_to_shards,
+    mesh_broadcast,
+    mesh_scatter,
+    pad_tensor,
+    shard_dim_alltoall,
+    spec_to_bytes,
+    unpad_tensor,
+)
+from interlace.tensor.mesh.costs import (
+    MeshTopoInfo,
     allgather_cost,
     allreduce_cost,
     alltoall_cost,
     one_step_redistribute_cost,
     redistribute_cost,
     reduce_scatter_cost,
-)
-from interlace.tensor.mesh.shards import (
-    check_tensor_meta,
-    fill_empty_tensor_to_shards,
-    pad_tensor,
-    spec_to_bytes,
-    unpad_tensor,
 )
 from interlace.tensor.mesh.styles import (
     ColwiseParallel,
@@ -33,9 +35,12 @@ from interlace.tensor.mesh.styles import (
     SequenceParallel,
     explain,
 )
-from interlace.tensor.mesh.topology import MeshTopoInfo
-from interlace.tensor.uneven.collectives import all_gather_v, gather_v, scatter_v
-from interlace.tensor.uneven.indexed import indexed_all_to_all_v
+from interlace.tensor.uneven.collectives import (
+    all_gather_v,
+    gather_v,
+    indexed_all_to_all_v,
+    scatter_v,
+)
 from interlace.tensor.uneven.placeholder import Placeholder, PlaceholderError
 from interlace.tensor.uneven.sharded import ShardedTensor, from_dtensor, from_local, scatter
 

@@ -35,7 +35,7 @@ from interlace.tensor.mesh.calibration import (
     measured,
     medians,
 )
-from interlace.tensor.mesh.topology import GIB, MeshTopoInfo
+from interlace.tensor.mesh.costs import GIB, MeshTopoInfo
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
 

@@ -11,8 +11,7 @@ import interlace
 from interlace.ops.collectives import rooted
 from interlace.tensor import Placeholder, from_local, scatter
 from interlace.tensor.uneven import facts
-from interlace.tensor.uneven.blocks import shape_of
-from interlace.tensor.uneven.sharding import chunked, from_shapes, unlike_chunks
+from interlace.tensor.uneven.blocks import chunked, from_shapes, shape_of, unlike_chunks
 from support import failure, noise
 
 LENGTHS = {1: [3], 2: [4, 0], 3: [2, 0, 5], 4: [0, 1, 3, 2]}

@@ -1,20 +1,32 @@
-"""Blocks of a whole tensor, one per rank: moved from one rank to all, from all to one, and summed.
+"""Blocks of a whole tensor, one per rank of a mesh: where they lie, by arithmetic alone, and their moves.
 
 A block says where a rank's part lies in the whole, ``(start, length)`` along each dim. Several ranks may
-have the same block, of which they hold replicas. Nothing here is recorded for backward.
+have the same block, of which they hold replicas. Blocks are moved from one rank to all, from all to one,
+and summed; nothing here is recorded for backward.
+
+Ranks form a mesh. Along a mesh dim of placement ``Shard(d)`` they hold parts of tensor dim d, one after
+another; along ``Replicate()`` the same. If several mesh dims shard one tensor dim, it is cut along the
+first of them, and each part along the next, as ``DTensor`` does. Lengths are free, so long as the shards
+can be put together: ranks that hold the same part of a dim have the same length of it.
 """
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import rooted
+from interlace.ops.collectives.all_to_all import one_length_per_rank
 from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core.communicator import Communicator
 
 Block = tuple[tuple[int, int], ...]
+Dims = tuple[int, ...]
+Placements = tuple[Placement, ...]
 
 
 def shape_of(block: Block) -> tuple[int, ...]:
@@ -115,3 +127,172 @@ def gather_sum(
     for block, replica in zip(blocks, outputs, strict=True):
         cut(whole, block).add_(replica)
     return whole.to(part.dtype)
+
+
+@dataclass(frozen=True)
+class MeshSharding:
+    """``shape`` of the whole, ``blocks`` by rank of the mesh, in row-major order of ``mesh_shape``."""
+
+    mesh_shape: Dims
+    placements: Placements
+    shape: Dims
+    blocks: tuple[Block, ...]
+
+    def sizes(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """By mesh dim that shards: the lengths of the parts along it, in the row in which ``rank`` is."""
+        own = coordinates(self.mesh_shape)[rank]
+        found = {}
+        for mesh_dim, placement in enumerate(self.placements):
+            if not isinstance(placement, Shard):
+                continue
+            inner = [m for m in _sharding(self.placements, placement.dim) if m > mesh_dim]
+            lengths = [0] * self.mesh_shape[mesh_dim]
+            for coordinate, block in zip(coordinates(self.mesh_shape), self.blocks, strict=True):
+                apart = [m for m, (c, o) in enumerate(zip(coordinate, own, strict=True)) if c != o]
+                if set(apart) <= {mesh_dim, *inner}:
+                    lengths[coordinate[mesh_dim]] += block[placement.dim][1]
+            found[mesh_dim] = tuple(lengths)
+        return found
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """One rank for each part of the whole: those that differ from ``rank`` in parts only."""
+        own = coordinates(self.mesh_shape)[rank]
+        copied = [m for m, p in enumerate(self.placements) if isinstance(p, Replicate)]
+        return tuple(
+            other
+            for other, coordinate in enumerate(coordinates(self.mesh_shape))
+            if all(coordinate[m] == own[m] for m in copied)
+        )
+
+
+def coordinates(mesh_shape: Sequence[int]) -> list[Dims]:
+    return list(itertools.product(*map(range, mesh_shape)))
+
+
+def _sharding(placements: Placements, dim: int) -> list[int]:
+    """The mesh dims that shard tensor dim ``dim``."""
+    return [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+
+
+def checked_placements(placements: object, mesh_ndim: int) -> Placements:
+    """One placement per mesh dim; ValueError or TypeError otherwise."""
+    given = [placements] if isinstance(placements, Placement) else placements
+    if not isinstance(given, (list, tuple)) or len(given) != mesh_ndim:
+        raise ValueError(
+            f"placements must be one for each of the {mesh_ndim} mesh dims, got {placements!r}"
+        )
+    for each in given:
+        if isinstance(each, Partial):
+            raise ValueError(
+                f"placements: {each} is not a part of a tensor but of a sum; reduce it first, "
+                "interlace.functional.all_reduce"
+            )
+        if type(each) not in (Shard, Replicate):
+            raise TypeError(f"placements must be Shard or Replicate, got {each!r}")
+    return tuple(given)
+
+
+def plain_form(placements: Placements) -> tuple[int | None, ...]:
+    """The dims that are sharded, None for a replica: as ranks tell each other."""
+    return tuple(each.dim if isinstance(each, Shard) else None for each in placements)
+
+
+def of_plain_form(dims: Sequence[int | None]) -> Placements:
+    return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+
+
+def for_dims(placements: Placements, ndim: int) -> Placements:
+    """``placements`` with dims from 0; ValueError if a tensor with ``ndim`` dims does not have them."""
+    found: list[Placement] = []
+    for each in placements:
+        if isinstance(each, Shard):
+            if not -ndim <= each.dim < ndim:
+                raise ValueError(f"placements: {each} of a tensor with {ndim} dims")
+            each = Shard(each.dim % ndim)
+        found.append(each)
+    return tuple(found)
+
+
+def from_shapes(mesh_shape: Dims, placements: Placements, shapes: Sequence[Dims]) -> MeshSharding:
+    """The sharding whose shards have these shapes, by rank; ValueError if they do not fit."""
+    first = shapes[0]
+    places = coordinates(mesh_shape)
+    blocks: list[list[tuple[int, int]]] = [[] for _ in shapes]
+    whole = []
+    for rank, shape in enumerate(shapes):
+        if len(shape) != len(first):
+            raise ValueError(
+                f"local has {len(first)} dims on rank 0, {len(shape)} on rank {rank}: {first} and {shape}"
+            )
+    for dim in range(len(first)):
+        along = _sharding(placements, dim)
+        keys = [tuple(place[m] for m in along) for place in places]
+        lengths: dict[Dims, tuple[int, int]] = {}
+        for rank, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
+            length, other = lengths.setdefault(key, (shape[dim], rank))
+            if length != shape[dim]:
+                raise ValueError(
+                    f"local has length {length} along dim {dim} on rank {other}, {shape[dim]} on rank "
+                    f"{rank}: with placements {placements} over a mesh of {mesh_shape} both hold the same "
+                    "part of it"
+                )
+        starts, total = {}, 0
+        for key in sorted(lengths):
+            starts[key] = total
+            total += lengths[key][0]
+        whole.append(total)
+        for block, key, shape in zip(blocks, keys, shapes, strict=True):
+            block.append((starts[key], shape[dim]))
+    return MeshSharding(mesh_shape, placements, tuple(whole), tuple(tuple(each) for each in blocks))
+
+
+def chunked(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> MeshSharding:
+    """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
+    shapes = []
+    for place in coordinates(mesh_shape):
+        found = list(shape)
+        for placement, count, at in zip(placements, mesh_shape, place, strict=True):
+            if isinstance(placement, Shard):
+                found[placement.dim] = chunk_lengths(found[placement.dim], count)[at]
+        shapes.append(tuple(found))
+    return from_shapes(mesh_shape, placements, shapes)
+
+
+def with_sizes(
+    mesh_shape: Dims, placements: Placements, sizes: dict[int, Sequence[int]], shape: Sequence[int]
+) -> MeshSharding:
+    """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
+    expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
+    if set(sizes) != expected:
+        raise ValueError(
+            f"sizes must have the lengths for each mesh dim that shards, {sorted(expected)}, got those for "
+            f"{sorted(sizes)}"
+        )
+    for mesh_dim, lengths in sizes.items():
+        placement = placements[mesh_dim]
+        assert isinstance(placement, Shard)
+        if len(_sharding(placements, placement.dim)) > 1:
+            raise ValueError(
+                f"sizes: several mesh dims shard dim {placement.dim}, whose lengths differ between rows of "
+                'the mesh; use sizes="infer"'
+            )
+        one_length_per_rank(f"sizes[{mesh_dim}]", lengths, mesh_shape[mesh_dim])
+    shapes = []
+    for place in coordinates(mesh_shape):
+        own = list(shape)
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                own[placement.dim] = sizes[mesh_dim][place[mesh_dim]]
+        shapes.append(tuple(own))
+    return from_shapes(mesh_shape, placements, shapes)
+
+
+def unlike_chunks(sharding: MeshSharding) -> list[str]:
+    """A line for each rank that has another shape than ``torch.chunk`` would give it."""
+    usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
+    both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)
+    return [
+        f"rank {rank} has {own}, torch.chunk gives it {other}"
+        for rank, (own, other) in enumerate(both)
+        if own != other
+    ]

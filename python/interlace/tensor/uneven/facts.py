@@ -1,14 +1,21 @@
-"""Facts that the ranks of an uneven collective tell each other of their tensors, and whether these fit."""
+"""Facts that the ranks of an uneven collective tell each other, forward and backward, and whether they fit.
 
+Backward is collective. torch's engine decides when it runs, so ranks whose graphs differ may come to two
+ops in different order. The ops of a group are counted, and before a gradient moves the ranks compare which
+op they are at.
+"""
+
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks, dense
 from interlace.ops.collectives.all_to_all import one_length_per_rank
-from interlace.ops.op.sim_backward import in_rank
+from interlace.ops.op.sim_backward import in_rank, prepare
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
@@ -17,6 +24,7 @@ from interlace.tensor.uneven.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
 Check = Callable[[Any], object]
+Gradient = Callable[[torch.Tensor | None], torch.Tensor | None]
 
 
 def exchange(
@@ -180,3 +188,46 @@ def gradient_here(
         return torch.zeros(tuple(shape), dtype=dtype, device=communicator.place.device)
     with communicator.accepting(op):
         return with_data(f"the gradient of {op}'s result", grad, communicator)
+
+
+_count: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+class _Recorded(torch.autograd.Function):
+    """Communicates nothing in forward: what it returns is there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, result: list[torch.Tensor], gradient: Gradient, own: bool
+    ) -> torch.Tensor:
+        ctx.gradient, ctx.own = gradient, own
+        ctx.set_materialize_grads(False)  # zeros for a placeholder would be as large as the whole
+        return result[0]  # not an argument of its own, or what is returned would be a view of it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
+        of_input = ctx.gradient(grad)
+        return of_input if ctx.own else None, None, None, None
+
+
+def recorded(
+    communicator: Communicator,
+    op: str,
+    result: torch.Tensor,
+    input: torch.Tensor | None,
+    gradient: Gradient,
+) -> torch.Tensor:
+    """``result`` with a node whose backward calls ``gradient`` on every rank, for that of ``input``."""
+    own = input is not None and input.requires_grad
+    anchor = input if own else torch.empty(0, requires_grad=True)
+    prepare(communicator, anchor)
+    number = _count[communicator] = _count.get(communicator, 0) + 1
+    terms = (("the op, by count,", number),)
+
+    def compared(grad: torch.Tensor | None) -> torch.Tensor | None:
+        exchange(communicator, f"backward of {op}", terms, None)
+        return gradient(grad)
+
+    output: torch.Tensor = _Recorded.apply(anchor, [result], compared, own)  # type: ignore[no-untyped-call]
+    return output
