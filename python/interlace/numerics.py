@@ -2,16 +2,16 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
+from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.runtime.core.hooks import HookedOp
 
 
 @contextlib.contextmanager
-def check_numerics(group: Any = None, *, inf: bool = False) -> Iterator[None]:
+def check_numerics(group: Group = None, *, inf: bool = False) -> Iterator[None]:
     """Within, an op of ``group`` that reads or makes a NaN raises; it says rank, op, argument and index.
 
     Of tensors of any shape of floats, complex numbers and fp8. ``inf``: infinities are refused too; by

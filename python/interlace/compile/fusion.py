@@ -368,19 +368,15 @@ def _with_own_scale(
 def _reduced_products(collective: Collective, norm: norms.GraphNorm | None) -> list[GraphProduct]:
     """The matmuls of which the sum is reduced; none where there is a norm all the same."""
     try:
-        return _read_once(collective)
+        if collective.start.args[0] is collective.input and len(collective.input.users) != 1:
+            raise Unfit("the product is read by others too")
+        if collective.reduce_op not in ("sum", "avg"):
+            raise Unfit(f"reduce op {collective.reduce_op!r}")
+        return terms(collective.input)
     except Unfit:
         if norm is None:
             raise
         return []
-
-
-def _read_once(collective: Collective) -> list[GraphProduct]:
-    if collective.start.args[0] is collective.input and len(collective.input.users) != 1:
-        raise Unfit("the product is read by others too")
-    if collective.reduce_op not in ("sum", "avg"):
-        raise Unfit(f"reduce op {collective.reduce_op!r}")
-    return terms(collective.input)
 
 
 def _check(collective: Collective, products: list[GraphProduct]) -> None:

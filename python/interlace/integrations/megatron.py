@@ -4,21 +4,28 @@
 :func:`linear_with_grad_accumulation_and_async_allreduce`, Megatron's function of that name. Both need
 neither APEX (``fused_weight_gradient_mlp_cuda``) nor ``CUDA_DEVICE_MAX_CONNECTIONS=1``. megatron-core is
 imported when :func:`patch` is called, and by nothing else.
+
+Semantics: ``megatron.core.tensor_parallel.layers`` of megatron-core 0.16, and the arguments of later ones.
 """
 
 import importlib
+import sys
 import types
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from interlace.groups import groups
-from interlace.integrations.megatron_linear import (
-    drain_embedding_wgrad_compute,
-    linear_with_grad_accumulation_and_async_allreduce,
+from interlace.nn.functions.linear import (
+    ColumnParallelLinearFunction,
+    DeferredWeightGradients,
+    Layer,
+    column_parallel_linear,
+    row_parallel_linear,
 )
-from interlace.nn.functions.linear import row_parallel_linear
+from interlace.runtime.core.communicator import Communicator
 
 __all__ = [
     "Patched",
@@ -30,6 +37,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 LAYERS = "megatron.core.tensor_parallel.layers"
+PARALLEL_STATE = "megatron.core.parallel_state"
 FUSED = "fused"
 
 
@@ -156,3 +164,162 @@ def _row_forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
     if self.skip_bias_add:
         return output, self.bias
     return (output if self.bias is None else output + self.bias), None
+
+
+class _OutputGradients(DeferredWeightGradients):
+    """Megatron's ``grad_output_buffer``: backward leaves the outputs' gradients there, up to a limit."""
+
+    def __init__(self, buffer: list[Tensor], limit: int, lengths: list[int]) -> None:
+        super().__init__()
+        self._buffer, self._limit, self._lengths = buffer, limit, lengths
+
+    def accepts(self) -> bool:
+        return not self._limit or len(self._buffer) < self._limit
+
+    def add(self, weights: Any, grads: Any, input: Tensor, **how: Any) -> None:
+        self._buffer.append(grads[0].view(*self._lengths, grads[0].shape[-1]))
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: Any = None,
+    tp_group: Any = None,
+    gtp_remat_size: int | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Megatron-core's function of this name: ``input @ weight.t() + bias``, overlapped in both directions.
+
+    Parameters
+    ----------
+    input : ``[s, b, h]`` or any ``[..., h]``; with ``sequence_parallel`` this rank's shard along dim 0.
+    weight : this rank's ``[out_local, h]``; frozen ones (``requires_grad=False``) are served too.
+    bias : ``[out_local]`` or None.
+    gradient_accumulation_fusion : add the weight's gradient to ``weight.main_grad``, in fp32.
+    allreduce_dgrad : sum the input's gradient over the group; not together with ``sequence_parallel``.
+    sequence_parallel : gather the input, and reduce-scatter its gradient.
+    grad_output_buffer, wgrad_deferral_limit : backward appends the output's gradient to this list and
+        leaves the weight's to :func:`drain_embedding_wgrad_compute`, until the list is as long as the
+        limit; 0 is no limit. Needs ``gradient_accumulation_fusion``.
+    async_grad_allreduce : deprecated by Megatron, and ignored. Later versions have ``tp_group`` in its
+        place: a group given by position is taken for that.
+    tp_group : a torch ``ProcessGroup``, or anything that :func:`interlace.groups.resolve` takes. None is
+        Megatron's tensor-parallel group if it has one, else all ranks. A group of one rank, or a call that
+        asks for no communication, needs no group of interlace.
+    gtp_remat_size : of weights that are sharded once more; None or 1, others are not served.
+    output_dtype : dtype of the output, default the input's.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank.
+
+    >>> from interlace.integrations import megatron
+    >>> def step():
+    ...     x, w = torch.ones(2, 1, 4, requires_grad=True), torch.ones(3, 4)
+    ...     y = megatron.linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, False, True)
+    ...     y.sum().backward()
+    ...     return tuple(y.shape), x.grad[0, 0, 0].item()
+    >>> interlace.run(step, 2)
+    [((4, 1, 3), 6.0), ((4, 1, 3), 6.0)]
+    """
+    if async_grad_allreduce is not None and not isinstance(async_grad_allreduce, bool):
+        if isinstance(tp_group, int):
+            gtp_remat_size, tp_group = tp_group, None
+        if tp_group is not None:
+            raise TypeError(f"async_grad_allreduce must be a bool, got {async_grad_allreduce!r}")
+        async_grad_allreduce, tp_group = None, async_grad_allreduce
+    if async_grad_allreduce is not None:
+        warnings.warn(
+            "async_grad_allreduce is not used any more; give allreduce_dgrad instead",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    if gtp_remat_size not in (None, 1):
+        raise ValueError(
+            f"gtp_remat_size must be None or 1, got {gtp_remat_size}: weights that are sharded once more "
+            "are not served"
+        )
+    if sequence_parallel and allreduce_dgrad:
+        raise ValueError("allreduce_dgrad and sequence_parallel are True; one excludes the other")
+    if grad_output_buffer is not None and not gradient_accumulation_fusion:
+        raise ValueError(
+            "grad_output_buffer needs gradient_accumulation_fusion, which is False: the gradient is added "
+            "to main_grad later"
+        )
+    communicator = _communicator(tp_group, input) if sequence_parallel or allreduce_dgrad else None
+    deferred = None
+    if grad_output_buffer is not None:
+        size = communicator.world_size if communicator is not None and sequence_parallel else 1
+        lengths = [size * input.shape[0], *input.shape[1:-1]]
+        deferred = _OutputGradients(grad_output_buffer, wgrad_deferral_limit or 0, lengths)
+    if communicator is None:
+        fusion = bool(gradient_accumulation_fusion)
+        layer = Layer(None, 0, False, fusion, False, deferred, output_dtype)  # does not communicate
+        return ColumnParallelLinearFunction.apply(layer, 1, input, weight, bias)[0]  # type: ignore[no-any-return,no-untyped-call]
+    (output,) = column_parallel_linear(
+        input,
+        [weight],
+        [bias],
+        group=communicator,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+        deferred=deferred,
+        out_dtype=output_dtype,
+    )
+    return output
+
+
+def drain_embedding_wgrad_compute(
+    config: Any,
+    embedding_activation_buffer: list[Tensor],
+    grad_output_buffer: list[Tensor],
+    weight: Tensor,
+    tp_group: Any = None,
+) -> None:
+    """Megatron-core's function of this name: add to ``weight.main_grad`` what backward has put off.
+
+    ``embedding_activation_buffer`` has inputs ``[s, b, h]``, ``grad_output_buffer`` the gradients ``[s, b,
+    n]`` of their outputs, ``weight`` is ``(n, h)``. ``config.sequence_parallel`` says whether the
+    activations are shards, each of which is gathered while the gradient of the one before is computed. Both
+    lists are empty afterwards. All ranks of the group call this. Raises ValueError if the lists differ in
+    length.
+
+    >>> import types, torch
+    >>> from interlace.integrations import megatron
+    >>> weight, config = torch.zeros(2, 3), types.SimpleNamespace(sequence_parallel=False)
+    >>> weight.main_grad = torch.zeros(2, 3)
+    >>> inputs, grads = [torch.ones(4, 1, 3)], [torch.ones(4, 1, 2)]
+    >>> megatron.drain_embedding_wgrad_compute(config, inputs, grads, weight)
+    >>> weight.main_grad.tolist(), inputs
+    ([[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]], [])
+    """
+    if len(embedding_activation_buffer) != len(grad_output_buffer):
+        raise ValueError(
+            f"embedding_activation_buffer has {len(embedding_activation_buffer)} entries, "
+            f"grad_output_buffer {len(grad_output_buffer)}"
+        )
+    deferred = DeferredWeightGradients()
+    while embedding_activation_buffer:
+        input, grad = embedding_activation_buffer.pop(0), grad_output_buffer.pop(0)
+        over = _communicator(tp_group, input) if config.sequence_parallel else None
+        rows, columns = (each.detach().flatten(0, -2) for each in (input, grad))
+        deferred.add([weight], [columns], rows, communicator=over, fused=True)
+    deferred.run()
+
+
+def _communicator(tp_group: Any, input: Tensor) -> Communicator | None:
+    """The group, or None if it has one rank."""
+    if tp_group is None:
+        state = sys.modules.get(PARALLEL_STATE)
+        if state is not None and state.model_parallel_is_initialized():
+            tp_group = state.get_tensor_model_parallel_group()
+        elif groups.joined() is None and not dist.is_initialized():
+            return None
+    if isinstance(tp_group, dist.ProcessGroup) and tp_group.size() == 1:
+        return None
+    communicator = groups.resolve(tp_group).on(input)
+    return None if communicator.world_size == 1 else communicator

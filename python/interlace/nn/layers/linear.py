@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
+from torch.types import Device
 
 from interlace.arguments import checks
 from interlace.arguments.words import Group
@@ -43,8 +44,8 @@ class LinearOptions:
     init_method: InitMethod | None = None
     gradient_accumulation_fusion: bool = False
     deferred: DeferredWeightGradients | None = None
-    device: Any = None
-    dtype: Any = None
+    device: Device = None
+    dtype: torch.dtype | None = None
 
     def keep(self, layer: Any) -> None:
         """Make attributes of ``layer`` of the options that its forward reads, where they can be changed."""
@@ -62,8 +63,8 @@ class LinearArguments(TypedDict, total=False):
     init_method: InitMethod | None
     gradient_accumulation_fusion: bool
     deferred: DeferredWeightGradients | None
-    device: Any
-    dtype: Any
+    device: Device
+    dtype: torch.dtype | None
 
 
 def with_options(constructor: Constructor) -> Constructor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.types import Device
 
 from interlace.arguments.words import Group
 from interlace.nn.functions.regions import copy_to_group
@@ -23,8 +24,8 @@ class _Norm(ShardedModule):
         names: tuple[str, ...],
         group: Group,
         sequence_parallel: bool,
-        device: Any,
-        dtype: Any,
+        device: Device,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__(group)
         whole = isinstance(normalized_shape, numbers.Integral)
@@ -80,8 +81,8 @@ class LayerNorm(_Norm):
         *,
         group: Group = None,
         sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         names: tuple[str, ...] = ("weight", "bias") if bias else ("weight",)
         names = names if elementwise_affine else ()
@@ -113,8 +114,8 @@ class RMSNorm(_Norm):
         *,
         group: Group = None,
         sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         names = ("weight",) if elementwise_affine else ()
         super().__init__(normalized_shape, names, group, sequence_parallel, device, dtype)

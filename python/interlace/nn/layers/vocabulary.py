@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.types import Device
 
 from interlace.arguments import checks
 from interlace.arguments.words import Group
@@ -68,8 +69,8 @@ class VocabParallelEmbedding(ShardedModule):
         sequence_parallel: bool = True,
         batch_first: bool = False,
         init_method: InitMethod | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         with self.group.accepting(type(self).__name__):

@@ -296,7 +296,7 @@ def fill_empty_tensor_to_shards(
 
 
 def check_tensor_meta(
-    local_tensor: torch.Tensor, check_shape_stride: bool = False, *, group: Any = None
+    local_tensor: torch.Tensor, check_shape_stride: bool = False, *, group: Group = None
 ) -> None:
     """Raise ValueError, on all ranks of ``group``, unless their ``local_tensor`` agree. Collective.
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import rootless
 from interlace.ops.collectives.all_to_all import _all_to_all, one_length_per_rank
@@ -41,7 +42,7 @@ def scatter_v(
     *,
     src: int | None = None,
     group_src: int | None = None,
-    group: Any = None,
+    group: Group = None,
 ) -> torch.Tensor:
     """This rank's part, ``sizes[rank]`` long along ``dim``, of the tensor of rank ``src``.
 
@@ -117,7 +118,7 @@ def gather_v(
     *,
     dst: int | None = None,
     group_dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
 ) -> torch.Tensor:
     """On rank ``dst``: every rank's ``tensor``, one after another along ``dim``. Elsewhere a Placeholder.
 
@@ -178,7 +179,7 @@ def all_gather_v(
     sizes: facts.Sizes = None,
     dim: int = 0,
     *,
-    group: Any = None,
+    group: Group = None,
     accumulate: str | None = "fp32",
 ) -> torch.Tensor:
     """On all ranks: every rank's ``tensor``, one after another along ``dim``.
@@ -249,7 +250,7 @@ def indexed_all_to_all_v(
     sizes: Sequence[Sequence[int]] | None = None,
     dim: int = 0,
     *,
-    group: Any = None,
+    group: Group = None,
     accumulate: str | None = "fp32",
 ) -> torch.Tensor:
     """The parts that all ranks pick of their tensors for this one, along ``dim``, in rank order.

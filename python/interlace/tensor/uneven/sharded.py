@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.groups import groups
 from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.runtime.core.communicator import Communicator
@@ -37,16 +38,16 @@ from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattere
 class _Ranks:
     """The mesh as given, its shape, and the group of all its ranks in row-major order."""
 
-    given: Any
+    given: Group
     shape: tuple[int, ...]
     communicator: Communicator
 
-    def row(self, mesh_dim: int) -> Any:
+    def row(self, mesh_dim: int) -> Group:
         """The group along ``mesh_dim`` in which the caller is."""
         return (self.given, mesh_dim) if isinstance(self.given, DeviceMesh) else self.given
 
 
-def _ranks(mesh: Any) -> _Ranks:
+def _ranks(mesh: Group) -> _Ranks:
     if isinstance(mesh, DeviceMesh):
         members = mesh.mesh.flatten().tolist()
         return _Ranks(mesh, tuple(mesh.mesh.shape), groups.resolve(members))
@@ -176,8 +177,8 @@ class ShardedTensor:
 
 def from_local(
     local: torch.Tensor,
-    mesh: Any,
-    placements: Any,
+    mesh: Group,
+    placements: Placement | Sequence[Placement],
     sizes: str | dict[int, Sequence[int]] = "infer",
     *,
     shape: Sequence[int] | None = None,
@@ -258,8 +259,8 @@ def _whole_sizes(sizes: Any) -> dict[int, Sequence[int]]:
 
 def scatter(
     tensor: torch.Tensor | None,
-    mesh: Any,
-    placements: Any,
+    mesh: Group,
+    placements: Placement | Sequence[Placement],
     sizes: dict[int, Sequence[int]] | None = None,
     *,
     group_src: int = 0,
@@ -339,7 +340,7 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
     placements. The way back is :meth:`ShardedTensor.to_dtensor`.
 
     >>> from torch.distributed.device_mesh import DeviceMesh
-    >>> from torch.distributed.tensor import DTensor, Shard
+    >>> from torch.distributed.tensor import DTensor, Placement, Shard
     >>> def on_rank():
     ...     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=interlace.get_rank())
     ...     dtensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
