@@ -1,13 +1,22 @@
 """Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
 
-``mesh/collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, ``mesh/costs.py`` its
-costs, by torch's figures or by measured ones (``python -m interlace calibrate``), ``mesh/styles.py`` what
-``parallelize_module`` takes. ``uneven/collectives.py`` has differentiable collectives of parts that differ
-in length, ``uneven/placeholder.py`` what stands for a tensor on the ranks that have none,
-``uneven/sharded.py`` the tensor made of such parts.
+``mesh_collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, ``costs.py`` its
+costs, by torch's figures or by measured ones (``python -m interlace calibrate``), ``styles.py`` what
+``parallelize_module`` takes. ``uneven_collectives.py`` has differentiable collectives of parts that differ
+in length, ``placeholder.py`` what stands for a tensor on the ranks that have none,
+``sharded.py`` the tensor made of such parts.
 """
 
-from interlace.tensor.mesh.collectives import (
+from interlace.tensor.costs import (
+    MeshTopoInfo,
+    allgather_cost,
+    allreduce_cost,
+    alltoall_cost,
+    one_step_redistribute_cost,
+    redistribute_cost,
+    reduce_scatter_cost,
+)
+from interlace.tensor.mesh_collectives import (
     check_tensor_meta,
     fill_empty_tensor_to_shards,
     mesh_broadcast,
@@ -17,16 +26,9 @@ from interlace.tensor.mesh.collectives import (
     spec_to_bytes,
     unpad_tensor,
 )
-from interlace.tensor.mesh.costs import (
-    MeshTopoInfo,
-    allgather_cost,
-    allreduce_cost,
-    alltoall_cost,
-    one_step_redistribute_cost,
-    redistribute_cost,
-    reduce_scatter_cost,
-)
-from interlace.tensor.mesh.styles import (
+from interlace.tensor.placeholder import Placeholder, PlaceholderError
+from interlace.tensor.sharded import ShardedTensor, from_dtensor, from_local, scatter
+from interlace.tensor.styles import (
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -35,14 +37,12 @@ from interlace.tensor.mesh.styles import (
     SequenceParallel,
     explain,
 )
-from interlace.tensor.uneven.collectives import (
+from interlace.tensor.uneven_collectives import (
     all_gather_v,
     gather_v,
     indexed_all_to_all_v,
     scatter_v,
 )
-from interlace.tensor.uneven.placeholder import Placeholder, PlaceholderError
-from interlace.tensor.uneven.sharded import ShardedTensor, from_dtensor, from_local, scatter
 
 __all__ = [
     "ColwiseParallel",

@@ -18,7 +18,7 @@ import interlace
 import interlace.compile
 import interlace.tensor as styles
 from interlace import functional
-from interlace.tensor.mesh import shared_gathers
+from interlace.tensor import shared_gathers
 from multi.tensor.style_ranks import INNER, SEQUENCE, WIDTH, both, sequence, shape_of
 
 

@@ -11,7 +11,7 @@ import interlace
 from interlace.cli import main
 from interlace.cli.commands import calibrate as command
 from interlace.runtime.tuning import calibration
-from interlace.tensor.mesh.calibration import CalibrationRequest, NoisyTimesError, measured, on_rank
+from interlace.tensor.calibration import CalibrationRequest, NoisyTimesError, measured, on_rank
 from multi.tuning import calibration_ranks
 from support import under_torchrun
 from tiers import thorough

@@ -27,7 +27,7 @@ from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.cost_model import Problem
-from interlace.tensor.mesh.calibration import (
+from interlace.tensor.calibration import (
     CalibrationRequest,
     NoisyTimesError,
     fit,
@@ -35,7 +35,7 @@ from interlace.tensor.mesh.calibration import (
     measured,
     medians,
 )
-from interlace.tensor.mesh.costs import GIB, MeshTopoInfo
+from interlace.tensor.costs import GIB, MeshTopoInfo
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8))
 

@@ -9,9 +9,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import interlace
 from interlace.ops.collectives import rooted
-from interlace.tensor import Placeholder, from_local, scatter
-from interlace.tensor.uneven import facts
-from interlace.tensor.uneven.blocks import chunked, from_shapes, shape_of, unlike_chunks
+from interlace.tensor import Placeholder, facts, from_local, scatter
+from interlace.tensor.blocks import chunked, from_shapes, shape_of, unlike_chunks
 from support import failure, noise
 
 LENGTHS = {1: [3], 2: [4, 0], 3: [2, 0, 5], 4: [0, 1, 3, 2]}
@@ -124,7 +123,7 @@ def test_chunk_needs_no_message() -> None:
         assert known.sizes == listed.sizes == found.sizes
         return tuple(known.shape), tuple(even.shape), repr(found)
 
-    with mock.patch("interlace.tensor.uneven.facts.exchange", counted):
+    with mock.patch("interlace.tensor.facts.exchange", counted):
         first = interlace.run(ranks, 4)[0]
     assert first[:2] == ((5, 3), (8, 3)) and sent == ["from_local"] * 4
     assert "sizes={0: (2, 2, 1, 0)}" in first[2] and "local=(2, 3) on rank 0" in first[2]

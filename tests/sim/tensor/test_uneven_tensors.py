@@ -14,9 +14,15 @@ from interlace.ops.collectives import rooted
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.errors import InterlaceError, RankError
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
-from interlace.tensor import Placeholder, all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
-from interlace.tensor.uneven import facts
-from interlace.tensor.uneven.blocks import chunk_lengths
+from interlace.tensor import (
+    Placeholder,
+    all_gather_v,
+    facts,
+    gather_v,
+    indexed_all_to_all_v,
+    scatter_v,
+)
+from interlace.tensor.blocks import chunk_lengths
 from support import failure, laid_out, noise
 
 LENGTHS = {1: [3], 2: [0, 4], 3: [2, 0, 5], 4: [1, 3, 0, 2]}
@@ -319,7 +325,7 @@ def test_one_message_each() -> None:
 
     names = ["scatter_v", "gather_v", "all_gather_v", "indexed_all_to_all_v"]
     with (
-        mock.patch("interlace.tensor.uneven.facts.exchange", counted),
+        mock.patch("interlace.tensor.facts.exchange", counted),
     ):
         interlace.run(calls, 2)
     assert sorted(sent) == sorted([*names, *(f"backward of {name}" for name in names)] * 2)

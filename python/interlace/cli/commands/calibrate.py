@@ -87,7 +87,7 @@ def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
 
 def calibrate(console: Any, options: CalibrateOptions) -> int:
     """Measure, write, print. Raises ValueError or OSError."""
-    from interlace.tensor.mesh import calibration as measuring  # late: it imports torch's DTensor
+    from interlace.tensor import calibration as measuring  # late: it imports torch's DTensor
 
     mesh = mesh_of(options)
     if not 3 <= options.repetitions <= MOST_REPETITIONS:
@@ -131,7 +131,7 @@ def _without_noise(
 
     Raises NoisyTimesError after enough of them; ``agreed`` makes one decision of all ranks'.
     """
-    from interlace.tensor.mesh.calibration import NoisyTimesError
+    from interlace.tensor.calibration import NoisyTimesError
 
     times: list[Any] = []  # by rank
     begun = time.monotonic()

@@ -39,7 +39,7 @@ from torch.distributed.tensor import _collective_utils as utilities
 
 from interlace.runtime.tuning import calibration
 from interlace.runtime.tuning.calibration import Link, MeasuredMesh
-from interlace.tensor.mesh.collectives import spec_to_bytes
+from interlace.tensor.mesh_collectives import spec_to_bytes
 
 BANDWIDTH, BASE = 87.7, 6.6
 GIB = float(1 << 30)

@@ -37,7 +37,7 @@ from torch.distributed.tensor.placement_types import Placement
 from interlace import functional
 from interlace.arguments.checks import FLOAT_DTYPES
 from interlace.groups.specs import GroupSpec, describe
-from interlace.tensor.mesh import shared_gathers
+from interlace.tensor import shared_gathers
 
 _EXPLANATION, _OF_OUTPUT = "_interlace_style", "_interlace_output_style"
 Placements = tuple[Placement, ...]

@@ -18,8 +18,8 @@ from interlace.arguments.words import Group
 from interlace.groups import groups
 from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks, facts
-from interlace.tensor.uneven.blocks import (
+from interlace.tensor import blocks, facts
+from interlace.tensor.blocks import (
     MeshSharding,
     Placements,
     checked_placements,
@@ -31,7 +31,7 @@ from interlace.tensor.uneven.blocks import (
     unlike_chunks,
     with_sizes,
 )
-from interlace.tensor.uneven.collectives import all_gather_v, gathered, scattered
+from interlace.tensor.uneven_collectives import all_gather_v, gathered, scattered
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from interlace.ops.op.sim_backward import in_rank, prepare
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks
-from interlace.tensor.uneven.placeholder import Placeholder
+from interlace.tensor import blocks
+from interlace.tensor.placeholder import Placeholder
 
 Sizes = Sequence[int] | None
 Check = Callable[[Any], object]

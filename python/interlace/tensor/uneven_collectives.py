@@ -31,8 +31,8 @@ from interlace.ops.collectives.all_to_all import _all_to_all, one_length_per_ran
 from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
-from interlace.tensor.uneven import blocks, facts
-from interlace.tensor.uneven.placeholder import Placeholder
+from interlace.tensor import blocks, facts
+from interlace.tensor.placeholder import Placeholder
 
 
 def scatter_v(

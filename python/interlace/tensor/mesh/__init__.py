@@ -1,1 +1,0 @@
-"""Device meshes: collectives along a dimension, costs, parallel styles."""

@@ -1,1 +1,0 @@
-"""Tensors in parts of any length, and placeholders."""
