@@ -147,14 +147,13 @@ def _complete(result: Any) -> Any:
     """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
     if "interlace.ops.op.async_tensor" not in sys.modules:
         return result  # no functional op has run
-    from torch.utils import _pytree as pytree
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
     from interlace.ops.op.async_tensor import AsyncTensor, wait
 
-    leaves, spec = pytree.tree_flatten(result)
-    if not any(isinstance(leaf, AsyncTensor) for leaf in leaves):
+    if not any(isinstance(leaf, AsyncTensor) for leaf in tree_leaves(result)):
         return result
-    return pytree.tree_unflatten([wait(leaf) for leaf in leaves], spec)
+    return tree_map_only(AsyncTensor, wait, result)
 
 
 def _install(overrides: Overrides, timeout: float, place: Place) -> Place:

@@ -22,6 +22,7 @@ from interlace.compile.graph_nodes import (
     arguments,
     aten,
     is_call,
+    named_arguments,
     named_call,
     only_user,
     same,
@@ -132,27 +133,22 @@ def _joined(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     cat = users.pop() if len(users) == 1 else None
     if not is_call(cat, aten.cat.default) or cat is None or list(arguments(cat)[0]) != parts:
         return None
-    _, dim = (*arguments(cat), 0)[:2]
-    return cat, int(dim) % value(cat).dim()
+    return cat, int(named_arguments(cat)["dim"]) % value(cat).dim()
 
 
 def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     """Of ``input`` = the cat, along dim 0, of all slices along another dim: what is sliced, and the dim."""
     if not is_call(input, aten.cat.default) or len(input.users) != 1:
         return None
-    parts = list(arguments(input)[0])
-    _, dim = (*arguments(input), 0)[:2]
-    if len(parts) != size or dim != 0 or not all(isinstance(part, fx.Node) for part in parts):
+    joined = named_arguments(input)
+    parts = list(joined["tensors"])
+    whole = len(parts) == size and joined["dim"] == 0
+    if not whole or not all(isinstance(part, fx.Node) for part in parts):
         return None
-    source = arguments(parts[0])[0]
-    if is_call(parts[0], operator.getitem):
-        if not is_call(source, aten.split.Tensor, aten.chunk.default):
-            return None
-        source, _, along = (*arguments(source), 0)[:3]
-    elif is_call(parts[0], aten.slice.Tensor):
-        _, along = (*arguments(parts[0]), 0)[:2]
-    else:
+    cut = arguments(parts[0])[0] if is_call(parts[0], operator.getitem) else parts[0]
+    if not is_call(cut, aten.split.Tensor, aten.chunk.default, aten.slice.Tensor):
         return None
+    source, along = arguments(cut)[0], named_arguments(cut)["dim"]
     if _slices(source, along, size) != parts:
         return None
     return source, int(along) % value(source).dim()
@@ -163,7 +159,8 @@ def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
     length = shape(source)[dim]
     user = only_user(source)
     if user is not None and is_call(user, aten.split.Tensor):
-        _, part, along = (*arguments(user), 0)[:3]
+        given = named_arguments(user)
+        part, along = given["split_size"], given["dim"]
         part = part.meta["val"] if isinstance(part, fx.Node) else part
         items = sorted(user.users, key=lambda item: int(arguments(item)[1]))
         equal = same([part * size], [length])
@@ -178,10 +175,11 @@ def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
         return None
     found = {}
     for each in slices:
-        given: list[Any] = list(arguments(each)[1:])
-        defaults: list[Any] = [0, 0, length, 1]
-        along, start, end, step = given + defaults[len(given) :]
-        if along != dim or step != 1 or start % part or min(end, length) != start + part:
+        given = named_arguments(each)
+        start, end = given["start"] or 0, length if given["end"] is None else given["end"]
+        if (given["dim"], given["step"]) != (dim, 1) or start % part:
+            return None
+        if min(end, length) != start + part:
             return None
         found[start // part] = each
     return [found[rank] for rank in range(size)] if len(found) == size else None

@@ -290,7 +290,7 @@ def named_call(node: fx.Node) -> NamedCall | None:
         schema = node.target._schema
         single: dict[Any, fx.Node | None] = {0: node}
         made = _results(node) if len(schema.returns) > 1 else single
-        return NamedCall(schema.name, given_to(node.target, node.args, node.kwargs), made)
+        return NamedCall(schema.name, named_arguments(node), made)
     op: Any = arguments(node)[0]
     given, items = dict(node.kwargs), _results(node)
     kinds = {each.name: each.alias_info for each in op._schema.arguments}
@@ -306,6 +306,11 @@ def named_call(node: fx.Node) -> NamedCall | None:
             return None
     made = {name: items.get(first + at) for name, at in places.items() if at is not None}
     return NamedCall(op._schema.name, given_to(op, (), given), made)
+
+
+def named_arguments(node: Any) -> dict[str, Any]:
+    """The arguments of the node's call as :func:`given_to` gives them."""
+    return given_to(node.target, node.args, node.kwargs)
 
 
 def given_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from interlace.compile.graph_nodes import (
     aten,
     chain_of_reshapes,
     is_call,
+    named_arguments,
     shape,
     static,
     through_reshapes,
@@ -101,18 +102,15 @@ def product_at(node: fx.Node) -> GraphProduct:
     return GraphProduct(node, left, right, bias, added, batch=batch)
 
 
-_SCALED_DEFAULTS = {"bias": None, "scale_result": None, "out_dtype": None, "use_fast_accum": False}
-
-
 def _scaled(node: fx.Node) -> GraphProduct:
-    left, right, left_scale, right_scale, *rest = arguments(node)
-    given = {**_SCALED_DEFAULTS, **dict(zip(_SCALED_DEFAULTS, rest, strict=False)), **node.kwargs}
+    left, right = arguments(node)[:2]
+    given = named_arguments(node)
     if given["scale_result"] is not None:
         raise Unfit("_scaled_mm with a scale of its result")
     if not static(*shape(right)):
         raise Unfit("the weight has a symbolic shape")
     dtype = given["out_dtype"] or value(node).dtype
-    scales = Scales(left_scale, right_scale, dtype, bool(given["use_fast_accum"]))
+    scales = Scales(given["scale_a"], given["scale_b"], dtype, bool(given["use_fast_accum"]))
     return GraphProduct(node, left, right, given["bias"], scales=scales)
 
 
