@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.groups import groups
-from interlace.nn.functions.linear import (
+from interlace.nn.linear_functions import (
     ColumnParallelLinearFunction,
     DeferredWeightGradients,
     Layer,

@@ -6,12 +6,28 @@ number of ranks. See docs/layers.md.
 """
 
 from interlace.nn import functional as functional
-from interlace.nn.functions.linear import (
+from interlace.nn.attention import ContextParallelAttention, UlyssesAttention
+from interlace.nn.checkpoints import (
+    full_state_dict,
+    load_optimizer_state_dict,
+    sharded_optimizer_state_dict,
+    sharded_state_dict,
+    shardings,
+)
+from interlace.nn.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    SequenceParallelMLP,
+)
+from interlace.nn.linear_functions import (
     DeferredWeightGradients,
     column_parallel_linear,
     row_parallel_linear,
 )
-from interlace.nn.functions.regions import (
+from interlace.nn.moe import LoadBalance, MoE
+from interlace.nn.norm import LayerNorm, RMSNorm
+from interlace.nn.regions import (
     copy_to_group,
     gather_from_group,
     gather_from_sequence,
@@ -19,28 +35,12 @@ from interlace.nn.functions.regions import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
-from interlace.nn.layers.attention import ContextParallelAttention, UlyssesAttention
-from interlace.nn.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    SequenceParallelMLP,
-)
-from interlace.nn.layers.moe import LoadBalance, MoE
-from interlace.nn.layers.norm import LayerNorm, RMSNorm
-from interlace.nn.layers.vocabulary import (
+from interlace.nn.sharding import ShardedModule, Sharding
+from interlace.nn.vocabulary import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from interlace.nn.parameters.checkpoints import (
-    full_state_dict,
-    load_optimizer_state_dict,
-    sharded_optimizer_state_dict,
-    sharded_state_dict,
-    shardings,
-)
-from interlace.nn.parameters.sharding import ShardedModule, Sharding
 
 __all__ = [
     "ColumnParallelLinear",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import interlace
 from interlace import nn as inn
 from interlace.kernels.tiling import split_rows
-from interlace.nn.layers import vocabulary
+from interlace.nn import vocabulary
 
 TOKENS, CLASSES, IGNORED = (5, 3), 29, -100
 
@@ -51,7 +51,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
 
 
 def in_pieces(options: dict[str, Any]) -> None:
-    with mock.patch("interlace.nn.layers.vocabulary.ELEMENTS_AT_ONCE", 40):
+    with mock.patch("interlace.nn.vocabulary.ELEMENTS_AT_ONCE", 40):
         compare(torch.float64, False, True, options)
 
 

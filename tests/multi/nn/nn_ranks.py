@@ -329,11 +329,11 @@ def _own_sum(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
     return tensor
 
 
-REGIONS = "interlace.nn.functions.regions"
+REGIONS = "interlace.nn.regions"
 DROPPED = {
     "layer norm": (f"{REGIONS}.functional.all_reduce", _own_sum, "gradient of weight"),
     "row, skip bias": (f"{REGIONS}.functional.all_reduce", _own_sum, "gradient of bias"),
-    "row": ("interlace.nn.functions.linear._all_reduce", _nothing, "gradient of bias"),
+    "row": ("interlace.nn.linear_functions._all_reduce", _nothing, "gradient of bias"),
     "embedding": (f"{REGIONS}.plain.reduce_scatter", _own_part, "output"),
     "embedding, replicated": (f"{REGIONS}.plain.all_reduce", _own, "output"),
 }

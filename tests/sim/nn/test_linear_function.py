@@ -17,7 +17,7 @@ from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row
 from interlace import nn
 from interlace.groups.groups import resolve
 from interlace.nn import DeferredWeightGradients, column_parallel_linear, row_parallel_linear
-from interlace.nn.functions import linear
+from interlace.nn import linear_functions as linear
 from interlace.runtime.core.work import Work
 from support import noise
 

@@ -14,14 +14,14 @@ from torch.types import Device
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.kernels.epilogue import Activation
-from interlace.nn.functions import regions
-from interlace.nn.functions.linear import (
+from interlace.nn import regions
+from interlace.nn.linear_functions import (
     DeferredWeightGradients,
     casts,
     column_parallel_linear,
     row_parallel_linear,
 )
-from interlace.nn.parameters.sharding import OnGroup, ShardedModule, divisible, positive
+from interlace.nn.sharding import OnGroup, ShardedModule, divisible, positive
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.activations import activate

@@ -13,10 +13,10 @@ from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.experts.products import multiply
 from interlace.experts.rows import dispatch, permute
 from interlace.kernels.epilogue import Activation
-from interlace.nn.functions.regions import copy_to_group
-from interlace.nn.layers.linear import check_features
-from interlace.nn.layers.router import Router
-from interlace.nn.parameters.sharding import ShardedModule, divisible, positive
+from interlace.nn.linear import check_features
+from interlace.nn.regions import copy_to_group
+from interlace.nn.router import Router
+from interlace.nn.sharding import ShardedModule, divisible, positive
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.ops.experts.api import all_to_all_grouped_matmul, grouped_matmul_combine
 from interlace.runtime.core.call import Terms

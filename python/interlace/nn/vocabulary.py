@@ -18,9 +18,9 @@ from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
-from interlace.nn.functions import regions
-from interlace.nn.layers.linear import InitMethod
-from interlace.nn.parameters.sharding import OnGroup, ShardedModule, positive
+from interlace.nn import regions
+from interlace.nn.linear import InitMethod
+from interlace.nn.sharding import OnGroup, ShardedModule, positive
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator

@@ -16,8 +16,8 @@ from interlace.nn.functions.attention import (
     index_tensor,
     positions_of_ranks,
 )
-from interlace.nn.functions.linear import casts
-from interlace.nn.parameters.sharding import OnGroup, check_equal, positive
+from interlace.nn.linear_functions import casts
+from interlace.nn.sharding import OnGroup, check_equal, positive
 from interlace.ops.attention.functional import all_to_all_matmul, matmul_all_to_all
 from interlace.ops.attention.shards import TokenShards
 from interlace.ops.op.calls import ints, refuse

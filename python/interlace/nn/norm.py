@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.types import Device
 
 from interlace.arguments.words import Group
-from interlace.nn.functions.regions import copy_to_group
-from interlace.nn.parameters.sharding import ShardedModule
+from interlace.nn.regions import copy_to_group
+from interlace.nn.sharding import ShardedModule
 
 Tensor = torch.Tensor
 

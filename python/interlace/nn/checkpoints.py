@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.nn.parameters.sharding import (
+from interlace.nn.sharding import (
     ShardedModule,
     Sharding,
     _is_dtensor,

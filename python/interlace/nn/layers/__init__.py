@@ -1,1 +1,0 @@
-"""The layers: linear, QKV, MLP, norms, embedding, cross entropy."""

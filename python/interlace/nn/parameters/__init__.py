@@ -1,1 +1,0 @@
-"""Parameters that are parts of unsharded ones: sharding, modules, state dicts, optimizer state."""
