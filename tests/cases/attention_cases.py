@@ -8,8 +8,8 @@ import torch
 
 import interlace
 from interlace import nn, reference
-from interlace.attention_reference import AttentionReference, visible
-from interlace.ops.attention.shards import TokenShards
+from interlace.ops.attention.problem import TokenShards
+from interlace.ops.attention.reference import AttentionReference, visible
 from interlace.runtime.tuning.configuration import override
 from support import noise
 

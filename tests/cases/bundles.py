@@ -14,12 +14,14 @@ from unittest import mock
 import torch
 
 from interlace.cli.commands.build import write
-from interlace.ops.attention import blocks
-from interlace.ops.attention import launch_gather as gather
-from interlace.ops.attention import launch_head_exchange as head_exchange
-from interlace.ops.attention.launch_decode import DecodeProblem, decode_fused
-from interlace.ops.attention.problem import AttentionProblem, AttentionResult
-from interlace.ops.attention.shards import AttentionMask, TokenShards
+from interlace.ops.attention import blocks, head_exchange, key_transport
+from interlace.ops.attention.decode import DecodeProblem, decode_fused
+from interlace.ops.attention.problem import (
+    AttentionMask,
+    AttentionProblem,
+    AttentionResult,
+    TokenShards,
+)
 from interlace.ops.collectives import launch as plain
 from interlace.ops.collectives import low_latency
 from interlace.ops.experts.assignment import Assignment
@@ -299,7 +301,7 @@ def _attention(group: Any, rows: Any, configuration: Configuration) -> None:
     query, key, lse = meta(count, 2, 8, size), meta(count, 2, 2, size), meta(2, 8, count)
     about = TokenShards(tuple(rows), "zigzag"), AttentionMask(True), None, 0.125, 4
     problem = AttentionProblem(group, "context_parallel_attention", query, key, key, *about)
-    gather.all_gather_attention_fused(problem, query, lse, tiles)
+    key_transport.all_gather_attention_fused(problem, query, lse, tiles)
 
 
 def _heads(group: Any, rows: Any, backward: bool) -> None:

@@ -6,20 +6,24 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
-from interlace.nn.functions.attention import (
+from interlace.nn.functions.linear_gradients import casts
+from interlace.nn.linear_functions import casts
+from interlace.nn.parameters.sharded_module import check_equal
+from interlace.nn.parameters.sharding import OnGroup, positive
+from interlace.nn.sharding import OnGroup, check_equal, positive
+from interlace.ops.attention.functional import (
     AttentionMethod,
     Balance,
     SequenceLayout,
+    all_to_all_matmul,
     attention_of_heads,
     check_options,
     context_parallel_attention,
     index_tensor,
+    matmul_all_to_all,
     positions_of_ranks,
 )
-from interlace.nn.linear_functions import casts
-from interlace.nn.sharding import OnGroup, check_equal, positive
-from interlace.ops.attention.functional import all_to_all_matmul, matmul_all_to_all
-from interlace.ops.attention.shards import TokenShards
+from interlace.ops.attention.problem import TokenShards
 from interlace.ops.op.calls import ints, refuse
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Call

@@ -1,6 +1,6 @@
 """Functions of layers that work on shards of a sequence; ``interlace.nn.functional``."""
 
-from interlace.nn.functions.attention import (
+from interlace.ops.attention.functional import (
     attention_of_heads,
     context_parallel_attention,
     positions_of_ranks,

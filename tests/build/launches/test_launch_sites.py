@@ -21,17 +21,17 @@ OPS, PLACES = "python/interlace/ops", "runtime/places/gpu"
 COMPAT = "runtime/compat/triton_launcher.py"
 SITES = {
     "algorithms": [
-        f"{OPS}/attention/launch_decode.py::_merge",
-        f"{OPS}/attention/launch_decode.py::own_part",
-        f"{OPS}/attention/launch_gather.py::all_gather_attention_fused.body",
-        f"{OPS}/attention/kernel_blocks.py::KernelBlocks._launch",
+        f"{OPS}/attention/decode.py::_merge",
+        f"{OPS}/attention/decode.py::own_part",
+        f"{OPS}/attention/key_transport.py::all_gather_attention_fused.body",
+        f"{OPS}/attention/blocks.py::KernelBlocks._launch",
         f"{OPS}/experts/launch_combine.py::Combine.fused.body",
         f"{OPS}/experts/launch_dispatch.py::Dispatch.fused.body",
         f"{OPS}/experts/launch_counted.py::CountedMatmul.fused.body",
         f"{OPS}/experts/launch_grouped_combine.py::GroupedMatmulCombine.fused.body",
         f"{OPS}/matmul/launch_gather.py::all_gather_matmul_fused.body",
         f"{OPS}/experts/launch_grouped.py::GroupedMatmul.fused.body",
-        f"{OPS}/attention/launch_head_exchange.py::from_heads_fused.body",
+        f"{OPS}/attention/head_exchange.py::from_heads_fused.body",
         f"{OPS}/collectives/low_latency.py::run_words",
         f"{OPS}/collectives/multimem.py::BySwitch._run.body",
         f"{OPS}/matmul/node_reduce.py::matmul_reduce_scatter.body",

@@ -17,7 +17,7 @@ from interlace.benchmark.runs.tune_candidates import by_name
 from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
-from interlace.ops.attention import launch_head_exchange as head_exchange
+from interlace.ops.attention import head_exchange
 from interlace.ops.experts.launch_combine import Combine
 from interlace.ops.experts.launch_dispatch import Dispatch
 from interlace.runtime.core.context import context_with

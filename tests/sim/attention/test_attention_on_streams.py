@@ -12,15 +12,12 @@ import torch.nn.functional as F
 import interlace
 from cases.attention_cases import METHODS, AttentionCase
 from interlace.groups.groups import default_group
-from interlace.ops.attention import context_parallel
-from interlace.ops.attention import forward_backward as travelling
-from interlace.ops.attention import key_gradients as returns
-from interlace.ops.attention import key_transport as moves
+from interlace.ops.attention import context_parallel, key_transport
 from interlace.ops.attention.context_parallel import (
     AttentionArguments,
     AttentionBackwardArguments,
 )
-from interlace.ops.attention.shards import TokenShards
+from interlace.ops.attention.problem import TokenShards
 from interlace.ops.collectives import launch as plain
 from interlace.runtime.tuning.configuration import override
 from sim.attention.test_ring import changed
@@ -148,8 +145,10 @@ def test_control_keys_that_are_not_waited_for(
     way: tuple[str, int], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = "                compute.wait_event(copying.record())\n            if step + 1"
-    without = changed(moves, "RingKeys", line, "                pass\n            if step + 1")
-    monkeypatch.setitem(travelling.WAYS, "ring", without)
+    without = changed(
+        key_transport, "RingKeys", line, "                pass\n            if step + 1"
+    )
+    monkeypatch.setitem(key_transport.WAYS, "ring", without)
     monkeypatch.setattr(plain, "send_by_copy_engine", _published_first)
     assert not all(holds(run, monkeypatch, seed, way) for seed in range(8))
 
@@ -171,6 +170,6 @@ def test_control_contributions_that_are_not_waited_for(
     fault: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, name, line = NOT_WAITED[fault]
-    monkeypatch.setitem(travelling.BACK, method, changed(returns, name, line, "pass"))
+    monkeypatch.setitem(key_transport.BACK, method, changed(key_transport, name, line, "pass"))
     seeds = range(8)
     assert not all(holds(run, monkeypatch, seed, method, backward=True) for seed in seeds)

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace import nn, reference
-from interlace.attention_reference import AttentionReference
 from interlace.groups.groups import default_group
+from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.places.sim.several_nodes import separate_nodes
 from interlace.runtime.tuning.configuration import override

@@ -11,9 +11,7 @@ import torch
 import interlace
 from interlace import nn
 from interlace.groups.groups import default_group
-from interlace.ops.attention import forward_backward as travelling
-from interlace.ops.attention import key_gradients as returns
-from interlace.ops.attention import key_transport as moves
+from interlace.ops.attention import key_transport
 from interlace.verify import races
 from interlace.verify.suite.targets import TARGETS
 from tiers import few, thorough
@@ -49,11 +47,11 @@ def test_four_ranks_have_no_race(target: Callable[[], Any]) -> None:
 def test_gradients_that_go_round_are_waited_for(
     line: str, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = inspect.getsource(returns)
+    source = inspect.getsource(key_transport)
     waits = [each for each in source.splitlines() if "compute.wait(" in each and line in each]
     (wait,) = waits
-    mutant = changed(returns, "RingSums", wait, wait.split("compute")[0] + "pass")
-    monkeypatch.setitem(travelling.BACK, "ring", mutant)
+    mutant = changed(key_transport, "RingSums", wait, wait.split("compute")[0] + "pass")
+    monkeypatch.setitem(key_transport.BACK, "ring", mutant)
     for seed in range(6):
         report = races(BACK, world_size, seeds=[seed])
         if not report.clean:
@@ -84,8 +82,8 @@ def test_without_one_of_its_waits_there_is_a_race(
 ) -> None:
     indent = line[: len(line) - len(line.lstrip())]
     rest = "\n        for step" if "for step" in line else ""
-    mutant = changed(moves, "RingKeys", line, f"{indent}pass{rest}")
-    monkeypatch.setitem(travelling.WAYS, "ring", mutant)
+    mutant = changed(key_transport, "RingKeys", line, f"{indent}pass{rest}")
+    monkeypatch.setitem(key_transport.WAYS, "ring", mutant)
     for seed in range(6):
         report = races(RING, world_size, seeds=[seed])
         if not report.clean:

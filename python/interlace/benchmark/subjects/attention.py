@@ -19,11 +19,11 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.attention_reference import AttentionReference
 from interlace.benchmark.subjects.by_rows import ByRows, Expected
 from interlace.benchmark.subjects.plain import AllGather, ReduceScatter, Tensors, torchs
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor
+from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.cache import BY_OP
 from interlace.runtime.tuning.tuning import Problem

@@ -10,8 +10,7 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import Group, ScaledAlgorithm
 from interlace.groups.groups import resolve
-from interlace.ops.attention.decode import DecodeArguments, decode
-from interlace.ops.attention.launch_decode import OP
+from interlace.ops.attention.decode import OP, DecodeArguments, decode
 from interlace.ops.op import registry
 
 Tensor = torch.Tensor
@@ -80,6 +79,7 @@ def distributed_decode(
         recorded = registry.functional(OP)  # whose backward says that there is none
         made = recorded(q, kv_cache, group=group, algorithm=algorithm, **given)
         output, lse = map(registry.functional("wait"), made)
-        return (output, lse) if return_lse else output
-    arguments = DecodeArguments(q, key, value, lengths, block_table, scale, algorithm)
-    return decode(communicator, (arguments, return_lse))  # type: ignore[return-value]
+    else:
+        arguments = DecodeArguments(q, key, value, lengths, block_table, scale, algorithm)
+        output, lse = decode(communicator, (arguments,))  # type: ignore[misc]
+    return (output, lse) if return_lse else output

@@ -1,16 +1,509 @@
-"""Attention to keys that are all there, and the gradients of it."""
+"""Partial results over the keys of one source, merged, and their gradients: by torch, or by Triton kernels.
 
-from collections.abc import Sequence
+By torch any dtype will do. On a CPU the products are those of torch's own flash attention, which takes a
+causal mask and masks as tensors, and one size of heads: where values have another than keys, the smaller is
+filled up with zeros. Where a mask is causal only, keys are seen wholly, not at all, or as a triangle, so
+nobody makes a mask. Operands of 16 bits are widened first: partial results are fp32.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from interlace.ops.attention.kernel_blocks import KernelBlocks
-from interlace.ops.attention.problem import AttentionProblem, AttentionResult, Blocks
-from interlace.ops.attention.torch_blocks import TorchBlocks
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Heads, Partials, Rows, RowSums, Spans, TablePart
+from interlace.kernels.attention import backward, forward
+from interlace.ops.attention.problem import (
+    LOG2E,
+    NO_LIMIT,
+    AttentionProblem,
+    AttentionResult,
+    attention_tiles,
+    rows_argument,
+    unit_rows,
+)
+from interlace.ops.matmul.operands import launch_options
+from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
+_aten: Any = torch.ops.aten
+WHOLE, TRIANGLE, MASKED = "whole", "triangle", "masked"
+
+
+class TorchBlocks:
+    """The queries of one call, and what was made of them so far, by torch; see :class:`KernelBlocks`."""
+
+    def __init__(self, problem: AttentionProblem, shape: Sequence[int]) -> None:
+        self._problem, self._sources = problem, problem.sources()
+        self._spans, self._wide = problem.spans(), problem.wide
+        self._heads, self._rows = shape[2], slice(0, shape[0])
+        mask = problem.mask
+        simple = problem.documents is None and mask.window == (NO_LIMIT, NO_LIMIT)
+        self._simple = simple and problem.scale > 0  # torch scales what it has filled with -inf
+        self._partials: dict[int, list[tuple[slice, Tensor, Tensor]]] = {}
+
+    def begin(self, query: Tensor) -> None:
+        self._given = query
+
+    @functools.cached_property
+    def _query(self) -> Tensor:
+        """``[b, h, tokens, size]``, widened, dense; on the stream: the query may not be there before."""
+        return self._given.permute(1, 2, 0, 3).to(self._wide).contiguous()
+
+    def _call(self, function: Any, label: str) -> None:
+        self._problem.communicator.compute.call(function, label)
+
+    def _mask(self, source: int) -> Tensor:
+        """``[queries, keys]``: what a query sees of the keys of ``source``."""
+        positions = self._problem.shards.places([source], self._spans.device)
+        return (self._spans[:, :1] <= positions) & (positions < self._spans[:, 1:])
+
+    def _pairs(self, source: int) -> list[tuple[slice, int, str]]:
+        """Rows of queries, and the first so many keys of ``source`` of which they see something.
+
+        No row is in two pairs: keys of a rank are in the order of their positions, so what a run of
+        queries sees of another's is the keys of its first runs.
+        """
+        problem, shards = self._problem, self._problem.shards
+        keys = shards.lengths[source]
+        if not self._simple:
+            return [(self._rows, keys, MASKED)]
+        if not problem.mask.causal:
+            return [(self._rows, keys, WHOLE)]
+        found: list[tuple[slice, int, str]] = []
+        begin = 0
+        for rank in problem.whose:
+            runs = shards.runs(rank) if rank != source else []
+            if rank == source and keys:
+                found.append((slice(begin, begin + keys), keys, TRIANGLE))
+            for run in runs:
+                seen = sum(k.rows for k in shards.runs(source) if k.position < run.position)
+                rows = slice(begin + run.first, begin + run.first + run.rows)
+                if found and found[-1][1:] == (seen, WHOLE) and found[-1][0].stop == rows.start:
+                    rows = slice(found.pop()[0].start, rows.stop)
+                if seen:
+                    found.append((rows, seen, WHOLE))
+            begin += shards.lengths[rank]
+        return found
+
+    def _heads_first(self, packed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[b, h, tokens, size]``, widened, rows dense: products are of these."""
+        key, value = (self._groups(self._dense(each)) for each in packed)
+        return key, value
+
+    def _dense(self, key: Tensor) -> Tensor:
+        key = key.permute(1, 2, 0, 3)
+        if key.dtype != self._wide or key.stride(-2) != key.shape[-1]:
+            key = key.new_empty(key.shape, dtype=self._wide).copy_(key)
+        return key
+
+    def _groups(self, key: Tensor) -> Tensor:
+        """A head of keys for every head of queries, where these are no equal groups of all of them."""
+        heads, key_heads = self._heads, key.shape[1]
+        problem = self._problem
+        if heads == key_heads * problem.per_key and not problem.first_head:
+            return key
+        return key[:, self._head_index(key.device)]
+
+    def _head_index(self, device: torch.device) -> Tensor:
+        heads = torch.arange(self._heads, device=device)
+        return (heads + self._problem.first_head) // self._problem.per_key
+
+    def _seen(
+        self, source: int, packed: Tensor
+    ) -> Iterator[tuple[slice, Tensor | None, bool, Tensor, Tensor]]:
+        """(rows of queries, mask, whether it is causal, the keys, the values) that meet."""
+        pairs = self._pairs(source)
+        if pairs:
+            most = max(count for _, count, _ in pairs)
+            both = self._problem.keys_and_values(packed)
+            keys = self._heads_first([each[:most] for each in both])
+        for rows, count, relation in pairs:
+            mask = self._mask(source) if relation == MASKED else None
+            if mask is None or bool(mask.any()):
+                key, value = (each[:, :, :count] for each in keys)
+                yield rows, mask, relation == TRIANGLE, key, value
+
+    def _by_source(self, source: int | None, packed: Tensor) -> list[tuple[int, Tensor]]:
+        if source is not None:
+            return [(source, packed)]
+        parts = torch.split(packed, list(self._problem.shards.lengths))
+        return [(each, parts[each]) for each in self._sources]
+
+    def attend(self, source: int | None, packed: Tensor) -> None:
+        for each, keys in self._by_source(source, packed):
+            self._attend(each, keys)
+
+    def _attend(self, source: int, packed: Tensor) -> None:
+        def run() -> None:
+            found = self._partials[source] = []
+            for rows, mask, causal, key, value in self._seen(source, packed):
+                query = self._query[:, :, rows]
+                made = attended(query, key, value, mask, causal, self._problem.scale)
+                found.append((rows, *made))
+
+        self._call(run, f"attention to keys of rank {source}")
+
+    def merge(self, output: Tensor, lse: Tensor) -> None:
+        def run() -> None:
+            parts = [part for source in self._sources for part in self._partials[source]]
+            with self._given_to(output) as total:
+                lse.copy_(merged(parts, total))
+
+        self._call(run, "merge")
+
+    @contextlib.contextmanager
+    def _given_to(self, output: Tensor) -> Iterator[Tensor]:
+        """``[b, h, tokens, size]``, wide, for what ``output`` gets, and that itself if it is wide."""
+        wide = output if output.dtype == self._wide else torch.empty_like(output, dtype=self._wide)
+        yield wide.permute(1, 2, 0, 3)
+        if wide is not output:
+            output.copy_(wide)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def begin_backward(self, result: AttentionResult) -> None:
+        self._of_query: dict[int, list[tuple[slice, Tensor]]] = {}
+
+        def prepare() -> None:
+            self._grad, self._out = (
+                each.permute(1, 2, 0, 3).to(self._wide) for each in (result.grad, result.output)
+            )
+            nothing = result.lse == float("-inf")
+            self._lse = torch.where(nothing, float("inf"), result.lse).to(self._wide)
+            # the grad of the sums' logarithms is in there, which torch's own kernel does not know
+            self._delta = None if result.lse_grad is None else result.delta().to(self._wide)
+
+        self._call(prepare, "sums of rows")
+
+    def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
+        parts = self._by_source(source, packed), self._by_source(source, contribution)
+        for (each, keys), (_, made) in zip(*parts, strict=True):
+            self._differentiate(each, keys, made)
+
+    def _differentiate(self, source: int, packed: Tensor, contribution: Tensor) -> None:
+        def run() -> None:
+            of_query = self._of_query[source] = []
+            parts = self._problem.parts_of_rows(contribution)
+            sums = [RowTotal(each.permute(1, 2, 0, 3)) for each in parts]
+            for rows, mask, causal, key, value in self._seen(source, packed):
+                of = self._grad[:, :, rows], self._out[:, :, rows], self._lse[:, :, rows]
+                delta = None if self._delta is None else self._delta[:, :, rows]
+                query, scale = self._query[:, :, rows], self._problem.scale
+                grads = differentiated(query, key, value, of, delta, mask, causal, scale)
+                of_query.append((rows, grads[0]))
+                for total, made in zip(sums, grads[1:], strict=True):
+                    of_keys = self._of_key_heads(made, self._problem.key.shape[2])
+                    total.add(slice(0, key.shape[2]), of_keys)
+            for total in sums:
+                total.end()
+
+        self._call(run, f"gradients of keys of rank {source}")
+
+    def _of_key_heads(self, grad: Tensor, key_heads: int) -> Tensor:
+        """Sums over the query heads of each key head, in their order."""
+        if grad.shape[1] == key_heads:
+            return grad
+        batches, _, rows, size = grad.shape
+        total = grad.new_zeros(batches, key_heads, rows, size)
+        for head, of in enumerate(self._head_index(torch.device("cpu")).tolist()):
+            total[:, of] += grad[:, head]
+        return total
+
+    def query_gradient(self, output: Tensor) -> None:
+        def run() -> None:
+            with self._given_to(output) as total:
+                sums = RowTotal(total)
+                for source in self._sources:
+                    for part in self._of_query[source]:
+                        sums.add(*part)
+                sums.end()
+
+        self._call(run, "gradient of the query")
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``[b, h, m, v]``: the output, and the natural logarithm of the sums, -inf for what sees nothing."""
+    if query.is_cpu:
+        added = None if mask is None else _added(mask, query.dtype)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_of_one_size(query, key, value), 0.0, causal, attn_mask=added, scale=scale
+        )
+        if mask is not None:  # it says 0 where nothing is seen
+            lse = lse.masked_fill(~mask.any(-1), float("-inf"))
+        return out[..., : value.shape[-1]], lse
+    score = _scores(query, key, mask, causal, scale)
+    lse = score.logsumexp(-1)
+    base = torch.where(lse == float("-inf"), 0, lse)
+    return torch.exp(score - base.unsqueeze(-1)) @ _repeated(value, query), lse
+
+
+def differentiated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of: tuple[Tensor, Tensor, Tensor],
+    delta: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, the latter two by query head or by key head.
+
+    ``of``: the output's gradient, the output, and the logarithm of the sums, inf for what sees nothing.
+    ``delta``: the sum of their products, per row, where it is not just that.
+    """
+    grad, out, lse = of
+    if query.is_cpu and delta is None:
+        added = None if mask is None else _added(mask, query.dtype)
+        padded = _of_one_size(grad, query, key, value, out)
+        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *padded, lse, 0.0, causal, attn_mask=added, scale=scale
+        )
+        of_query, of_key, of_value = (
+            each[..., : of.shape[-1]] for each, of in zip(made, (query, key, value), strict=True)
+        )
+        return of_query, of_key, of_value
+    delta = (grad * out).sum(-1) if delta is None else delta
+    score = _scores(query, key, mask, causal, scale)
+    weight = torch.exp(score - lse.unsqueeze(-1))
+    whole = _repeated(key, query), _repeated(value, query)
+    of_score = weight * (grad @ whole[1].mT - delta.unsqueeze(-1)) * scale
+    return of_score @ whole[0], of_score.mT @ query, weight.mT @ grad
+
+
+def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """With zeros behind the heads that are smaller than others: torch's kernel knows one size."""
+    size = max(each.shape[-1] for each in tensors)
+    return [
+        each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1]))
+        for each in tensors
+    ]
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    score = query @ _repeated(key, query).mT * scale
+    if causal:
+        rows = torch.arange(score.shape[-1], device=score.device)
+        mask = rows <= rows.unsqueeze(1)
+    return score if mask is None else score.masked_fill(~mask, float("-inf"))
+
+
+def _repeated(key: Tensor, query: Tensor) -> Tensor:
+    """A head of keys for every head of queries."""
+    times = query.shape[1] // key.shape[1]
+    return key if times == 1 else key.repeat_interleave(times, 1)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+class RowTotal:
+    """Sums of rows ``[b, h, rows, size]``: what is first is stored, so that ``total`` need not be zeros."""
+
+    def __init__(self, total: Tensor) -> None:
+        self._total, self._end = total, 0  # every row before this one has something
+
+    def add(self, rows: slice, part: Tensor, weight: Tensor | None = None) -> None:
+        """``weight``: of each row, ``[b, h, rows, 1]``."""
+        self._zero(rows.start)
+        old = min(self._end, rows.stop) - rows.start
+        known, new = torch.split(self._total[:, :, rows], [old, part.shape[2] - old], 2)
+        if weight is None:
+            known += part[:, :, :old]
+            new.copy_(part[:, :, old:])
+        else:
+            known.addcmul_(part[:, :, :old], weight[:, :, :old])
+            torch.mul(part[:, :, old:], weight[:, :, old:], out=new)
+        self._end = max(self._end, rows.stop)
+
+    def _zero(self, begin: int) -> None:
+        if self._end < begin:
+            self._total[:, :, self._end : begin].zero_()
+            self._end = begin
+
+    def end(self) -> None:
+        """There is no more."""
+        self._zero(self._total.shape[2])
+
+
+def merged(parts: Sequence[tuple[slice, Tensor, Tensor]], total: Tensor) -> Tensor:
+    """``total``, and the logarithm that is returned, of several for rows of it, in their order."""
+    largest = total.new_full(total.shape[:3], float("-inf"))
+    for rows, _, lse in parts:
+        largest[:, :, rows] = torch.maximum(largest[:, :, rows], lse)
+    base, sums = torch.where(largest == float("-inf"), 0, largest), torch.zeros_like(largest)
+    weights = [torch.exp(lse - base[:, :, rows]) for rows, _, lse in parts]
+    for (rows, _, _), weight in zip(parts, weights, strict=True):
+        sums[:, :, rows] += weight
+    divisor, into = torch.where(sums == 0, 1, sums), RowTotal(total)
+    for (rows, out, _), weight in zip(parts, weights, strict=True):
+        into.add(rows, out, weight.div_(divisor[:, :, rows]).unsqueeze(-1))
+    into.end()
+    return base + torch.log(sums)
+
+
+MERGED = 4096  # elements of a tile that a program merges: what its registers hold
+
+
+class KernelBlocks:
+    """The queries of one call, and what was made of them so far; launches go to the compute stream.
+
+    ``shape`` is that of the query, which may be of more tokens than this rank's, and of a part of the
+    heads; ``begin`` says where it is. ``source`` is None of packed keys of all ranks, one by one.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, shape: Sequence[int], configuration: Configuration
+    ) -> None:
+        self._problem, self._configuration = problem, configuration
+        self.sources = problem.sources()
+        self._rows, batches, heads, size = shape
+        self._all_heads = batches * heads
+        value_size, dtype = problem.value.shape[3], problem.query.dtype
+        self.tiles = attention_tiles(problem.communicator, configuration, size, value_size, dtype)
+        key_heads = problem.key.shape[2]
+        self.heads = Heads(batches, heads, key_heads, problem.per_key, problem.first_head)
+        self.spans, self.scale = Spans(problem.spans(), 0), problem.scale * LOG2E
+        shards, begins = problem.shards, [0, *accumulate(problem.shards.lengths)]
+        # of each source alone, then of all where one's keys follow another's
+        self._parts = problem.communicator.table(
+            ("attention parts", shards, tuple(self.sources)),
+            lambda: [
+                shards.part_line(s, i, among * begins[s])
+                for among in (0, 1)
+                for i, s in enumerate(self.sources)
+            ],
+            passing=True,
+        )
+
+    def begin(self, query: Tensor) -> None:
+        self.query = unit_rows(query)
+
+    def _partials(self, size: int) -> Partials:
+        shape = max(1, len(self.sources)), self.heads.batches, self.heads.heads, self._rows
+        new = functools.partial(self._problem.query.new_empty, dtype=torch.float32)
+        return Partials(new(*shape, size), new(shape), self._rows)
+
+    @functools.cached_property
+    def partials(self) -> Partials:
+        """Of the output."""
+        return self._partials(self.tiles.VALUE_DIM)
+
+    @property
+    def query_tiles(self) -> int:
+        return formulas.ceil_div(self._rows, self.tiles.BLOCK_M) * self._all_heads
+
+    def _launch(self, kernel: object, grid: tuple[int, ...], arguments: dict[str, object]) -> None:
+        options = launch_options(self._configuration)
+        launch = KernelLaunch(kernel, grid, arguments, self._problem.op, **options)
+        self._problem.communicator.compute.launch(launch)
+
+    def _keys(self, packed: Tensor, source: int | None) -> tuple[dict[str, object], int]:
+        """Arguments, and how many parts there are."""
+        every = len(self.sources)
+        part = (every, every) if source is None else (self.sources.index(source), 1)
+        parts = TablePart(self._parts, *part)
+        return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
+
+    def attend(self, source: int | None, packed: Tensor) -> None:
+        """The partial result over the keys of ``source``, or those of all, each apart."""
+        keys, count = self._keys(packed, source)
+        if not self.query_tiles * count:
+            return
+        arguments = {
+            **keys,
+            "queries": rows_argument(self.query),
+            "spans": self.spans,
+            "partials": self.partials,
+            "heads": self.heads,
+            "scale": self.scale,
+            "TILES": self.tiles,
+        }
+        self._launch(forward.attention_kernel, (self.query_tiles, count), arguments)
+
+    def merge(self, output: Tensor, lse: Tensor) -> None:
+        """``output``, ``[tokens, b, h, v]``, and the logarithm of the sums, ``[b, h, tokens]``."""
+        if not self.query_tiles:
+            return
+        tiles = self.tiles._replace(BLOCK_M=max(16, MERGED // self.tiles.BLOCK_V))
+        arguments = {
+            "partials": self.partials,
+            "output": rows_argument(output),
+            "lse_ptr": lse,
+            "heads": self.heads,
+            "count": len(self.sources),
+            "TILES": tiles,
+        }
+        grid = (formulas.ceil_div(self._rows, tiles.BLOCK_M) * self._all_heads,)
+        self._launch(forward.merge_attention_kernel, grid, arguments)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def begin_backward(self, result: AttentionResult) -> None:
+        self._grad, lse = result.grad, result.lse
+        reach, delta = (lse.new_empty(lse.shape, dtype=torch.float32) for _ in range(2))
+
+        def prepare() -> None:
+            # what sees no key has weights of 0, not of 2 ** inf
+            reach.copy_(torch.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+            delta.copy_(result.delta())
+
+        self._problem.communicator.compute.call(prepare, "sums of rows")
+        self._sums = RowSums(reach, delta, lse.shape[2])
+        self._of_query = self._partials(self.tiles.HEAD_DIM)
+
+    def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
+        """A partial gradient of the query; ``contribution``, fp32, to that of the keys of ``source``."""
+        keys, count = self._keys(packed, source)
+        arguments = {
+            **keys,
+            "queries": rows_argument(self.query),
+            "grads": rows_argument(self._grad),
+            "spans": self.spans,
+            "sums": self._sums,
+            "heads": self.heads,
+            "scale": self.scale,
+            "TILES": self.tiles,
+        }
+        if self.query_tiles * count:
+            own = {**arguments, "partials": self._of_query}
+            kernel = backward.attention_queries_backward_kernel
+            self._launch(kernel, (self.query_tiles, count), own)
+        longest = packed.shape[0] if source is not None else max(self._problem.shards.lengths)
+        # as many keys stay as queries do there, and as many queries come by as keys
+        turned = self.tiles._replace(BLOCK_M=self.tiles.BLOCK_N, BLOCK_N=self.tiles.BLOCK_M)
+        tiles = formulas.ceil_div(longest, turned.BLOCK_N)
+        of_heads = self.heads.batches * self.heads.key_heads
+        if tiles * of_heads * count:
+            more = {"output_ptr": contribution, "factor": self._problem.scale, "TILES": turned}
+            kernel = backward.attention_keys_backward_kernel
+            self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
+
+    def query_gradient(self, output: Tensor) -> None:
+        """``output`` = the sum of the partial gradients, in the order of the ranks."""
+        parts, scale = self._of_query.ptr[: len(self.sources)], self._problem.scale
+
+        def add_up() -> None:
+            total = torch.zeros_like(self._of_query.ptr[0])
+            for part in parts:
+                total += part
+            output.copy_((total * scale).permute(2, 0, 1, 3))
+
+        self._problem.communicator.compute.call(add_up, "gradient of the query")
+
+
+Blocks = TorchBlocks | KernelBlocks
 
 
 def blocks_of(
@@ -22,24 +515,15 @@ def blocks_of(
 
     ``shape``: of the query, if it is not here yet; ``begin`` then says where it is.
     """
-    spans, sources = problem.spans(), problem.sources()
     of = problem.query.shape if shape is None else shape
-    made: Blocks
-    if configuration is None:
-        made = TorchBlocks(problem, of, spans, sources, problem.whose)
-    else:
-        made = KernelBlocks(problem, of, spans, sources, configuration)
+    made: Blocks = (
+        TorchBlocks(problem, of)
+        if configuration is None
+        else KernelBlocks(problem, of, configuration)
+    )
     if shape is None:
         made.begin(problem.query)
     return made
-
-
-def attend_to_all(
-    problem: AttentionProblem, blocks: Blocks, packed: Tensor, output: Tensor, lse: Tensor
-) -> None:
-    """``packed``: all ranks' keys, there when the compute stream comes here."""
-    blocks.attend(None, packed)
-    blocks.merge(output, lse)
 
 
 def differentiate_all(
@@ -68,7 +552,8 @@ def attention_of_heads(
     """All ranks' tokens, and heads that no other rank has."""
     packed, blocks = problem.packed(), blocks_of(problem, configuration)
     problem.after_the_caller()
-    attend_to_all(problem, blocks, packed, output, lse)
+    blocks.attend(None, packed)
+    blocks.merge(output, lse)
     return problem.communicator.compute.record()
 
 

@@ -18,22 +18,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from interlace.arguments import checks
-from interlace.ops.attention import blocks
-from interlace.ops.attention import forward_backward as travelling
-from interlace.ops.attention import launch_gather as gather
-from interlace.ops.attention import ulysses as exchange
+from interlace.ops.attention import blocks, key_transport, ulysses
 from interlace.ops.attention.problem import (
-    AttentionProblem,
-    AttentionResult,
-    unit_rows,
-)
-from interlace.ops.attention.shards import (
     BALANCES,
     NO_LIMIT,
     AttentionMask,
+    AttentionProblem,
+    AttentionResult,
     TokenShards,
+    unit_rows,
+    wide_dtype,
 )
-from interlace.ops.attention.torch_blocks import wide_dtype
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient
 from interlace.ops.op.pending import Started
@@ -376,14 +371,14 @@ def _forward(
     if method == HEADS:
         return blocks.attention_of_heads(problem, output, lse, tiles)
     if algorithm == "unfused" and method == "ulysses":
-        return exchange.exchanged_attention_unfused(problem, output, lse)
+        return ulysses.exchanged_attention_unfused(problem, output, lse)
     if algorithm == "unfused":
-        return travelling.attention_unfused(problem, output, lse)
+        return key_transport.attention_unfused(problem, output, lse)
     if method == "ulysses":
-        return exchange.exchanged_attention(problem, output, lse, tiles)
+        return ulysses.exchanged_attention(problem, output, lse, tiles)
     if method == "all_gather" and tiles is not None:
-        return gather.all_gather_attention_fused(problem, output, lse, tiles)
-    return travelling.attention_on_the_way(problem, method, output, lse, tiles)
+        return key_transport.all_gather_attention_fused(problem, output, lse, tiles)
+    return key_transport.attention_on_the_way(problem, method, output, lse, tiles)
 
 
 attention = internal_form(FORWARD, prepared)
@@ -408,9 +403,9 @@ def prepared_backward(
         of_query, of_key, of_value = (tokens_first(each, given.layout) for each in grads)
         into = of_query, of_key, of_value
         if algorithm == "unfused" and method != HEADS:
-            unfused = travelling.attention_backward_unfused
+            unfused = key_transport.attention_backward_unfused
             if method == "ulysses":
-                unfused = exchange.exchanged_backward_unfused
+                unfused = ulysses.exchanged_backward_unfused
             return Outcome(None, unfused(problem, result, into))
         tiles = None
         size, dtype = call.size, call.query.dtype
@@ -421,8 +416,8 @@ def prepared_backward(
         if method == HEADS:
             return Outcome(None, blocks.attention_of_heads_backward(problem, result, into, tiles))
         if method == "ulysses":
-            return Outcome(None, exchange.exchanged_backward(problem, result, into, tiles))
-        return Outcome(None, travelling.attention_backward(problem, method, result, into, tiles))
+            return Outcome(None, ulysses.exchanged_backward(problem, result, into, tiles))
+        return Outcome(None, key_transport.attention_backward(problem, method, result, into, tiles))
 
     return start, (), None
 

@@ -1,15 +1,34 @@
-"""The functional forms of decoding and of head exchange; in ``interlace.functional``."""
+"""Attention as functions, of which a graph has one op each: over a sequence, decoding, exchange of heads.
+
+Those over a sequence are in ``interlace.nn.functional``, the others in ``interlace.functional``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import FunctionalGroup, FusedAlgorithm, ScaledAlgorithm
-from interlace.ops.op.calls import check, keeps, number, refuse, run, run_to_list
+from interlace.arguments.words import (
+    FunctionalGroup,
+    FusedAlgorithm,
+    Group,
+    ScaledAlgorithm,
+)
+from interlace.groups.groups import resolve
+from interlace.ops.attention.context_parallel import (
+    FORWARD,
+    HEADS,
+    AttentionArguments,
+    AttentionOptions,
+    checked_options,
+)
+from interlace.ops.attention.problem import BALANCES, TokenShards
+from interlace.ops.op.async_tensor import wait
+from interlace.ops.op.calls import check, flag, ints, keeps, number, refuse, run, run_to_list
+from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
 
@@ -143,3 +162,245 @@ def all_to_all_matmul(
 
 def _ints(length: Any) -> dict[str, Any]:
     return {} if length is None else {"length": length}
+
+
+AttentionMethod = Literal["auto", "all_gather", "ring", "ulysses"]
+Balance = Literal["zigzag", "contiguous"]
+SequenceLayout = Literal["bshd", "sbhd"]
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: AttentionMethod = "auto",
+    causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    layout: SequenceLayout = "bshd",
+    balance: Balance = "zigzag",
+    algorithm: FusedAlgorithm = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention of this rank's queries to the keys of all ranks, computed as keys arrive.
+
+    Parameters
+    ----------
+    q : this rank's queries, ``[batch, tokens, heads, size]`` ("bshd") or ``[tokens, batch, heads, size]``
+        ("sbhd"). Any strides. Ranks may have different numbers of tokens, also none.
+    k, v : keys and values of the same tokens; their heads divide those of ``q`` (grouped queries). Heads
+        of ``k`` have the size of those of ``q``, heads of ``v`` any size, the same on all ranks.
+    method : how keys meet queries. "all_gather": keys of all ranks come to each. "ring": from rank to rank,
+        with room for two ranks' keys. "ulysses": an all-to-all gives each rank all tokens of some heads.
+        "auto" takes that which moves least.
+    causal : a token sees itself and those before it in the sequence.
+    scale : of the scores, by default ``1 / sqrt(size)``.
+    window : ``(before, after)``: how many tokens before and after itself a token sees, -1 for all.
+    cu_seqlens : int32 or int64 ``[n + 1]``, the same on all ranks: where n packed sequences begin in the
+        whole sequence, and the end of the last. None sees tokens of another; what comes behind the end sees
+        nothing, and its output is 0.
+    balance : which tokens a rank has. "contiguous": the first rank's, the second's ... "zigzag": of 2 W
+        chunks rank r has r and 2 W - 1 - r, which gives all ranks the same work under a causal mask; a
+        rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
+    algorithm : "fused" (Triton kernels, heads of at most 256, those of ``v`` too), "pipelined" (torch, on
+        the keys of a rank as soon as they are there), "unfused" (torch, after a plain all-gather, whatever
+        the method), "auto".
+    return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads, tokens]``.
+
+    Returns
+    -------
+    The output of this rank's tokens, of the shape of ``q`` with the head size of ``v``, or
+    ``(output, lse)``.
+
+    What is computed over the keys of each rank is kept apart in fp32 and merged in the order of the ranks:
+    a result has the same bits in every run and schedule, and with every method of "fused". Differentiable;
+    gradients of keys are summed in fp32, each method in an order of its own: by ranks, with "ring" from the
+    own one on, and with "ulysses" over all queries at once.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
+    data moves.
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. Unlike
+    ``torch.distributed.tensor.experimental.context_parallel`` it is a function and patches nothing, takes
+    uneven and packed sequences and windows, and runs on CPUs. Megatron-core and TransformerEngine know the
+    methods as ``cp_comm_type`` "all_gather", "p2p" and "a2a"; their packed sequences are cut each into
+    2 W chunks, here the whole is. Of Triton-distributed's kernels (all-gather attention, Ulysses) the first
+    has an in-kernel wait per chunk, as here; they have no backward.
+
+    >>> def attended():
+    ...     rank = interlace.get_rank()
+    ...     q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)
+    ...     v = torch.full((1, 2, 1, 4), float(rank))
+    ...     y = nn.functional.context_parallel_attention(q, k, v, causal=True, balance="contiguous")
+    ...     return y[0, :, 0, 0].tolist()
+    >>> [[round(each, 4) for each in row] for row in interlace.run(attended, 2)]
+    [[0.0, 0.0], [0.3333, 0.5]]
+    """
+    flag(FORWARD, group, tag, "return_lse", return_lse)
+    output, lse = _run(
+        group, tag, query=q, key=k, value=v, cu_seqlens=cu_seqlens, method=method, causal=causal,
+        scale=scale, window=window, layout=layout, balance=balance, algorithm=algorithm,
+    )  # fmt: skip
+    return (output, lse) if return_lse else output
+
+
+def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
+    """The output and the logarithms of the sums; refuses what a schema would take for something else."""
+    given = AttentionArguments(**arguments)
+    lengths = {} if given.length is None else {"length": given.length}
+    check(FORWARD, group, tag, lengths, q=given.query, k=given.key, v=given.value)
+    if given.window is not None:
+        given.window = ints(FORWARD, group, tag, "window", given.window)
+    number(FORWARD, group, tag, "scale", given.scale)
+    if not isinstance(given.causal, int):  # as a bool is
+        error = TypeError(f"causal must be a bool, got {given.causal!r}")
+        refuse(FORWARD, group, tag, error)
+    given.causal = bool(given.causal)
+    tensors = given.query, given.key, given.value, given.cu_seqlens
+    return run_to_list(FORWARD, group, tag, tensors, *vars(given).values())
+
+
+def check_options(layer: str, group: Communicator, *options: Any) -> None:
+    """Refuse, on all ranks of ``group``, those of :class:`AttentionOptions` that no call would take."""
+    with group.accepting(layer):
+        checked_options(AttentionOptions(*options))
+
+
+def attention_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    length: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    layout: SequenceLayout = "bshd",
+    balance: Balance = "zigzag",
+    algorithm: FusedAlgorithm = "auto",
+) -> Tensor:
+    """Softmax attention of all ranks' tokens, of the heads that this rank has; no tokens travel.
+
+    What stands between :func:`interlace.functional.matmul_all_to_all`, which brings a rank its heads of all
+    tokens, and :func:`interlace.functional.all_to_all_matmul`. Rotary embeddings go in front of it.
+
+    Parameters
+    ----------
+    q, k, v : as for :func:`context_parallel_attention`, of all ranks' tokens, one rank's after another, and
+        of this rank's heads, as many as every rank's.
+    length : how many of the tokens are this rank's, by default as many as everybody's.
+    cu_seqlens : where packed sequences begin, ``[n + 1]``, as there.
+    other parameters : as for :func:`context_parallel_attention`; ``balance`` says which tokens of the
+        sequence a rank's are.
+
+    Returns the output, of the shape of ``q`` with the head size of ``v``. Differentiable. Raises ValueError
+    or TypeError naming the argument, both values and the rank, on all ranks.
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, put in its order.
+
+    >>> def attended():
+    ...     q, v = torch.zeros(1, 4, 1, 4), torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 4)
+    ...     return nn.functional.attention_of_heads(q, q, v, causal=True)[0, :, 0, 0].tolist()
+    >>> interlace.run(attended, 2)[0]  # in the order of the sequence the tokens are 0, 2, 3, 1
+    [0.0, 1.5, 1.0, 1.6666666269302368]
+    """
+    return _run(
+        group, tag, query=q, key=k, value=v, cu_seqlens=cu_seqlens, method=HEADS, causal=causal,
+        scale=scale, window=window, layout=layout, balance=balance, algorithm=algorithm, length=length,
+    )[0]  # fmt: skip
+
+
+def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -> Tensor:
+    """int64: the places in the sequence of all ranks' tokens, one rank's after another.
+
+    ``lengths``: of the ranks; ``balance`` as for :func:`context_parallel_attention`. No communication.
+    Raises ValueError for a ``balance`` or a length that is none.
+
+    >>> nn.functional.positions_of_ranks([2, 2]).tolist()
+    [0, 3, 1, 2]
+    """
+    counts = tuple(checks.integer("lengths", each) for each in lengths)
+    if min(counts, default=0) < 0:
+        raise ValueError(f"lengths must not be negative, got {list(counts)}")
+    shards = TokenShards(counts, checks.one_of("balance", balance, BALANCES))
+    return index_tensor([p for r in range(len(shards.lengths)) for p in shards.positions(r)])
+
+
+def shard_sequence(
+    tensor: Tensor, dim: int = 1, *, group: Group = None, balance: Balance = "zigzag"
+) -> Tensor:
+    """This rank's part of the tokens of a whole sequence, as :func:`context_parallel_attention` takes it.
+
+    Parameters
+    ----------
+    tensor : the whole, the same on all ranks; positions, targets and masks need the same cut.
+    dim : its dimension of tokens. Of n tokens the first ``n % W`` ranks get one more than the others.
+
+    A copy; its gradient is that of the part alone. Raises ValueError for a ``balance`` or a ``dim`` that is
+    none, TypeError for no tensor. Nothing is communicated.
+
+    >>> def part():
+    ...     return nn.functional.shard_sequence(torch.arange(8), 0).tolist()
+    >>> interlace.run(part, 2)
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    communicator = resolve(group)
+    with communicator.accepting():
+        checks.one_of("balance", balance, BALANCES)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        dim = checks.index("dim", dim, tensor.dim())
+    shards = _even(communicator.world_size, tensor.shape[dim], balance)
+    return tensor.index_select(
+        dim, index_tensor(shards.positions(communicator.rank), tensor.device)
+    )
+
+
+def unshard_sequence(
+    tensor: Tensor, dim: int = 1, *, group: Group = None, balance: Balance = "zigzag"
+) -> Tensor:
+    """The whole of which :func:`shard_sequence` gave each rank its part, on all ranks.
+
+    ``tensor``: this rank's part, as long as ``shard_sequence`` makes it for the total; ``dim`` as there.
+    Not differentiable. Raises ValueError or TypeError, on all ranks.
+
+    >>> def whole():
+    ...     part = nn.functional.shard_sequence(torch.arange(5), 0)
+    ...     return nn.functional.unshard_sequence(part, 0).tolist()
+    >>> interlace.run(whole, 2)
+    [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    """
+    from interlace.ops.collectives.uneven import all_gather_v
+
+    communicator = resolve(group)
+    with communicator.accepting("unshard_sequence"):
+        checks.one_of("balance", balance, BALANCES)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+        dim = checks.index("dim", dim, tensor.dim())
+    own = wait(tensor).detach().movedim(dim, 0).contiguous()
+    lengths = tuple(communicator.agree("unshard_sequence", own.shape[0]))
+    shards = TokenShards(lengths, balance)
+    gathered = own.new_empty(shards.total, *own.shape[1:])
+    all_gather_v(gathered, own, lengths, group=communicator)
+    places = [p for rank in range(shards.world_size) for p in shards.positions(rank)]
+    whole = torch.empty_like(gathered)
+    whole[index_tensor(places, own.device)] = gathered
+    return whole.movedim(0, dim)
+
+
+def index_tensor(places: list[int], device: torch.device | None = None) -> Tensor:
+    """int64, also of no places, which torch takes for floats."""
+    return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+def _even(world_size: int, total: int, balance: str) -> TokenShards:
+    each, more = divmod(total, world_size)
+    return TokenShards(tuple(each + (rank < more) for rank in range(world_size)), balance)

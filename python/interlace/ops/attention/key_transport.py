@@ -1,42 +1,46 @@
-"""Ways of keys to the queries, on streams: each gives the keys of one rank after another, as they come.
+"""Attention to keys that travel to the queries, on streams, and gradients of keys that travel back.
+
+``fused``      Triton kernels on the keys of one rank after another, or one that gathers all of them
+``pipelined``  torch on the keys of one rank after another
+``unfused``    a plain all-gather first, then torch; any dtype
+
+Ways of keys; the compute stream works on what is there while the copy stream brings what is next. On a CPU,
+where streams run their items at once and a peer's memory is as good as the own, staged keys are not copied.
 
 ``StagedKeys``  all ranks stage theirs in their own workspace, readers take them from there
 ``RingKeys``    from rank to rank: each sends on what it has from the one before, and has room for two
 
-In both the compute stream works on what is there while the copy stream brings what is next. On a CPU, where
-streams run their items at once and a peer's memory is as good as the own, staged keys are not copied.
+Ways back of what ranks make for the gradients of others' keys, fp32 or wider. It is read where it lies.
+
+``StagedSums``  all that a rank makes stays in its workspace; each rank adds up what all have made for it,
+                in the order of the ranks
+``RingSums``    room for two ranks' keys: a rank has what it made in a step taken before the step after the
+                next. Keys of rank r go round from r to r - 1, and in this order sums are made
 """
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from interlace.ops.attention.problem import AttentionProblem
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Rows, Table
+from interlace.kernels.attention import forward
+from interlace.ops.attention.blocks import KernelBlocks, blocks_of
+from interlace.ops.attention.problem import AttentionProblem, AttentionResult, rows_argument
+from interlace.ops.collectives import launch as plain
+from interlace.ops.matmul import operands
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
-Behind = Callable[[Workspace, int], None]
-
-
-def no_step(workspace: Workspace, step: int) -> None:
-    return
-
-
-class Travelling(Protocol):
-    """A way for keys. ``Layout`` of the op: what it needs is added there when it is made."""
-
-    def travel(
-        self, workspace: Workspace, behind: Behind = no_step
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(source, its packed keys) in the order of arrival; they stay until the next is asked for.
-
-        ``behind``: what is done behind every step.
-        """
 
 
 class StagedKeys:
-    """See the module."""
+    """See the module. ``layout``, the op's, gets what is needed, here and in the classes below."""
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem = problem
@@ -49,9 +53,11 @@ class StagedKeys:
         rows = self._problem.shards.lengths[source]
         return self._problem.packed_in(workspace, source, self._offset, rows)
 
-    def travel(
-        self, workspace: Workspace, behind: Behind = no_step
-    ) -> Iterator[tuple[int, Tensor]]:
+    def travel(self, workspace: Workspace) -> Iterator[tuple[int, Tensor | None]]:
+        """(source, its packed keys) in the order of arrival; they stay until the next is asked for.
+
+        Around a ring also the sources whose keys only pass, without them.
+        """
         problem, communicator = self._problem, self._problem.communicator
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
         copying.wait_credits(workspace)
@@ -97,9 +103,7 @@ class RingKeys:
         rows = self._problem.shards.lengths[source]
         return self._problem.packed_in(workspace, owner, self._buffers[step % 2], rows)
 
-    def travel(
-        self, workspace: Workspace, behind: Behind = no_step
-    ) -> Iterator[tuple[int, Tensor]]:
+    def travel(self, workspace: Workspace) -> Iterator[tuple[int, Tensor | None]]:
         problem, communicator, steps = self._problem, self._problem.communicator, self._steps
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
         after, before = (rank + 1) % steps, (rank - 1) % steps
@@ -118,9 +122,301 @@ class RingKeys:
                 theirs = self._buffer(workspace, after, step + 1, source)
                 copying.copy(theirs, packed, f"keys of rank {source}")
                 copying.publish(workspace, after, self._arrived + step + 1)
-            if source in needed:
-                yield source, packed
-            behind(workspace, step)
+            yield source, packed if source in needed else None
             if 0 < step < steps - 2:
                 copying.wait_event(compute.record())
                 copying.publish(workspace, before, self._free + step)
+
+
+class StagedSums:
+    """See the module."""
+
+    def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
+        self._problem, shards = problem, problem.shards
+        self._slots = layout.add_slots(shards.world_size)
+        self._offset = layout.add_data(shards.total * problem.row_elements * problem.wide.itemsize)
+        layout.pulled = True
+
+    def _of(self, workspace: Workspace, maker: int, owner: int) -> Tensor:
+        problem, lengths = self._problem, self._problem.shards.lengths
+        begin = sum(lengths[:owner]) * problem.row_elements * problem.wide.itemsize
+        shape = lengths[owner], problem.row_elements
+        return workspace.data(maker, self._offset + begin, shape, problem.wide)
+
+    def room(self, workspace: Workspace, source: int) -> Tensor:
+        """Where this rank makes what it gives to the keys of ``source``, free when the stream is there."""
+        return self._of(workspace, self._problem.rank, source)
+
+    def publish(self, workspace: Workspace, source: int, made: bool) -> None:
+        """It is ``made``; called behind every step of keys, also if there is nothing to make."""
+        rank = self._problem.rank
+        if made and source != rank:
+            self._problem.communicator.compute.publish(workspace, source, self._slots + rank)
+
+    def total(self, workspace: Workspace) -> Tensor:
+        """The gradients of the own keys, packed."""
+        problem, compute = self._problem, self._problem.communicator.compute
+        rank = problem.rank
+        makers = sorted([*problem.readers(), *({rank} & set(problem.sources()))])
+        for maker in makers:
+            if maker != rank:
+                compute.wait(workspace, maker, self._slots + maker)
+        parts = [self._of(workspace, maker, rank) for maker in makers]
+        total = empty_total(problem)
+
+        def add_up() -> None:
+            if parts:
+                fold("sum", parts, total)
+            else:
+                total.zero_()
+
+        compute.call(add_up, "gradients of the own keys")
+        return total
+
+
+class RingSums:
+    """See the module. In step s a rank makes what it gives to rank - s, in buffer s % 2.
+
+    Slots: "made" of every step, set by rank + s; "taken" of every step, set by rank - s when it has added
+    that up, behind the next step, so that nobody waits for somebody who is in the same step::
+
+        rank 1  for 1 | for 0      | taken 1? for 3 | taken 0? for 2 |
+                      | + own      | + of 2         | + of 3         | + of 0
+    """
+
+    def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
+        self._problem, self._steps = problem, problem.shards.world_size
+        self._made, self._taken = (layout.add_slots(self._steps) for _ in range(2))
+        nbytes = max(problem.shards.lengths) * problem.row_elements * problem.wide.itemsize
+        self._buffers = [layout.add_data(nbytes) for _ in range(2)]
+        layout.pulled = True
+        self._total = empty_total(problem)
+        self._used: dict[int, int] = {}  # of a buffer, in which step
+
+    def _of(self, workspace: Workspace, maker: int, step: int) -> Tensor:
+        problem = self._problem
+        owner = (maker - step) % self._steps
+        shape = problem.shards.lengths[owner], problem.row_elements
+        return workspace.data(maker, self._buffers[step % 2], shape, problem.wide)
+
+    def room(self, workspace: Workspace, source: int) -> Tensor:
+        rank, compute = self._problem.rank, self._problem.communicator.compute
+        step = (rank - source) % self._steps
+        before = self._used.get(step % 2, 0)
+        if before:  # the own part of step 0 is taken in the order of the stream
+            compute.wait(workspace, (rank - before) % self._steps, self._taken + before)
+        self._used[step % 2] = step
+        return self._of(workspace, rank, step)
+
+    def publish(self, workspace: Workspace, source: int, made: bool) -> None:
+        compute, step = (
+            self._problem.communicator.compute,
+            (self._problem.rank - source) % self._steps,
+        )
+        if made and step:
+            compute.publish(workspace, source, self._made + step)
+        if step:
+            self._take(workspace, step - 1)
+        else:
+            compute.call(self._total.zero_, "no gradients yet")
+
+    def _take(self, workspace: Workspace, step: int) -> None:
+        problem, compute = self._problem, self._problem.communicator.compute
+        rank = problem.rank
+        maker = (rank + step) % self._steps
+        if rank not in problem.shards.sources(maker, problem.mask):
+            return
+        if step:
+            compute.wait(workspace, maker, self._made + step)
+        part, total = self._of(workspace, maker, step), self._total
+        compute.call(lambda: total.add_(part), f"gradients made by rank {maker}")
+        if step:
+            compute.publish(workspace, maker, self._taken + step)
+
+    def total(self, workspace: Workspace) -> Tensor:
+        self._take(workspace, self._steps - 1)
+        return self._total
+
+
+def empty_total(problem: AttentionProblem) -> Tensor:
+    shape = problem.shards.lengths[problem.rank], problem.row_elements
+    return problem.key.new_empty(shape, dtype=problem.wide)
+
+
+WAYS: dict[str, type[StagedKeys | RingKeys]] = {"all_gather": StagedKeys, "ring": RingKeys}
+BACK: dict[str, type[StagedSums | RingSums]] = {"all_gather": StagedSums, "ring": RingSums}
+
+
+def attention_on_the_way(
+    problem: AttentionProblem,
+    method: str,
+    output: Tensor,
+    lse: Tensor,
+    configuration: Configuration | None,
+) -> Event:
+    problem = replace(problem, heads_first=configuration is None)
+    layout, blocks = Layout(), blocks_of(problem, configuration)
+    keys = WAYS[method](problem, layout)
+
+    def body(workspace: Workspace) -> None:
+        for source, packed in keys.travel(workspace):
+            if packed is not None:
+                blocks.attend(source, packed)
+        blocks.merge(output, lse)
+
+    return problem.communicator.enqueue(problem.op, layout, body)
+
+
+def gathered_by_engine(problem: AttentionProblem) -> dict[int, Tensor]:
+    """All ranks' keys, by source, through the plain collective."""
+    communicator, lengths = problem.communicator, problem.shards.lengths
+    packed = problem.packed()
+    if problem.shards.world_size == 1:
+        return {0: packed}
+    whole = packed.new_empty(problem.shards.total, problem.row_elements)
+    parts = torch.split(whole, list(lengths))
+    terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", packed.dtype))
+    call = Call(problem.op, terms)
+    event = communicator.engine.all_gather(call, [part.view(-1) for part in parts], packed.view(-1))
+    if event is not None:
+        communicator.compute.wait_event(event)
+    return dict(enumerate(parts))
+
+
+def attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
+    blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
+    problem.after_the_caller()
+    for source in problem.sources():
+        blocks.attend(source, gathered[source])
+    blocks.merge(output, lse)
+    return problem.communicator.compute.record()
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+def attention_backward(
+    problem: AttentionProblem,
+    method: str,
+    result: AttentionResult,
+    grads: tuple[Tensor, Tensor, Tensor],
+    configuration: Configuration | None,
+) -> Event:
+    """``grads``, of query, key and value, as the problem has these; keys come by ``method`` once more."""
+    problem = replace(problem, heads_first=configuration is None)
+    layout, blocks = Layout(), blocks_of(problem, configuration)
+    keys = WAYS[method](problem, layout)
+    sums = BACK[method](problem, layout)
+
+    def body(workspace: Workspace) -> None:
+        # the last op here may still be read by others
+        problem.communicator.compute.wait_credits(workspace)
+        blocks.begin_backward(result)
+        for source, packed in keys.travel(workspace):
+            if packed is not None:
+                blocks.differentiate(source, packed, sums.room(workspace, source))
+            sums.publish(workspace, source, packed is not None)
+        blocks.query_gradient(grads[0])
+        problem.give(sums.total(workspace), grads[1:])
+
+    return problem.communicator.enqueue(problem.op, layout, body)
+
+
+def attention_backward_unfused(
+    problem: AttentionProblem, result: AttentionResult, grads: tuple[Tensor, Tensor, Tensor]
+) -> Event:
+    """Plain collectives around torch."""
+    communicator, lengths = problem.communicator, problem.shards.lengths
+    blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
+    dtype = problem.wide
+    whole = problem.key.new_zeros(problem.shards.total, problem.row_elements, dtype=dtype)
+    parts = torch.split(whole, list(lengths))
+    problem.after_the_caller()
+    blocks.begin_backward(result)
+    for source in problem.sources():
+        blocks.differentiate(source, gathered[source], parts[source])
+    blocks.query_gradient(grads[0])
+    total = parts[0]
+    if problem.shards.world_size > 1:
+        total = torch.empty_like(parts[problem.rank])
+        # an engine begins with what the caller has issued, which the contributions are then among
+        event = communicator.compute.record()
+        communicator.place.hold_current(event, f"the gradients of {problem.op}")
+        terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", dtype))
+        call = Call(f"{problem.op} of keys", terms)
+        flat = [part.view(-1) for part in parts]
+        ended = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
+        if ended is not None:
+            communicator.compute.wait_event(ended)
+    problem.give(total, grads[1:])
+    return communicator.compute.record()
+
+
+# -- in one kernel ---------------------------------------------------------------------------------
+
+
+def all_gather_attention_fused(
+    problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration
+) -> Event:
+    """It gathers all ranks' keys, waits and computes; the copy engine sends, or its first programs."""
+    communicator, shards, rank = problem.communicator, problem.shards, problem.rank
+    packed, place, lengths = problem.packed(), communicator.place, shards.lengths
+    blocks = KernelBlocks(problem, problem.query.shape, configuration)
+    blocks.begin(problem.query)
+    size = max(1, formulas.ceil_div(max(lengths), configuration.chunks))
+    arrivals, readers = problem.arrivals(), problem.readers()
+    every = formulas.send_lines(rank, shards.world_size, lengths, size)
+    lines = [line for line in every if line[0] in readers]
+
+    def slots_of(source: int) -> tuple[int, int]:
+        """The first slot of the chunks of ``source``, and how many there are."""
+        first = formulas.chunk_slots(lengths[:source], size)
+        return first, formulas.ceil_div(lengths[source], size)
+
+    def part_line(source: int) -> formulas.Line:
+        number, row = blocks.sources.index(source), sum(lengths[:source])
+        return shards.part_line(source, number, row, slots_of(source))
+
+    key = shards, problem.mask, size
+    parts = communicator.table(
+        ("attention arrivals", *key), lambda: [part_line(s) for s in arrivals], passing=True
+    )
+    sends = communicator.table(("attention sends", *key), lambda: lines, passing=True)
+    nbytes = shards.total * problem.row_elements * packed.element_size()
+    layout = Layout(formulas.chunk_slots(lengths, size), nbytes)
+
+    def body(workspace: Workspace) -> None:
+        copiers = min(configuration.copiers, len(lines), max(1, place.program_limit // 4))
+        tiles = blocks.query_tiles
+        if lines and not (copiers and tiles):
+            plain.send_by_copy_engine(communicator, workspace, lines, [(packed, 0)])
+            copiers = 0
+        if tiles:
+            resident = max(
+                copiers + 1, plain.resident_programs(communicator, configuration, copiers)
+            )
+            arguments = {
+                "keys": Rows(packed, packed.stride(0)),
+                "queries": rows_argument(blocks.query),
+                "spans": blocks.spans,
+                "partials": blocks.partials,
+                "sends": Table(sends, len(lines)),
+                "parts": Table(parts, len(arrivals)),
+                "heads": blocks.heads,
+                "scale": blocks.scale,
+                **operands.copies(configuration, copiers),
+                "TILES": blocks.tiles,
+            }
+            kernel = forward.all_gather_attention_kernel
+            grid = formulas.persistent_grid(copiers, tiles, resident)
+            options = operands.launch_options(configuration)
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
+        else:
+            # No tile, so no program has waited; but what arrives late would hit the next op.
+            for source in [each for each in arrivals if each != rank]:
+                first, count = slots_of(source)
+                for slot in range(first, first + count):
+                    communicator.compute.wait(workspace, source, slot)
+        blocks.merge(output, lse)
+
+    return communicator.enqueue(problem.op, layout, body)

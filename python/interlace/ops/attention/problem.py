@@ -1,27 +1,142 @@
-"""One attention: its tensors in the form that the algorithms take, and what they may launch with.
+"""One attention: the tokens of each rank, the keys that a query sees, and tensors as algorithms take them.
 
 Tensors are ``[tokens, batches, heads, head size]`` here, whatever the caller's layout, with any strides but
 the last; values, results and their gradients may have another head size than queries and keys. Keys and
 values of a rank travel together, *packed*: ``[tokens, elements]``, of a token all keys and then all values.
+
+Balance, of a sequence over W ranks, whose lengths may differ::
+
+    contiguous   rank 0's tokens, then rank 1's ...
+    zigzag       2 W chunks: rank r has chunk r and chunk 2 W - 1 - r, the longer first half of its tokens
+                 and the rest. Under a causal mask every rank then has the same work.
+
+A *run* is a stretch of a rank's tokens that follow each other in the sequence, too: one, or two.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Queries
-from interlace.ops.attention.shards import AttentionMask, TokenShards
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, input_precision
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Workspace
 from interlace.runtime.tuning.configuration import Configuration
 
+BALANCES = ("zigzag", "contiguous")
+NO_LIMIT = -1
 LOG2E = 1.0 / math.log(2.0)
 POINTER_KEYS = 64
 """The most keys of a tile without TMA: the addresses of 128 rows of 128 spill on 9.0 (16 bytes)."""
+
+
+class Run(NamedTuple):
+    """``rows`` tokens of a shard from ``first`` on: those of the sequence from ``position`` on."""
+
+    first: int
+    rows: int
+    position: int
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """``window``: how many keys before and after its own position a query sees, -1 for all, as flash
+    attention has it."""
+
+    causal: bool
+    window: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
+
+    def span(self, position: int, total: int) -> tuple[int, int]:
+        """The positions that the query at ``position`` of ``total`` sees: from, to below."""
+        before, after = self.window
+        low = 0 if before == NO_LIMIT else max(0, position - before)
+        high = total if after == NO_LIMIT else min(total, position + after + 1)
+        return low, min(high, position + 1) if self.causal else high
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """The tokens of each of ``lengths`` ranks."""
+
+    lengths: tuple[int, ...]
+    balance: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.lengths)
+
+    def runs(self, rank: int) -> list[Run]:
+        """The runs of a rank, none of them empty, in the order of its tokens."""
+        length = self.lengths[rank]
+        if self.balance == "contiguous":
+            found = [Run(0, length, sum(self.lengths[:rank]))]
+        else:
+            found = [Run(*run) for run in formulas.zigzag_runs(rank, self.lengths)]
+        return [run for run in found if run.rows]
+
+    def positions(self, rank: int) -> list[int]:
+        """The place in the sequence of each of a rank's tokens."""
+        return [run.position + row for run in self.runs(rank) for row in range(run.rows)]
+
+    def places(self, ranks: Sequence[int], device: torch.device | None) -> torch.Tensor:
+        """int64 ``[tokens of ranks]``: the place in the sequence of each."""
+        runs = [run for rank in ranks for run in self.runs(rank)]
+        at = [torch.arange(run.position, run.position + run.rows, device=device) for run in runs]
+        return torch.cat(at) if at else torch.empty(0, dtype=torch.int64, device=device)
+
+    def sees(self, rank: int, source: int, mask: AttentionMask) -> bool:
+        """Whether some query of ``rank`` sees some key of ``source``; packed sequences may say no later."""
+        for run in self.runs(rank):
+            low, _ = mask.span(run.position, self.total)
+            _, high = mask.span(run.position + run.rows - 1, self.total)
+            if any(low < k.position + k.rows and k.position < high for k in self.runs(source)):
+                return True
+        return False
+
+    def sources(self, rank: int, mask: AttentionMask) -> list[int]:
+        """The ranks whose keys ``rank`` needs, in the order of the ranks."""
+        return [s for s in range(self.world_size) if self.sees(rank, s, mask)]
+
+    def spans(
+        self, ranks: Sequence[int], mask: AttentionMask, documents: torch.Tensor | None
+    ) -> torch.Tensor:
+        """int64 ``[tokens of ranks, 2]``: what each of their queries sees.
+
+        ``documents``: where packed sequences begin, and the end of the last; beyond it nothing is seen.
+        """
+        before, after = mask.window
+        position = self.places(ranks, None if documents is None else documents.device)
+        low = torch.zeros_like(position) if before == NO_LIMIT else (position - before).clamp(min=0)
+        high = torch.full_like(position, self.total)
+        if after != NO_LIMIT:
+            high = (position + after + 1).clamp(max=self.total)
+        if mask.causal:
+            high = torch.minimum(high, position + 1)
+        if documents is not None:
+            ends = documents.to(torch.int64)
+            # the last of those that begin at or before: an empty sequence has no token
+            number = torch.searchsorted(ends, position, right=True)
+            inside = number < len(ends)
+            low = torch.maximum(low, ends[(number - 1).clamp(min=0)])
+            high = torch.minimum(high, ends[number.clamp(max=len(ends) - 1)])
+            high = torch.where(inside, high, 0)
+        return torch.stack([low, high], 1)
+
+    def part_line(
+        self, source: int, number: int, row: int, slots: tuple[int, int] = (0, 0)
+    ) -> formulas.Line:
+        """A line of the kernels' table of parts; ``row``: where the source's keys begin."""
+        runs = [*self.runs(source), Run(0, 0, 0), Run(0, 0, 0)][:2]
+        line: formulas.Line = formulas.key_part_line(source, number, row, runs, slots)
+        return line
 
 
 class AttentionResult(NamedTuple):
@@ -38,7 +153,7 @@ class AttentionResult(NamedTuple):
 
     def delta(self) -> torch.Tensor:
         """fp32 or wider ``[b, h, tokens]``: what gradients of scores are taken relative to."""
-        wide = torch.float64 if self.grad.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(self.grad.dtype)
         made = (self.grad.to(wide) * self.output.to(wide)).sum(-1).permute(1, 2, 0)
         return (made if self.lse_grad is None else made - self.lse_grad).contiguous()
 
@@ -74,7 +189,7 @@ class AttentionProblem:
     @property
     def wide(self) -> torch.dtype:
         """Of partial results."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return wide_dtype(self.query.dtype)
 
     @property
     def rank(self) -> int:
@@ -151,6 +266,10 @@ class AttentionProblem:
         return [r for r in order if self.shards.sees(r, self.rank, self.mask)]
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def rows_argument(tensor: torch.Tensor) -> Queries:
     """``[tokens, batches, heads, size]`` as a kernel takes it."""
     return Queries(tensor, *tensor.stride()[:3])
@@ -178,25 +297,3 @@ def attention_tiles(
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with its last dimension contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
-
-
-class Blocks(Protocol):
-    """What is computed of the keys of one source after another: by kernels, or by torch.
-
-    ``source`` is None of packed keys of all ranks, one's after another's. All but ``begin`` goes to the
-    compute stream.
-    """
-
-    def begin(self, query: torch.Tensor) -> None: ...
-
-    def attend(self, source: int | None, packed: torch.Tensor) -> None: ...
-
-    def merge(self, output: torch.Tensor, lse: torch.Tensor) -> None: ...
-
-    def begin_backward(self, result: AttentionResult) -> None: ...
-
-    def differentiate(
-        self, source: int | None, packed: torch.Tensor, contribution: torch.Tensor
-    ) -> None: ...
-
-    def query_gradient(self, output: torch.Tensor) -> None: ...

@@ -23,17 +23,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from interlace.ops.attention.blocks import (
-    attend_to_all,
+    Blocks,
     blocks_of,
     differentiate_all,
 )
-from interlace.ops.attention.key_gradients import empty_total
-from interlace.ops.attention.problem import AttentionProblem, AttentionResult, Blocks
+from interlace.ops.attention.key_transport import empty_total
+from interlace.ops.attention.problem import AttentionProblem, AttentionResult
 from interlace.ops.collectives import launch as plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
@@ -112,18 +112,11 @@ def heads_first(moved: Tensor) -> Tensor:
     return moved.squeeze(-1).permute(1, 2, 0)
 
 
-class HeadWay(Protocol):
-    """How heads get to ranks, and back; results are there when the compute stream comes to it."""
-
-    def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
-        """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
-
-    def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
-        """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
-
-
 class ByPushes:
-    """Each rank stores what it has in the workspace where it is wanted, and publishes once."""
+    """Each rank stores what it has in the workspace where it is wanted, and publishes once.
+
+    Results are there when the compute stream comes to it, here and of :class:`ByEngine`.
+    """
 
     def __init__(
         self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
@@ -141,6 +134,7 @@ class ByPushes:
         return self
 
     def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
+        """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
         communicator, rank = self._problem.communicator, self._problem.rank
         copying, total = communicator.copying, self._problem.shards.total
         data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
@@ -159,6 +153,7 @@ class ByPushes:
         return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
 
     def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
+        """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
         communicator, rank = self._problem.communicator, self._problem.rank
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
@@ -202,11 +197,8 @@ class ByEngine:
 
     def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
         problem, whole = self._problem, list[Tensor]()
-        rank, lengths, copy = (
-            problem.rank,
-            problem.shards.lengths,
-            problem.communicator.compute.copy,
-        )
+        rank, lengths = problem.rank, problem.shards.lengths
+        copy = problem.communicator.compute.copy
         for number, (tensors, each) in enumerate(zip(pieces, self._there, strict=True)):
             new = tensors[0].new_empty
             sent = [new(each.shape(lengths[rank], r)) for r in range(len(lengths))]
@@ -219,11 +211,8 @@ class ByEngine:
 
     def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
         problem, whole = self._problem, list[list[Tensor]]()
-        rank, lengths, copy = (
-            problem.rank,
-            problem.shards.lengths,
-            problem.communicator.compute.copy,
-        )
+        rank, lengths = problem.rank, problem.shards.lengths
+        copy = problem.communicator.compute.copy
         for number, (tensors, each) in enumerate(zip(pieces, self._back, strict=True)):
             new, rows = tensors[0].new_empty, lengths[rank]
             dense = new(each.shape(sum(lengths), rank))
@@ -236,6 +225,9 @@ class ByEngine:
                 for to, part in zip(whole[-1], each.tensors(made, peer), strict=True):
                     copy(to[..., heads, :], part, "tokens")
         return whole
+
+
+HeadWay = ByPushes | ByEngine
 
 
 class HeadProblem:
@@ -267,7 +259,8 @@ def _attend(own: HeadProblem, way: HeadWay, output: Tensor, lse: Tensor) -> None
     sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
     if own.blocks is not None:
         own.blocks.begin(query)
-        attend_to_all(own.own, own.blocks, packed, made, sums)
+        own.blocks.attend(None, packed)
+        own.blocks.merge(made, sums)
     (results,), (logarithms,) = way.to_tokens([(made,), (tokens_first(sums),)])
     copy(output, results, "results")
     copy(tokens_first(lse), logarithms, "sums")

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable, Iterable
 
 from interlace.kernels.attention.decode import DECODE_LANES
-from interlace.ops.attention.kernel_blocks import MERGED
-from interlace.ops.attention.launch_decode import MOST_PIECES
+from interlace.ops.attention.blocks import MERGED
+from interlace.ops.attention.decode import MOST_PIECES
 from interlace.ops.collectives.low_latency import MOST_PROGRAMS
 from interlace.tools.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
 from interlace.tools.catalogue import catalogue_attention as catalogue

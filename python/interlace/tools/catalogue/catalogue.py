@@ -30,7 +30,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.epilogue import ACTIVATIONS
-from interlace.ops.attention import launch_head_exchange as head_exchange
+from interlace.ops.attention import head_exchange
 from interlace.ops.experts.grouped_routes import Routes
 from interlace.ops.experts.launch_combine import Home
 from interlace.ops.experts.launch_counted import CountedMatmul, CountedSizes

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from interlace.ops.attention import blocks
-from interlace.ops.attention import forward_backward as travelling
-from interlace.ops.attention import launch_gather as gather
-from interlace.ops.attention.launch_decode import DecodeProblem, decode_fused, own_part
-from interlace.ops.attention.problem import AttentionProblem, AttentionResult
-from interlace.ops.attention.shards import AttentionMask, TokenShards
+from interlace.ops.attention import blocks, key_transport
+from interlace.ops.attention.decode import DecodeProblem, decode_fused, own_part
+from interlace.ops.attention.problem import (
+    AttentionMask,
+    AttentionProblem,
+    AttentionResult,
+    TokenShards,
+)
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.attention import for_decoding, gpu_attention
 from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
@@ -77,7 +79,7 @@ def gathered_attention(
 
     def run(group: AbsentGroup) -> None:
         problem, output = _problem(group, dtype, sizes)
-        gather.all_gather_attention_fused(problem, output, lse, tiles)
+        key_transport.all_gather_attention_fused(problem, output, lse, tiles)
 
     return [entry(launch, f"{dtype} head {sizes[2]}", arch) for launch in launched(run)]
 
@@ -94,16 +96,16 @@ def attention_kernels(
     name, seen = f"{dtype} head {sizes[2]}", set[str]()
 
     def forward(_: AbsentGroup) -> None:
-        gather.all_gather_attention_fused(problem, output, lse, tiles)
+        key_transport.all_gather_attention_fused(problem, output, lse, tiles)
         without = replace(tiles, copiers=0)
-        gather.all_gather_attention_fused(problem, output, lse, without)
-        travelling.attention_on_the_way(problem, "all_gather", output, lse, tiles)
+        key_transport.all_gather_attention_fused(problem, output, lse, without)
+        key_transport.attention_on_the_way(problem, "all_gather", output, lse, tiles)
 
     def backward(_: AbsentGroup) -> None:
         blocks = gpu_attention(arch, DTYPES[dtype], largest, backward=True)
         grads = problem.query, problem.key, problem.value
         result = AttentionResult(output, output, lse)
-        travelling.attention_backward(problem, "all_gather", result, grads, blocks)
+        key_transport.attention_backward(problem, "all_gather", result, grads, blocks)
 
     launched(forward, group=group)
     launched(backward, group=group)

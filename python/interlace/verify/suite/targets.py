@@ -267,11 +267,11 @@ def _decode(rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
     lengths = torch.tensor([20, 20 if rank else 0])
     query, key = torch.ones(2, 2, INNER), torch.zeros(2, 20, 2, INNER)
     given = DecodeArguments(query, key, values[rank], lengths, None, None, how["algorithm"])
-    work = decode(how["group"], (given, False), async_op=True)
+    work = decode(how["group"], (given,), async_op=True)
     seen = torch.tensor([20 * world_size, 20 * (world_size - 1)]).view(2, 1, 1)
     expected = torch.cat(values, 1)
     expected[1, :20] = 0
-    return work, lambda result: (result * seen).round(), expected.sum(1)
+    return work, lambda result: (result[0] * seen).round(), expected.sum(1)
 
 
 def _head_exchange(op: str, rank: int, world_size: int, call: int, **how: Any) -> StartedOp:
