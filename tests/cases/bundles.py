@@ -24,13 +24,11 @@ from interlace.ops.attention.problem import (
 )
 from interlace.ops.collectives import launch as plain
 from interlace.ops.collectives import low_latency
-from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.grouped import EXCHANGE, GATHER
-from interlace.ops.experts.grouped_routes import Routes
-from interlace.ops.experts.launch_combine import Combine, Home
-from interlace.ops.experts.launch_dispatch import Bounds, Dispatch, DispatchResult
-from interlace.ops.experts.launch_grouped import GroupedMatmul
-from interlace.ops.experts.launch_grouped_combine import GroupedMatmulCombine
+from interlace.ops.experts.combine import Combine, Home
+from interlace.ops.experts.dispatch import Dispatch
+from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedMatmul, Routes
+from interlace.ops.experts.grouped_combine import GroupedMatmulCombine
+from interlace.ops.experts.routing import Assignment, Bounds, Received
 from interlace.ops.matmul import launch_gather as gather_matmul
 from interlace.ops.matmul import launch_norms as normed
 from interlace.ops.matmul import launch_reduce as matmul_reduce
@@ -255,7 +253,7 @@ def _dispatch(group: Any, rows: Any, configuration: Configuration) -> None:
     experts, chosen, home = _routed("dispatch", group)
     weights: Any = home.weights
     arrived, of_rows = meta(90, 4096), meta(90, dtype=torch.float32)
-    result = DispatchResult(arrived, None, of_rows, _segments(experts, group))
+    result = Received(arrived, None, of_rows, _segments(experts, group))
     op = Dispatch(group, meta(40, 4096), None, result)
     op.fused(chosen.sent(weights), Bounds(40, 2, 0), configuration)
 

@@ -12,10 +12,16 @@ docs/experts.md.
 [[[20.0, 20.0]], [[40.0, 40.0]]]
 """
 
-from interlace.experts.low_latency import low_latency_combine, low_latency_dispatch
-from interlace.experts.products import multiply
-from interlace.experts.quantized import dequantize, quantize
-from interlace.experts.rows import combine, dispatch, permute
+from interlace.ops.experts.api_rows import (
+    combine,
+    dequantize,
+    dispatch,
+    low_latency_combine,
+    low_latency_dispatch,
+    permute,
+    quantize,
+)
+from interlace.ops.experts.products import multiply
 from interlace.ops.experts.routing import DispatchHandle, Received
 
 __all__ = [

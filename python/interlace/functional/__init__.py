@@ -37,10 +37,12 @@ from interlace.ops.collectives.functional import (
     reduce_scatter,
     scatter,
 )
-from interlace.ops.experts.functional import combine, dispatch, grouped_matmul_combine
-from interlace.ops.experts.functional_grouped import (
+from interlace.ops.experts.functional import (
     all_gather_grouped_matmul,
     all_to_all_grouped_matmul,
+    combine,
+    dispatch,
+    grouped_matmul_combine,
 )
 from interlace.ops.matmul.functional import (
     all_gather_matmul,

@@ -6,10 +6,7 @@ from typing import Any
 import torch
 
 from interlace.arguments.words import FusedAlgorithm, Group
-from interlace.nn.functions.linear_gradients import casts
 from interlace.nn.linear_functions import casts
-from interlace.nn.parameters.sharded_module import check_equal
-from interlace.nn.parameters.sharding import OnGroup, positive
 from interlace.nn.sharding import OnGroup, check_equal, positive
 from interlace.ops.attention.functional import (
     AttentionMethod,

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
-from interlace.experts.products import multiply
-from interlace.experts.rows import dispatch, permute
 from interlace.kernels.epilogue import Activation
 from interlace.nn.linear import check_features
 from interlace.nn.regions import copy_to_group
@@ -19,6 +17,8 @@ from interlace.nn.router import Router
 from interlace.nn.sharding import ShardedModule, divisible, positive
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.ops.experts.api import all_to_all_grouped_matmul, grouped_matmul_combine
+from interlace.ops.experts.api_rows import dispatch, permute
+from interlace.ops.experts.products import multiply
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.context import comparing
 from interlace.runtime.numerics.activations import activate

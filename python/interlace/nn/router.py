@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.ops.experts.assignment import by_expert
+from interlace.ops.experts.routing import by_expert
 
 Tensor = torch.Tensor
 SMALLEST = 1e-20  # added to a sum of scores, which sigmoids may leave at 0

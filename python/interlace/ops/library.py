@@ -9,7 +9,7 @@ from interlace.groups import specs
 from interlace.ops import inductor
 from interlace.ops.attention import context_parallel, decode, head_exchange
 from interlace.ops.collectives import functional
-from interlace.ops.experts import combine, dispatch, grouped, grouped_combine, routed_combine
+from interlace.ops.experts import combine, dispatch, grouped, grouped_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
 from interlace.ops.op import calls, gradients, registry
 from interlace.ops.op.op import GROUP, Op
@@ -31,7 +31,6 @@ OPS = (
     *dispatch.OPS,
     *combine.OPS,
     *grouped_combine.OPS,
-    *routed_combine.OPS,
     *context_parallel.OPS,
     decode.DISTRIBUTED_DECODE,
     *head_exchange.OPS,

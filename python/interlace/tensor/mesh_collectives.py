@@ -17,6 +17,7 @@ from torch.distributed.tensor import _collective_utils as utilities
 
 from interlace import functional
 from interlace.arguments import checks
+from interlace.arguments.words import Group
 from interlace.groups import rank_lists
 from interlace.groups.groups import simulated
 from interlace.groups.specs import bound

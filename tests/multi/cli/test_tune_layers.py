@@ -18,8 +18,8 @@ from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli.tune.command import tune
 from interlace.cli.tune.options import TuneOptions
 from interlace.ops.attention import head_exchange
-from interlace.ops.experts.launch_combine import Combine
-from interlace.ops.experts.launch_dispatch import Dispatch
+from interlace.ops.experts.combine import Combine
+from interlace.ops.experts.dispatch import Dispatch
 from interlace.runtime.core.context import context_with
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
-from interlace.ops.experts.grouped_routes import Routes
+from interlace.ops.experts.grouped import Routes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from support import LAYOUTS, failure, laid_out, noise, poisoned, slow_rank, starved

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import interlace
 from interlace import experts, reference
 from interlace.ops.experts import counted
-from interlace.ops.experts.grouped_routes import Routes
-from interlace.ops.experts.launch_counted import CountedSizes, experts_of, rows_sent
+from interlace.ops.experts.counted import CountedSizes, experts_of, rows_sent
+from interlace.ops.experts.grouped import Routes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from multi.experts.expert_ranks import CHECKS, counted_layer, noted_reads

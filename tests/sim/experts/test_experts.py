@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import experts, reference
-from interlace.ops.experts.assignment import Assignment, known_segments
+from interlace.ops.experts.routing import Assignment, known_segments
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from support import failure, noise, poisoned, slow_rank, starved

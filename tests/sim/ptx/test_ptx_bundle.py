@@ -19,7 +19,7 @@ from interlace.cli.commands.build import write
 from interlace.groups.groups import default_group
 from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
-from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.routing import Assignment
 from interlace.ops.op.calls import run_to_list
 from interlace.tools.bundle.bundle import BundleTarget
 from interlace.tools.bundle.ops import OPS, KernelOptions
@@ -162,7 +162,7 @@ def _home(rank: int, home: Any, width: int) -> tuple[Numbers, torch.Tensor]:
 
 
 def _segments(rank: int) -> torch.Tensor:
-    from interlace.ops.experts.assignment import known_segments
+    from interlace.ops.experts.routing import known_segments
 
     lines = [Assignment(routed(r)[1], 2 * WORLD, WORLD).counts for r in range(WORLD)]
     return known_segments(torch.stack(lines), rank, 2)

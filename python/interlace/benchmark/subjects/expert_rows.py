@@ -19,7 +19,7 @@ from interlace.benchmark.subjects.fused import AllGatherMatmul, Fused
 from interlace.benchmark.subjects.plain import AllToAll, Tensors
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor
-from interlace.ops.experts.assignment import Assignment
+from interlace.ops.experts.routing import Assignment
 from interlace.runtime.core.place import Place
 
 TOPK = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,12 @@ from interlace.arguments.words import (
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.experts import counted, grouped, grouped_combine
+from interlace.ops.experts.grouped import GroupedCall
+from interlace.ops.experts.grouped_combine import (
+    OP,
+    GroupedCombineArguments,
+    RoutedCombineArguments,
+)
 from interlace.ops.experts.routing import (
     DispatchHandle,
     by_handle,
@@ -28,6 +34,9 @@ from interlace.ops.op import recorded
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
+
+if TYPE_CHECKING:
+    pass
 
 Tensor = torch.Tensor
 
@@ -81,9 +90,11 @@ def all_gather_grouped_matmul(
     >>> interlace.run(layer, 2)[0]
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
-    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.GroupedOptions(grouped.GATHER, *given)
-    return _grouped_matmul((input, weight, bias), options, group, async_op)  # type: ignore[no-any-return]
+    call = GroupedCall(
+        input, weight, bias, input_splits, output_splits, return_received, algorithm, out_dtype,
+        grouped.GATHER, activation,
+    )  # fmt: skip
+    return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -100,7 +111,7 @@ def all_to_all_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
     num_max_rows_per_rank: int | None = None,
-) -> tuple[Tensor, ...] | tuple[Tensor, DispatchHandle] | Work:
+) -> Any:
     """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
 
     For experts that are spread over ranks (expert parallel): of E experts rank r has those from
@@ -132,14 +143,16 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(layer, 2)
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
-    given = (input_splits, output_splits, return_received, algorithm, out_dtype, activation)
-    options = grouped.GroupedOptions(grouped.EXCHANGE, *given)
+    call = GroupedCall(
+        input, weight, bias, input_splits, output_splits, return_received, algorithm, out_dtype,
+        grouped.EXCHANGE, activation,
+    )  # fmt: skip
     communicator = resolve(group).on(input)
     number = dispatch_number(communicator)  # without a bound, too: on another rank there may be one
     if num_max_rows_per_rank is not None:
-        with communicator.accepting(options.op):
-            options = counted.bound_of(num_max_rows_per_rank, options)
-    return _grouped_matmul((input, weight, bias), options, group, async_op, number)  # type: ignore[no-any-return]
+        with communicator.accepting(call.op):
+            call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
+    return _grouped_matmul(call, group, async_op, number)
 
 
 def grouped_matmul_combine(
@@ -200,102 +213,89 @@ def grouped_matmul_combine(
     >>> interlace.run(layer, 2)
     [[[12.0], [18.0]], [[12.0], [18.0]]]
     """
-    op = grouped_combine.MATMUL_COMBINE
-    options = grouped_combine.CombineOptions(splits, algorithm, out_dtype)
-    tensors: Any = (input, weight, bias, topk_idx, topk_weights)
+    how: Any = {"algorithm": algorithm, "out_dtype": out_dtype}
+    operands: Any = (input, weight, bias, topk_idx, topk_weights)
     if isinstance(splits, DispatchHandle):
-        communicator, options = resolve(splits.group).on(input), options._replace(splits=())
-        with communicator.accepting(op):
+        communicator = resolve(splits.group).on(input)
+        with communicator.accepting(OP):
             check_group(group, splits.group)
         with by_handle(communicator, splits):
-            return _with_handle(tensors, splits, options, async_op)  # type: ignore[no-any-return]
+            return _with_handle(operands, splits, how, async_op)  # type: ignore[no-any-return]
     communicator = resolve(group).on(input)
-    if requires_gradients(*tensors):
+    about: Any = topk_idx, topk_weights, [], splits, False
+    given = GroupedCombineArguments(input, weight, bias, *about, **how)
+    if requires_gradients(*operands):
         if not modes_active():
-            with communicator.accepting(op):
-                call = grouped_combine.checked(communicator, *[*tensors, options])
+            with communicator.accepting(OP):
+                call = grouped_combine.checked(communicator, given)
                 received = grouped_combine.checked_splits(communicator, call, splits)
 
             def agree() -> Any:
                 return grouped_combine.agree(communicator, call, received, recorded.FIRST)
 
-            counts = recorded.agreed(communicator, op, (input, weight, bias), agree)
-            sent = counts[communicator.rank].tolist()
-            given = (input, weight, received, topk_idx, topk_weights)
-            how: Any = {"algorithm": algorithm, "out_dtype": out_dtype, "group": group}
-            return recorded.started(op, async_op, given, bias=bias, home_splits=sent, **how)  # type: ignore[no-any-return]
-        checks.warn_without_gradients(op, stacklevel=3)
-    run = grouped_combine.grouped_matmul_combine
-    return run(communicator, (*tensors, None, None), (options,), async_op)  # type: ignore[no-any-return]
+            counts = recorded.agreed(communicator, OP, (input, weight, bias), agree)
+            how |= {"home_splits": counts[communicator.rank].tolist(), "group": group}
+            operands = (input, weight, received, topk_idx, topk_weights)
+            return recorded.started(OP, async_op, operands, bias=bias, **how)  # type: ignore[no-any-return]
+        checks.warn_without_gradients(OP, stacklevel=3)
+    return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)  # type: ignore[no-any-return]
 
 
 def _with_handle(
-    tensors: tuple[Any, ...],
-    handle: DispatchHandle,
-    options: grouped_combine.CombineOptions,
-    async_op: bool,
+    operands: tuple[Any, ...], handle: DispatchHandle, how: dict[str, Any], async_op: bool
 ) -> Any:
-    input, weight, bias, topk_idx, topk_weights = tensors
-    if requires_gradients(*tensors, handle.topk_weights):
-        given = (input, weight, handle, topk_idx, topk_weights)
-        about = grouped_combine.MATMUL_COMBINE, async_op, given, lambda made: made, options
-        return recorded.run(*about, bias=bias)
+    input, weight, bias, topk_idx, topk_weights = operands
+    if requires_gradients(*operands, handle.topk_weights):
+        operands = (input, weight, handle, topk_idx, topk_weights)
+        return recorded.started(OP, async_op, operands, bias=bias, **how)
     topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
-    options = options._replace(routing=routing_for(handle, topk_idx))
+    routing = routing_for(handle, topk_idx)._replace(algorithm=how["algorithm"])
     communicator = resolve(handle.group).on(input)
-    with communicator.accepting(grouped_combine.MATMUL_COMBINE):
+    with communicator.accepting(OP):
         rows = flat(handle, "input", input)
-    tensors = (rows, weight, bias, topk_idx, topk_weights, handle.segments, None)
-    run = grouped_combine.grouped_matmul_combine
-    return run(communicator, tensors, (options,), async_op)
+    given = RoutedCombineArguments(
+        rows, weight, bias, handle.segments, topk_idx, topk_weights, False, *routing,
+        how["out_dtype"],
+    )  # fmt: skip
+    return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)
 
 
-def _grouped_matmul(
-    tensors: tuple[Any, ...],
-    options: grouped.GroupedOptions,
-    group: Group,
-    async_op: bool,
-    number: int = 0,
-) -> Any:
-    input, weight, bias = tensors
-    op, communicator = options.op, resolve(group).on(input)
+def _grouped_matmul(given: GroupedCall, group: Group, async_op: bool, number: int = 0) -> Any:
+    op, communicator = given.op, resolve(group).on(given.input)
 
     def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
-        about = options.input_splits, input.shape[0], options, number
-        return made[0], counted.handle_of(communicator, made[1], *about)
+        return made[0], counted.handle_of(communicator, given, made[1], number)
 
+    tensors = given.input, given.weight, given.bias
     if requires_gradients(*tensors):
         if not modes_active():
-            rows, given = input, options
             with communicator.accepting(op):
-                if options.max_rows:
-                    given = counted.with_counts(communicator, input, weight, bias, options)
-                    rows = input[: sum(given.input_splits)]
-                call = grouped.checked(communicator, rows, weight, bias, given)
+                known = counted.with_counts(communicator, given) if given.max_rows else given
+                call = grouped.checked(communicator, known)
 
             def agree() -> Any:
-                return grouped.agree(communicator, options, call, recorded.FIRST)
+                return grouped.agree(communicator, call, recorded.FIRST)
 
             routes, _ = recorded.agreed(communicator, op, tensors, agree)
             if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
                 splits = routes.splits()
 
                 def finish(made: Any) -> Any:
-                    received, output = made if options.return_received else (None, made)
+                    received, output = made if given.return_received else (None, made)
                     output = activate(output, call.activation)
-                    if options.max_rows:
-                        return on_device(counted.padded(communicator, output, routes, options))
+                    if given.max_rows:
+                        return on_device(counted.padded(output, routes, given))
                     return grouped.result(received, output, splits)
 
-                how = {"bias": bias, "group": group, "return_received": options.return_received}
-                operands = (rows, weight, call.input_splits, [n for each in splits for n in each])
-                return recorded.run(op, async_op, operands, finish, options, **how)
+                how: Any = {"bias": given.bias, "return_received": given.return_received}
+                how |= {"algorithm": given.algorithm, "out_dtype": given.out_dtype, "group": group}
+                counts = call.input_splits, [n for each in splits for n in each]
+                operands = (known.input, given.weight, *counts)
+                return recorded.started(op, async_op, operands, finish, **how)
         checks.warn_without_gradients(op, stacklevel=4)
-    if options.max_rows:
-        about = (*tensors, options.input_splits), (options._replace(input_splits=None),)
-        made = counted.counted_grouped_matmul(communicator, *about, async_op)
+    if given.max_rows:
+        made = counted.counted_grouped_matmul(communicator, (given,), (), async_op)
         if async_op:
             return recorded.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
         return on_device(made)
-    tensors = (*tensors, None, None)
-    return grouped.FORMS[op](communicator, tensors, (options,), async_op)
+    return grouped.FORMS[op](communicator, (given,), (), async_op)

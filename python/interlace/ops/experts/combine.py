@@ -1,7 +1,11 @@
-"""Combine: rows of experts go back to their tokens, and are summed; ``routing.py`` has the order.
+"""Combine: rows of experts go back to their tokens, and are summed by slot; ``routing.py`` has the order.
 
-As a dispatch (``dispatch.py``): with its bound of tokens the fused algorithm knows no count on the
-host, and comes from a plan.
+``fused``      one Triton kernel (``kernels/experts/combine.py``)
+``pipelined``  rows are copied straight into the workspace of their home, rank by rank; torch sums
+``unfused``    rows put in the order of their homes, an all-to-all, torch sums; many nodes
+
+The last two take any dtype, and need counts on the host. With a bound of tokens, as of a dispatch
+(``dispatch.py``), the fused one knows no count on the host, and comes from a plan.
 
 Gradients: of the rows, what a dispatch of the tokens' gradients gives, times their weights; of a weight,
 its row times the gradient of its token.
@@ -14,11 +18,23 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.dispatch import as_many
-from interlace.ops.experts.launch_combine import Combine, Home
-from interlace.ops.experts.launch_dispatch import Bounds, HostRoutes, row_moves
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Combined, ExpertSizes, Rows, SlotRows
+from interlace.kernels.experts import combine as kernels
+from interlace.kernels.tiling import owner_order
+from interlace.ops.collectives import launch as plain
+from interlace.ops.experts.dispatch import (
+    MAX_REGISTERS,
+    RowExchange,
+    as_many,
+    row_moves,
+    slot_rows,
+    sorted_places,
+)
 from interlace.ops.experts.routing import (
+    Assignment,
+    Bounds,
+    HostRoutes,
     Routing,
     RoutingArguments,
     agreed,
@@ -36,8 +52,10 @@ from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning.auto import FUSED_DTYPES
+from interlace.runtime.tuning.configuration import Configuration
 
 COMBINE = "combine"
 BY_TORCH = ("pipelined", "unfused")
@@ -59,20 +77,156 @@ class CombineArguments(RoutingArguments):
     algorithm: str
 
 
-def _prepared(
+def sum_slots(home: Tensor, inverse: Tensor, weights: Tensor | None, output: Tensor) -> None:
+    """``output[t]`` = sum over slots k, in their order, of ``weights[t, k] * home[inverse[t, k]]``."""
+    wide = torch.float64 if output.dtype == torch.float64 else torch.float32
+    total = torch.zeros(output.shape, dtype=wide, device=output.device)
+    if home.shape[0]:
+        for slot in range(inverse.shape[1]):
+            row = inverse[:, slot]
+            value = home[row.clamp(min=0)].to(wide)
+            if weights is not None:
+                value = value * weights[:, slot, None].to(wide)
+            total += torch.where(row[:, None] < 0, 0.0, value)
+    output.copy_(total)
+
+
+@dataclass(frozen=True)
+class Home:
+    """A rank's tokens as rows come back to them: ``inverse`` ``[T, k]``, ``weights`` of slots or None.
+
+    ``output`` ``[T, N]`` gets the sums, ``kept``, if it is there, the rows themselves, ``[T * k, N]``, of
+    which as many are of use as there are.
+    """
+
+    inverse: Tensor
+    weights: Tensor | None
+    output: Tensor
+    kept: Tensor | None = None
+
+    def combined(self) -> Combined:
+        weights = self.output if self.weights is None else self.weights
+        return Combined(self.inverse, weights, self.output, self.output.shape[0])
+
+    def slots(self, configuration: Configuration, experts: int) -> SlotRows:
+        weighted, topk = self.weights is not None, self.inverse.shape[1]
+        itemsize = self.output.element_size()
+        return slot_rows(configuration, itemsize, topk, experts, weighted=weighted)
+
+    def sum_rows(self, communicator: Communicator, home: Tensor) -> None:
+        """Sums of the rows that have come, by torch."""
+
+        def sums() -> None:
+            sum_slots(home, self.inverse, self.weights, self.output)
+
+        if self.kept is not None and home.numel():
+            communicator.compute.copy(self.kept[: home.shape[0]], home, "rows at home")
+        communicator.compute.call(sums, "sums by slot")
+
+    def keep(self, communicator: Communicator, workspace: Workspace) -> None:
+        """Copy the rows that a kernel has waited for."""
+        if self.kept is not None and self.kept.numel():
+            home = workspace.data(communicator.rank, 0, self.kept.shape, self.kept.dtype)
+            communicator.compute.copy(self.kept, home, "rows at home")
+
+
+@dataclass(frozen=True)
+class Combine:
+    """One call: ``rows`` ``[R, N]`` as a dispatch has sorted them."""
+
+    communicator: Communicator
+    rows: Tensor
+    home: Home
+
+    def fused(self, segments: Tensor, bounds: Bounds, configuration: Configuration) -> Event:
+        """``segments``: those that the dispatch has found."""
+        communicator = self.communicator
+        experts, world_size, _ = segments.shape
+        (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
+        row_bytes = columns * self.rows.element_size()
+        layout = Layout(world_size * bounds.senders, bounds.most_tokens * topk * row_bytes)
+        arguments: dict[str, Any] = {
+            "rows": Rows(self.rows, self.rows.stride(0)),
+            "segments_ptr": segments,
+            "combined": self.home.combined(),
+            "sizes": ExpertSizes(
+                0, bounds.most_tokens, experts, bounds.senders, bounds.expert_rows
+            ),
+            "N": columns,
+            "SLOTS": self.home.slots(configuration, experts),
+        }
+        grid = formulas.persistent_grid(
+            0, world_size * bounds.senders, communicator.place.program_limit
+        )
+        own = {"options": {"maxnreg": MAX_REGISTERS}}
+        options: dict[str, Any] = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
+
+        def body(workspace: Workspace) -> None:
+            launch = workspace.kernel_launch(kernels.combine_kernel, grid, arguments, **options)
+            communicator.compute.launch(launch)
+            self.home.keep(communicator, workspace)
+
+        return communicator.enqueue("combine", layout, body)
+
+    def pipelined(self, routes: HostRoutes) -> Event:
+        def put(theirs: Tensor, expert: int, rows: slice, label: str) -> None:
+            self.communicator.compute.copy(theirs, self.rows[rows], label)
+
+        return pipelined_home(self.communicator, "combine", routes, self.home, put)
+
+    def unfused(self, routes: HostRoutes) -> Event:
+        order = sorted_places(routes.segments(self.communicator.rank)).to(self.rows.device)
+        exchange = RowExchange(self.communicator, routes.counts, routes.assignment.per_rank)
+        back = exchange.back(self.rows, order)
+        self.home.sum_rows(self.communicator, back)
+        return self.communicator.compute.record()
+
+
+def pipelined_home(
     communicator: Communicator,
-    rows: Tensor,
-    segments: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    outputs: list[Tensor] | None,
-    routing: Routing,
+    op: str,
+    routes: HostRoutes,
+    home: Home,
+    put: Callable[[Tensor, int, slice, str], None],
+) -> Event:
+    """Rows go home, the next rank's first and the own ones last; then sums.
+
+    ``put(theirs, expert, rows, label)`` brings ``rows`` of an expert to ``theirs``, on the compute stream.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    columns, dtype = home.output.shape[1], home.output.dtype
+    row_bytes = columns * dtype.itemsize
+    layout = Layout(world_size, int(routes.counts.sum(1).max()) * row_bytes)
+    own = int(routes.counts[rank].sum())
+
+    def body(workspace: Workspace) -> None:
+        stream = communicator.compute
+        stream.wait_credits(workspace)
+        segments = routes.segments(rank).tolist()
+        for peer in owner_order(rank, world_size):
+            for expert, line in enumerate(segments):
+                first, count, to = line[peer]
+                if count:
+                    theirs = workspace.data(peer, to * row_bytes, (count, columns), dtype)
+                    label = f"expert {expert}, rows of rank {peer}"
+                    put(theirs, expert, slice(first, first + count), label)
+            if peer != rank:
+                stream.publish(workspace, peer, rank)
+        plain.wait_for_all(communicator, workspace, 0)
+        home.sum_rows(communicator, workspace.data(rank, 0, (own, columns), dtype))
+
+    return communicator.enqueue(op, layout, body)
+
+
+def _prepared(
+    communicator: Communicator, given: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Checked on this rank: the form that goes on, its tensors and options.
 
     ``outputs``: as :func:`results_of` makes them. Without them the result is the sums.
     """
-    rows = checks.tensor("y", rows, communicator)
+    routing = given.routing
+    rows = checks.tensor("y", given.input, communicator)
     checks.float_dtype("y", rows.dtype)
     if rows.dim() != 2:
         raise ValueError(f"y must have 2 dimensions (rows, n), got {tuple(rows.shape)}")
@@ -85,11 +239,11 @@ def _prepared(
         )
     if not rows.shape[1] or (algorithm == "fused" and rows.dtype not in FUSED_DTYPES):
         algorithm = "unfused"
-    assignment = assignment_of(communicator, routing, topk_idx, None)
-    weights = weights_of(communicator, topk_weights, assignment.topk_idx)
+    assignment = assignment_of(communicator, routing, given.topk_idx, None)
+    weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    segments = checked_segments(communicator, segments, routing, "y", rows)
+    segments = checked_segments(communicator, given.segments, routing, "y", rows)
     tokens, most = len(assignment.topk_idx), most_dispatched(communicator)
     if not routing.max_tokens and most and tokens > most:
         raise ValueError(f"topk_idx has {tokens} rows, no dispatch has had more than {most}")
@@ -160,10 +314,8 @@ def _with_counts(
     """By torch; the host knows all ranks' counts."""
 
     def start() -> Outcome:
-        terms, shape = (
-            (("dtype of y", rows.dtype), ("n of y", rows.shape[1])),
-            assignment.topk_idx.shape,
-        )
+        terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
+        shape = assignment.topk_idx.shape
         most, counts = agreed(communicator, COMBINE, routing, shape, terms, assignment.counts)
         assert counts is not None
         way = algorithm if most else "unfused"
@@ -185,7 +337,7 @@ _planned = internal_form(COMBINE, _on_device, fills=False)
 _unplanned = internal_form(COMBINE, _on_device)  # of rows that are as many as they are
 _counted = internal_form(COMBINE, _with_counts)
 combine = composed_form(COMBINE, _prepared)
-"""Of ``(rows, segments, topk_idx, topk_weights, outputs)`` and ``(routing,)``."""
+"""Of ``(arguments, outputs)``."""
 
 
 def home_of(
@@ -215,8 +367,7 @@ def start(communicator: Communicator, given: CombineArguments) -> Started:
         if given.input.dim() != 2:
             raise ValueError(f"y must have 2 dimensions, got shape {tuple(given.input.shape)}")
         outputs = results(given, communicator.world_size)
-    tensors = (given.input, given.segments, given.topk_idx, given.topk_weights, outputs)
-    return Started(outputs, combine(communicator, tensors, (given.routing,), True))
+    return Started(outputs, combine(communicator, (given, outputs), async_op=True))
 
 
 def save(ctx: Any, given: CombineArguments, output: Sequence[Tensor]) -> None:

@@ -2,10 +2,15 @@
 
 Order of rows, validation and agreement are those of ``grouped.py``, but results are as long as they
 can get, what a rank has is told by device memory, and no message has a part of its own: so the fused
-algorithm comes from a plan, and asks for no count. The others read it on the host.
+algorithm, one Triton kernel (``kernels/experts/grouped_matmul.py``), comes from a plan, and asks for no
+count. Its tables are made by torch on the device, from the rank's own counts alone. The other algorithms
+read counts on the host, and are those of ``grouped.py``.
+
+Legend: W ranks with E experts each; ``splits``, int64 ``[W * E]``: this rank's rows by expert.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,80 +18,192 @@ import torch.nn.functional as F
 
 from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import CountLines, ExpertSizes, Table
+from interlace.kernels.experts import grouped_matmul as kernels
+from interlace.ops.collectives.launch import resident_programs
 from interlace.ops.experts.grouped import (
     EXCHANGE,
-    Checked,
-    GroupedOptions,
+    GroupedCall,
+    Routes,
     agree,
     checked,
     checked_tensors,
+    expert_operands,
     started,
     terms_of,
 )
-from interlace.ops.experts.grouped_routes import Routes
-from interlace.ops.experts.launch_counted import (
-    CountedMatmul,
-    CountedSizes,
-    experts_of,
-    rows_sent,
+from interlace.ops.experts.routing import (
+    DispatchHandle,
+    Routing,
+    count_lines,
+    next_power,
+    on_device,
 )
-from interlace.ops.experts.routing import DispatchHandle, Routing, on_device
+from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.runtime.core.call import PreparedCall
+from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration
+from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
 
 
-def bound_of(value: Any, options: GroupedOptions) -> GroupedOptions:
-    """``options`` with this ``num_max_rows_per_rank``, if it goes with them."""
+def rows_sent(splits: Tensor, rows: int) -> Tensor:
+    """``splits``, as far as ``rows`` go: no more of them are read, whatever was said."""
+    ends = splits.clamp(min=0).cumsum(0).clamp(max=rows)
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+def experts_of(splits: Tensor, rows: int) -> Tensor:
+    """``[rows, 1]``: the expert of each row, -1 behind those of all."""
+    row = torch.arange(rows, device=splits.device)
+    expert = torch.searchsorted(splits.cumsum(0), row, right=True)
+    return torch.where(expert < splits.numel(), expert, -1).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class CountedSizes:
+    """What all ranks know alike: ``most_rows`` of a rank, rows per chunk, ranks, experts of each."""
+
+    most_rows: int
+    chunk_rows: int
+    world_size: int
+    experts: int
+
+    @property
+    def lines(self) -> int:
+        """The most sends of a rank: every segment may have a chunk that is not whole."""
+        return (self.world_size - 1) * self.experts + self.most_rows // self.chunk_rows
+
+    @property
+    def slots(self) -> int:
+        segments = self.world_size * self.experts
+        return self.world_size + 1 + segments + self.world_size * self.most_rows // self.chunk_rows
+
+    def count_lines(self, splits: Tensor) -> Tensor:
+        counts = splits.view(self.world_size, self.experts)
+        return count_lines(counts.sum(1), counts)
+
+    def sends(self, splits: Tensor, rank: int) -> Tensor:
+        """Lines of the kernel's ``sends``, ``lines`` of them; then how many of them are to be done."""
+        world_size, experts, size = self.world_size, self.experts, self.chunk_rows
+        if world_size == 1:
+            return splits.new_zeros(1)
+        counts = splits.view(world_size, experts)
+        first = splits.cumsum(0) - splits
+        place = (rank * self.most_rows + counts.cumsum(1) - counts).flatten()
+        expert = torch.arange(experts, device=splits.device)
+        slot = world_size + 1 + rank * experts + expert + place.view(counts.shape) // size
+        peers = (rank + 1 + torch.arange(world_size - 1, device=splits.device)) % world_size
+        order = (peers.unsqueeze(1) * experts + expert).flatten()  # the next rank first
+        chunks = ((splits + size - 1) // size)[order]
+        ends = chunks.cumsum(0)
+        number = torch.arange(self.lines, device=splits.device)
+        which = torch.searchsorted(ends, number, right=True).clamp(max=order.numel() - 1)
+        segment, chunk = order[which], number - (ends - chunks)[which]
+        done = chunk * size
+        lines = [
+            segment // experts,
+            first[segment] + done,
+            (splits[segment] - done).clamp(max=size),
+            place[segment] + done,
+            slot.flatten()[segment] + chunk,
+        ]
+        return torch.cat([torch.stack(lines, 1).flatten(), ends[-1:]])
+
+
+@dataclass(frozen=True)
+class CountedMatmul:
+    """One call. ``linear``: as of ``GroupedMatmul``; its output has room for all ranks' most rows."""
+
+    communicator: Communicator
+    input: Tensor
+    linear: Linear
+    segments: Tensor
+
+    def fused(
+        self, sends: Tensor, lines: Tensor, sizes: CountedSizes, configuration: Configuration
+    ) -> Event:
+        communicator, (experts, inner, columns) = self.communicator, self.linear.weight.shape
+        world_size, rows = sizes.world_size, sizes.world_size * sizes.most_rows
+        layout = Layout(sizes.slots)
+        layout.add_data(rows * inner * self.input.element_size())
+        counts_byte = layout.add_data(lines.nbytes)
+        copiers = 0
+        if world_size > 1:  # the copy engine would have to know what to send
+            most = max(1, communicator.place.program_limit // 4)
+            copiers = max(1, min(configuration.copiers, sizes.lines, most))
+        known = expert_operands(communicator, self.input, self.linear, configuration)
+        del known["num_experts"]
+        # As of grouped_matmul_combine.
+        flatten = known["TILES"].FLATTEN and configuration.num_warps > 4
+        arguments = {
+            **known,
+            "TILES": known["TILES"]._replace(FLATTEN=flatten),
+            **operands.copies(configuration, copiers),
+            "sends": Table(sends, sizes.lines),
+            "counts": CountLines(lines, self.segments, counts_byte),
+            "sizes": ExpertSizes(self.input.shape[0], sizes.most_rows, experts, 0, 0),
+            "chunk_rows": sizes.chunk_rows,
+            "EXPERTS": next_power(experts),
+        }
+        tiles = rows // configuration.block_m + world_size * experts  # a last one of each segment
+        tiles *= formulas.ceil_div(columns, configuration.block_n)
+        resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
+        grid = formulas.persistent_grid(copiers, tiles, resident)
+        options = operands.launch_options(configuration, self.input)
+
+        def body(workspace: Workspace) -> None:
+            kernel = kernels.counted_grouped_matmul_kernel
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
+
+        return communicator.enqueue("all_to_all_grouped_matmul", layout, body)
+
+
+def checked_bound(value: Any, call: GroupedCall) -> int:
+    """``num_max_rows_per_rank``, if it goes with the rest of ``call``."""
     bound = checks.integer("num_max_rows_per_rank", value)
     if bound < 1:
         raise ValueError(f"num_max_rows_per_rank must be positive, got {bound}")
-    checks.flag("return_received", options.return_received)
-    if options.output_splits is not None or options.return_received:
+    checks.flag("return_received", call.return_received)
+    if call.output_splits is not None or call.return_received:
         raise ValueError(
             "output_splits and return_received do not go with num_max_rows_per_rank; received rows are "
             "those of experts.dispatch"
         )
-    return options._replace(max_rows=bound)
+    return bound
 
 
 def _prepared(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    input_splits: Tensor,
-    options: GroupedOptions,
+    communicator: Communicator, given: GroupedCall
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Checked on this rank: the form that goes on, its tensors and options."""
-    call = checked_tensors(communicator, input, weight, bias, options)
-    splits = checked_splits(communicator, call, input_splits, options.max_rows)
+    call = checked_tensors(communicator, given)
+    splits = checked_splits(communicator, call)
     world_size, (experts, inner, columns) = communicator.world_size, call.weight.shape
-    output = call.input.new_zeros(world_size * options.max_rows, columns, dtype=call.dtype)
+    output = call.input.new_zeros(world_size * call.max_rows, columns, dtype=call.out_dtype)
     segments = splits.new_empty(experts, world_size, 3)
-    algorithm = on_device(communicator, call.algorithm, call.weight, call.dtype)
-    made = output, segments
+    algorithm = on_device(communicator, call.algorithm, call.weight, call.out_dtype)
     if algorithm != "fused":
-        about = algorithm, options
-        return _by_torch, (call.input, call.weight, call.bias, splits, *made), about
-    mean = max(1, options.max_rows // splits.numel())  # of a segment
+        return _by_torch, (call, splits, output, segments), (algorithm,)
+    mean = max(1, call.max_rows // splits.numel())  # of a segment
     extents = mean, columns, inner
     chosen = configuration.choose(communicator.place, call.input.dtype, *extents, grouped=True)
     size = formulas.chunk_rows([mean], chosen.block_m, chosen.chunks)
-    sizes = CountedSizes(options.max_rows, size, world_size, experts)
+    sizes = CountedSizes(call.max_rows, size, world_size, experts)
     tables = sizes.sends(splits, communicator.rank), sizes.count_lines(splits)
-    tensors = (call.input, call.weight, call.bias, *tables, *made)
-    return _planned, tensors, (sizes, chosen, call.activation, call.dtype, options)
+    tensors = (call.input, call.weight, call.bias, *tables, output, segments)
+    terms = (*terms_of(call, world_size * experts), ("n of weight", columns))
+    return _planned, tensors, (sizes, chosen, call.activation, terms)
 
 
-def checked_splits(communicator: Communicator, call: Checked, given: Any, most: int) -> Tensor:
+def checked_splits(communicator: Communicator, call: GroupedCall) -> Tensor:
     """``input_splits`` as int64, if it fits; what is only known on a GPU is kept within the rows there."""
-    splits = checks.tensor("input_splits", given, communicator)
+    splits = checks.tensor("input_splits", call.input_splits, communicator)
     if splits.is_floating_point() or splits.is_complex() or splits.dtype is torch.bool:
         raise TypeError(f"input_splits must be a tensor of integers, got {splits.dtype}")
     experts, (rows, _) = call.weight.shape[0] * communicator.world_size, call.input.shape
@@ -95,25 +212,12 @@ def checked_splits(communicator: Communicator, call: Checked, given: Any, most: 
             f"input_splits has {splits.numel()} entries, {communicator.world_size} ranks with "
             f"{call.weight.shape[0]} experts in weight make {experts}"
         )
-    if rows > most:
-        raise ValueError(f"num_max_rows_per_rank is {most}, input has {rows} rows")
+    if rows > call.max_rows:
+        raise ValueError(f"num_max_rows_per_rank is {call.max_rows}, input has {rows} rows")
     splits = splits.flatten().to(torch.int64)
     if communicator.place.interpreted:
         check_numbers(splits, rows)
     return rows_sent(splits, rows)
-
-
-def with_counts(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: GroupedOptions,
-) -> GroupedOptions:
-    """``options`` with splits that the host has read, checked."""
-    call = checked_tensors(communicator, input, weight, bias, options)
-    splits = checked_splits(communicator, call, options.input_splits, options.max_rows)
-    return options._replace(input_splits=splits.tolist())
 
 
 def check_numbers(splits: Tensor, rows: int) -> None:
@@ -122,6 +226,17 @@ def check_numbers(splits: Tensor, rows: int) -> None:
         raise ValueError(f"input_splits must not be negative, got {splits.tolist()}")
     if int(splits.sum()) > rows:
         raise ValueError(f"input_splits adds up to {int(splits.sum())}, input has {rows} rows")
+
+
+def with_counts(communicator: Communicator, given: GroupedCall) -> GroupedCall:
+    """``given``, checked on this rank, with splits that the host has read."""
+    call = checked_tensors(communicator, given)
+    return _counted(given, checked_splits(communicator, call).tolist())
+
+
+def _counted(given: GroupedCall, counts: list[int]) -> GroupedCall:
+    """``given`` with these splits, and no rows behind them."""
+    return replace(given, input=given.input[: sum(counts)], input_splits=counts)
 
 
 def _on_device(
@@ -134,16 +249,13 @@ def _on_device(
     output: Tensor,
     segments: Tensor,
     sizes: CountedSizes,
-    chosen: configuration.Configuration,
+    chosen: Configuration,
     activation: str,
-    dtype: torch.dtype,
-    options: GroupedOptions,
+    terms: Terms,
 ) -> PreparedCall:
     """By the kernel, counts on the device."""
 
     def start() -> Outcome:
-        terms = terms_of(input, sizes.world_size * sizes.experts, dtype, options)
-        terms = (*terms, ("n of weight", weight.shape[2]))
         communicator.parts(communicator.call_of(EXCHANGE, terms, None))
         name_algorithm("fused")
         linear = Linear(weight, bias, output, activation=activation)
@@ -155,25 +267,20 @@ def _on_device(
 
 def _with_counts(
     communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    given: GroupedCall,
     splits: Tensor,
     output: Tensor,
     segments: Tensor,
     algorithm: str,
-    options: GroupedOptions,
 ) -> PreparedCall:
     """By torch; the host reads counts, and ranks tell each other theirs."""
-    known = splits.tolist()
-    given = options._replace(input_splits=known)
-    call = checked(communicator, input[: sum(known)], weight, bias, given)
-    call = call._replace(algorithm=algorithm)
+    call = checked(communicator, _counted(given, splits.tolist()))
 
     def start() -> Outcome:
-        routes, columns = agree(communicator, options, call)
+        routes, columns = agree(communicator, call)
+        chosen = replace(call, algorithm=algorithm)
         rows = routes.received(communicator.rank)
-        event = started(communicator, EXCHANGE, call, routes, columns, output[:rows], None)
+        event = started(communicator, chosen, routes, columns, output[:rows], None)
         segments.copy_(segments_of(routes))
         return Outcome([output, segments], event)
 
@@ -185,29 +292,23 @@ def segments_of(routes: Routes) -> Tensor:
     return torch.tensor(routes.segment_lines()).view(-1, routes.world_size, 3)
 
 
-def padded(
-    communicator: Communicator, output: Tensor, routes: Routes, options: GroupedOptions
-) -> list[Tensor]:
+def padded(output: Tensor, routes: Routes, call: GroupedCall) -> list[Tensor]:
     """What the op gives, from an ``output`` as long as it is."""
-    rest = communicator.world_size * options.max_rows - output.shape[0]
+    rest = routes.world_size * call.max_rows - output.shape[0]
     return [F.pad(output, (0, 0, 0, rest)), segments_of(routes).to(output.device)]
 
 
 def handle_of(
-    communicator: Communicator,
-    segments: Tensor,
-    splits: Tensor,
-    rows: int,
-    options: GroupedOptions,
-    number: int,
+    communicator: Communicator, call: GroupedCall, segments: Tensor, number: int
 ) -> DispatchHandle:
     """That of a dispatch of the rows, each being a token with one expert."""
-    experts = experts_of(splits.flatten().to(torch.int64), rows)
-    routing = Routing(splits.numel(), 0, options.max_rows, False, options.algorithm)
+    splits = call.input_splits
+    experts = experts_of(splits.flatten().to(torch.int64), call.input.shape[0])
+    routing = Routing(splits.numel(), 0, call.max_rows, False, call.algorithm)
     return DispatchHandle(segments, experts, None, routing, communicator, number)
 
 
 _planned = internal_form(EXCHANGE, _on_device, fills=False)
 _by_torch = internal_form(EXCHANGE, _with_counts)
 counted_grouped_matmul = composed_form(EXCHANGE, _prepared)
-"""Of ``(input, weight, bias, input_splits)`` and ``(options,)``: output, and segments as of a dispatch."""
+"""Of ``(call,)``: output, and segments as of a dispatch."""

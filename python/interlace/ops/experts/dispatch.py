@@ -1,35 +1,46 @@
 """Dispatch: rows of tokens to their experts; ``routing.py`` says in which order.
 
 A call is validated, agreed on with the other ranks (a mismatch raises on every rank before any data moves),
-and handed to an algorithm of ``launch_dispatch.py``. With a bound of tokens the fused one needs no
-count on the host: who goes where is found by torch on the device, and what follows may come from a plan.
+and handed to an algorithm.
+
+``fused``      two Triton kernels, which need to know no count on the host (``kernels/experts/dispatch.py``)
+``pipelined``  torch gathers the rows of one rank after another, straight into its workspace; there they
+               are put in the order of experts source by source, as they come
+``unfused``    an all-to-all of rows, then they are sorted by expert; many nodes
+
+The last two move a row per slot, and need counts on the host. All take any dtype. With a bound of tokens
+who goes where is found by torch on the device for the fused one, and what follows may come from a plan.
 
 With a bound the result has room for the worst case; without it, 0, the result is as long as it is, and of a
 size that a graph finds when it runs. The gradient of the rows is a combine of the rows' gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from interlace.arguments import checks
-from interlace.ops.experts.assignment import Assignment, SentTokens
-from interlace.ops.experts.launch_dispatch import (
-    Bounds,
-    Dispatch,
-    DispatchResult,
-    HostRoutes,
-    row_moves,
-)
+from interlace.kernels.arguments import ExpertRows, ExpertSizes, SlotRows, TokenRegions, TokenRows
+from interlace.kernels.experts import dispatch as kernels
+from interlace.kernels.tiling import owner_order
+from interlace.ops.collectives.launch import agreed_call, sources
 from interlace.ops.experts.routing import (
+    Assignment,
+    Bounds,
+    DispatchHandle,
+    HostRoutes,
+    Received,
     Routing,
     RoutingArguments,
+    SentTokens,
     agreed,
     assignment_of,
     measured,
+    next_power,
     resolved,
     senders_of,
     weights_of,
@@ -41,10 +52,16 @@ from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.tuning.configuration import Configuration, choose
+from interlace.runtime.tuning.table import FEW_ROWS
 
 DISPATCH = "dispatch"
 Tensor = torch.Tensor
+MAX_REGISTERS = 192
+WORDS = (torch.int32, torch.int16, torch.int8)
 MOVED_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 _ops: Any = Ops()
 _check: Any = torch._check
@@ -63,21 +80,254 @@ class DispatchArguments(RoutingArguments):
     algorithm: str
 
 
+def words_of(tensor: Tensor) -> Tensor:
+    """A contiguous matrix as integers, as wide as its rows and its address allow."""
+    row_bytes = tensor.shape[1] * tensor.element_size()
+    for dtype in WORDS:
+        if row_bytes % dtype.itemsize == 0 and tensor.data_ptr() % dtype.itemsize == 0:
+            return tensor.view(dtype)
+    raise AssertionError("bytes fit everything")
+
+
+def slot_rows(
+    configuration: Configuration,
+    itemsize: int,
+    topk: int,
+    experts: int,
+    *,
+    scaled: bool = False,
+    weighted: bool,
+) -> SlotRows:
+    """``copy_rows`` rows of ``copy_columns`` words of 4 bytes at a time; ``itemsize``: of an element.
+
+    Of a sum it has fewer rows, as those of up to four slots are on their way at once.
+    """
+    rows, columns = configuration.copy_rows, configuration.copy_columns * 4 // itemsize
+    of_sum = max(1, rows // min(4, 1 << (topk.bit_length() - 1)))
+    return SlotRows(topk, next_power(experts), rows, columns, of_sum, scaled, weighted)
+
+
+def row_moves(place: Place, words: int) -> Configuration:
+    """The default of kernels that move rows of ``words`` of 4 bytes, few or many."""
+    return choose(place, torch.bfloat16, FEW_ROWS + 1, words, words)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One call. ``x`` and ``scales`` are contiguous matrices."""
+
+    communicator: Communicator
+    x: Tensor
+    scales: Tensor | None
+    result: Received
+
+    def fused(self, sent: SentTokens, bounds: Bounds, configuration: Configuration) -> Event:
+        communicator, result = self.communicator, self.result
+        world_size, experts = communicator.world_size, sent.lines.shape[1] - kernels.COUNT_NUMBERS
+        x, facts = words_of(self.x), sent.facts
+        scales = facts if self.scales is None else words_of(self.scales)
+        layout = Layout(world_size * (1 + bounds.senders))
+        places = [layout.add_data(sent.lines.nbytes)]
+        for each in (x, None if self.scales is None else scales, facts):
+            row_bytes = 0 if each is None else each.shape[1] * each.element_size()
+            places.append(layout.add_data(world_size * bounds.most_tokens * row_bytes))
+        slots = slot_rows(
+            configuration,
+            4,  # narrower words are those of odd rows, whose elements are moved one by one
+            facts.shape[1] // 3,
+            experts,
+            scaled=self.scales is not None,
+            weighted=result.topk_weights is not None,
+        )
+        filled = ExpertRows(
+            _as_words(result.x, x),
+            scales if result.scales is None else _as_words(result.scales, scales),
+            facts if result.topk_weights is None else result.topk_weights.view(torch.int32),
+        )
+        shared: dict[str, Any] = {
+            "rows": TokenRows(x, x.shape[1], scales, scales.shape[1], facts),
+            "segments_ptr": result.segments,
+            "regions": TokenRegions(*places),
+            "sizes": ExpertSizes(
+                x.shape[0], bounds.most_tokens, experts, bounds.senders, bounds.expert_rows
+            ),
+            "SLOTS": slots,
+        }
+        given = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
+        taken = {"result": filled, **shared}
+        grid = min(communicator.place.program_limit, world_size * bounds.senders)
+        # left alone, ptxas takes fewer registers for the sake of occupancy, and spills where k is 2
+        own = {"options": {"maxnreg": MAX_REGISTERS}}
+        options = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
+
+        def body(workspace: Workspace) -> None:
+            for kernel, arguments in (
+                (kernels.dispatch_send_kernel, given),
+                (kernels.dispatch_receive_kernel, taken),
+            ):
+                launch = workspace.kernel_launch(kernel, grid, arguments, **options)
+                communicator.compute.launch(launch)
+
+        return communicator.enqueue("dispatch", layout, body)
+
+    def _parts(self, routes: HostRoutes, weights: Tensor | None) -> list[tuple[Tensor, ...]]:
+        """Of all that a row takes along: a matrix, which rows of it go in their order, and the result."""
+        assignment = routes.assignment
+        slots = assignment.slots(int(routes.counts[self.communicator.rank].sum()))
+        tokens = slots // assignment.topk_idx.shape[1]
+        parts = (
+            (self.x, tokens, self.result.x),
+            (self.scales, tokens, self.result.scales),
+            (_column(weights), slots, _column(self.result.topk_weights)),
+        )
+        return [
+            (bytes_of_rows(given), index, bytes_of_rows(to))
+            for given, index, to in parts
+            if given is not None and to is not None and given.shape[1]
+        ]
+
+    def pipelined(self, routes: HostRoutes, weights: Tensor | None) -> Event:
+        """Rows are pushed rank by rank, each rank's as one chunk, and sorted source by source."""
+        communicator, rank = self.communicator, self.communicator.rank
+        segments = routes.segments(rank)
+        self.result.segments.copy_(segments)
+        parts, lines = self._parts(routes, weights), segments.tolist()
+        sizes = routes.sizes()
+        begins, firsts = sizes.cumsum(0) - sizes, sizes.cumsum(1) - sizes
+        layout, most = Layout(communicator.world_size), int(sizes.sum(0).max())
+        offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
+
+        def there(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
+            """The rows of ``source`` in the workspace of ``peer``."""
+            width = parts[part][0].shape[1]
+            begin = offsets[part] + int(begins[source, peer]) * width
+            return workspace.data(peer, begin, (int(sizes[source, peer]), width), torch.uint8)
+
+        def body(workspace: Workspace) -> None:
+            copying, compute = communicator.copying, communicator.compute
+            copying.wait_credits(workspace)
+            for peer in owner_order(rank, communicator.world_size):
+                rows = slice(int(firsts[rank, peer]), int(firsts[rank, peer] + sizes[rank, peer]))
+                for number, (given, index, _) in enumerate(parts):
+                    if rows.start < rows.stop:
+                        to = there(workspace, peer, rank, number)
+                        gather = partial(torch.index_select, given, 0, index[rows], out=to)
+                        copying.call(gather, f"rows to rank {peer}")
+                if peer != rank:
+                    copying.publish(workspace, peer, rank)
+            for source in [*sources(communicator)[1:], rank]:
+                if source == rank:
+                    compute.wait_event(copying.record())
+                else:
+                    compute.wait(workspace, source, source)
+                for number, (_, _, to) in enumerate(parts):
+                    arrived, begin = there(workspace, rank, source, number), 0
+                    for line in lines:
+                        first, count, _ = line[source]
+                        if count:
+                            some = arrived[begin : begin + count]
+                            compute.copy(to[first : first + count], some, f"rows of rank {source}")
+                        begin += count
+
+        return communicator.enqueue("dispatch", layout, body)
+
+    def unfused(self, routes: HostRoutes, weights: Tensor | None) -> Event:
+        compute, segments = self.communicator.compute, routes.segments(self.communicator.rank)
+        self.result.segments.copy_(segments)
+        exchange = RowExchange(self.communicator, routes.counts, routes.assignment.per_rank)
+        order = sorted_places(segments).to(self.x.device)
+        for given, index, to in self._parts(routes, weights):
+            arrived = exchange.there(given, index)
+            if arrived.numel():
+                scatter = partial(to.index_copy_, 0, order, arrived)
+                compute.call(scatter, "rows by expert")
+        return compute.record()
+
+
+def _column(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.view(-1, 1)
+
+
+def bytes_of_rows(matrix: Tensor) -> Tensor:
+    """As bytes, for fp8 cannot be indexed. Without rows any strides are contiguous, which no view takes."""
+    if not matrix.shape[0]:
+        return matrix.new_empty(0, matrix.shape[1] * matrix.element_size(), dtype=torch.uint8)
+    return matrix.view(torch.uint8)
+
+
+def _as_words(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.view(-1, tensor.shape[-1]).view(like.dtype)
+
+
+def sorted_places(segments: Tensor) -> Tensor:
+    """Rows of the result, in the order (source, expert, row) in which an all-to-all brings them."""
+    parts = [
+        torch.arange(first, first + count)
+        for line in segments.transpose(0, 1).tolist()
+        for first, count, _ in line
+    ]
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """All-to-alls of rows between their homes and their experts; ``counts`` as of ``Dispatch.unfused``."""
+
+    communicator: Communicator
+    counts: Tensor
+    per_rank: int
+
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """Rows that go to each rank, and that come from it."""
+        world_size, rank = self.communicator.world_size, self.communicator.rank
+        rows = self.counts.view(world_size, world_size, self.per_rank).sum(2)
+        return rows[rank].tolist(), rows[:, rank].tolist()
+
+    def there(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """Home rows, which are rows ``index`` of ``tensor``: at their experts, by source, then expert."""
+        return self._moved("to experts", tensor, index, *self._sizes())
+
+    def back(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """The inverse; ``index`` has them by source, then expert."""
+        sent, received = self._sizes()
+        return self._moved("back", tensor, index, received, sent)
+
+    def _moved(
+        self, way: str, tensor: Tensor, index: Tensor, sent: list[int], received: list[int]
+    ) -> Tensor:
+        communicator, compute = self.communicator, self.communicator.compute
+        rows = tensor.new_empty(sum(sent), tensor.shape[1])
+        # No op of the streams comes first, which would hold them until what is read here is there.
+        compute.wait_event(communicator.place.record_current())
+        if rows.numel():
+            gather = partial(torch.index_select, tensor.contiguous(), 0, index, out=rows)
+            compute.call(gather, f"rows {way}")
+        if communicator.world_size == 1:
+            return rows
+        made = rows.new_empty(sum(received), rows.shape[1])
+        counts = tuple(map(tuple, self.counts.tolist()))
+        key = f"rows {way}", counts, rows.shape[1], rows.dtype
+        call = agreed_call(communicator, "all_to_all", key)
+        outputs = [part.view(-1) for part in torch.split(made, received)]
+        inputs = [part.view(-1) for part in torch.split(rows, sent)]
+        # The rows are still on their way on the compute stream, and between nodes another one sends.
+        communicator.copying.wait_event(compute.record())
+        event = communicator.engine.all_to_all(call, outputs, inputs)
+        if event is not None:
+            compute.wait_event(event)
+        return made
+
+
 def _prepared(
-    communicator: Communicator,
-    x: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    outputs: list[Tensor] | None,
-    routing: Routing,
+    communicator: Communicator, given: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Checked on this rank: the form that goes on, its tensors and options.
 
     ``outputs``: rows, scales if any, weights if any, segments, if the caller has made them by
     :func:`results`.
     """
-    x = checks.tensor("x", x, communicator)
+    scales, routing = given.scales, given.routing
+    x = checks.tensor("x", given.input, communicator)
     if x.dtype not in MOVED_DTYPES:
         raise TypeError(f"x must be of floats or fp8, got {x.dtype}")
     if x.dim() != 2:
@@ -91,25 +341,18 @@ def _prepared(
             )
         scales = scales.contiguous()
     checks.one_of("algorithm", routing.algorithm, checks.ALGORITHMS)
-    assignment = assignment_of(communicator, routing, topk_idx, x.shape[0])
-    weights = weights_of(communicator, topk_weights, assignment.topk_idx)
+    assignment = assignment_of(communicator, routing, given.topk_idx, x.shape[0])
+    weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
     algorithm = resolved(communicator, routing.algorithm)
     if not x.shape[1]:
         algorithm = "unfused"
-    x = x.contiguous()
-    made = outputs
-    if made is None and routing.max_tokens:
-        given = DispatchArguments(x, scales, topk_idx, weights, *routing)
-        made = results(given, communicator.world_size)
+    idx, x = assignment.topk_idx, x.contiguous()
+    given = replace(given, input=x, scales=scales, topk_idx=idx, topk_weights=weights)
     if algorithm == "fused" and routing.max_tokens:
-        sent = assignment.sent(weights)
+        made = results(given, communicator.world_size) if outputs is None else outputs
         about = weights is not None, outputs is not None, routing
-        return _planned, (x, scales, *sent, made), about
-    return (
-        _counted,
-        (x, scales, weights, made),
-        (outputs is not None, assignment, algorithm, routing),
-    )
+        return _planned, (x, scales, *assignment.sent(weights), made), about
+    return _counted, (given, outputs), (assignment, algorithm)
 
 
 def _terms(x: Tensor, scales: Tensor | None, weighted: bool) -> Terms:
@@ -157,7 +400,7 @@ def _on_device(
         shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
         name_algorithm("fused")
-        op = Dispatch(communicator, x, scales, _named(made, scales is not None, weighted))
+        op = Dispatch(communicator, x, scales, received_of(made, scales is not None, weighted))
         rows = most * shape[1]
         event = _fused(communicator, op, SentTokens(facts, tokens, lines), most, rows, routing)
         return Outcome(None if given else made, event)
@@ -167,16 +410,13 @@ def _on_device(
 
 def _with_counts(
     communicator: Communicator,
-    x: Tensor,
-    scales: Tensor | None,
-    weights: Tensor | None,
+    given: DispatchArguments,
     outputs: list[Tensor] | None,
-    given: bool,
     assignment: Assignment,
     algorithm: str,
-    routing: Routing,
 ) -> PreparedCall:
     """The host knows all ranks' counts: for results that are as long as they are, or by torch."""
+    x, scales, weights, routing = given.input, given.scales, given.topk_weights, given.routing
 
     def start() -> Outcome:
         terms, shape = _terms(x, scales, weights is not None), assignment.topk_idx.shape
@@ -186,9 +426,8 @@ def _with_counts(
         made = outputs
         if made is None:
             rows = int(routes.sizes()[:, communicator.rank].sum())
-            arguments = DispatchArguments(x, scales, assignment.topk_idx, weights, *routing)
-            made = results(arguments, communicator.world_size, rows)
-        result = _named(made, scales is not None, weights is not None)
+            made = results(given, communicator.world_size, rows)
+        result = received_of(made, scales is not None, weights is not None)
         op, way = Dispatch(communicator, x, scales, result), algorithm if most else "unfused"
         rows = int(counts.sum(1).max())
         if routing.algorithm == "auto" and communicator.place.nodes is None and x.shape[1]:
@@ -198,7 +437,7 @@ def _with_counts(
             event = _fused(communicator, op, assignment.sent(weights), most, rows, routing)
         else:
             event = (op.pipelined if way == "pipelined" else op.unfused)(routes, weights)
-        return Outcome(None if given else made, event)
+        return Outcome(made if outputs is None else None, event)
 
     return start, (), None
 
@@ -206,13 +445,43 @@ def _with_counts(
 _planned = internal_form(DISPATCH, _on_device, fills=False)
 _counted = internal_form(DISPATCH, _with_counts)
 dispatch = composed_form(DISPATCH, _prepared)
-"""Of ``(x, scales, topk_idx, topk_weights, outputs)`` and ``(routing,)``: what :func:`results` lists."""
+"""Of ``(arguments, outputs)``: what :func:`results` lists."""
 
 
-def _named(made: list[Tensor], scaled: bool, weighted: bool) -> DispatchResult:
+def received_of(made: Sequence[Tensor], scaled: bool, weighted: bool) -> Received:
+    """What :func:`results` lists, by name."""
     rows, *rest, segments = made
     scales = rest.pop(0) if scaled else None
-    return DispatchResult(rows, scales, rest[0] if weighted else None, segments)
+    return Received(rows, scales, rest[0] if weighted else None, segments)
+
+
+# -- outputs and gradients -------------------------------------------------------------------------
+
+
+def named(
+    made: Sequence[Tensor], given: DispatchArguments, group: Any
+) -> tuple[Received, DispatchHandle]:
+    """What :func:`results` lists by name, rows of low latency by expert; and the handle."""
+    received = received_of(made, given.scales is not None, given.topk_weights is not None)
+    if given.packed:
+        experts = received.segments.shape[0]
+        scales = None if received.scales is None else _by_expert(received.scales, experts)
+        received = received._replace(x=_by_expert(received.x, experts), scales=scales)
+    about = received.segments, given.topk_idx, given.topk_weights, given.routing
+    return received, DispatchHandle(*about, group)
+
+
+def _by_expert(rows: Tensor, experts: int) -> Tensor:
+    return rows.view(experts, rows.shape[0] // experts, rows.shape[1])
+
+
+def values_and_scales(x: Any) -> tuple[Any, Any]:
+    """Of what a dispatch takes: a tensor, or a pair."""
+    if not isinstance(x, (tuple, list)):
+        return x, None
+    if len(x) != 2:
+        raise ValueError(f"x must be a tensor or a pair (values, scales), got {len(x)} of them")
+    return x[0], x[1]
 
 
 def results(given: DispatchArguments, size: int, rows: Any = None) -> list[Tensor]:
@@ -246,10 +515,9 @@ def start(communicator: Communicator, given: DispatchArguments) -> Started:
     if given.max_tokens:
         with communicator.accepting(DISPATCH):
             made = results(given, communicator.world_size)
-    tensors = (given.input, given.scales, given.topk_idx, given.topk_weights, made)
     if made is None:
-        return Started(dispatch(communicator, tensors, (given.routing,), False), None)
-    return Started(made, dispatch(communicator, tensors, (given.routing,), True))
+        return Started(dispatch(communicator, (given, None)), None)
+    return Started(made, dispatch(communicator, (given, made), async_op=True))
 
 
 def save(ctx: Any, given: DispatchArguments, output: Sequence[Tensor]) -> None:

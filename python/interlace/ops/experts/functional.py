@@ -1,24 +1,27 @@
-"""The functional forms of dispatch, combine and grouped matmul + combine; in ``interlace.functional``."""
+"""The functional forms of the ops of experts, in ``interlace.functional``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
-from interlace.ops.experts.routed_combine import ROUTED
+from interlace.ops.experts.dispatch import DispatchArguments, named, values_and_scales
+from interlace.ops.experts.grouped_combine import ROUTED
 from interlace.ops.experts.routing import (
     DispatchHandle,
     Received,
-    Routing,
     choice,
     flat,
     routing_for,
     routing_of,
 )
 from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run_to_list
+
+if TYPE_CHECKING:
+    pass
 
 Tensor = torch.Tensor
 
@@ -55,45 +58,22 @@ def dispatch(
     >>> interlace.run(on_rank, 2)
     [([[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0]]), ([[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0]])]
     """
-    most = num_max_dispatch_tokens_per_rank
     flag("dispatch", group, tag, "low_latency", low_latency)
     try:
         data, scales = values_and_scales(x)
-        routing = routing_of(num_experts, capacity, most, low_latency, algorithm)
+        routing = routing_of(
+            num_experts,
+            capacity=capacity,
+            num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank,
+            low_latency=low_latency,
+            algorithm=algorithm,
+        )
     except (TypeError, ValueError) as error:
         refuse("dispatch", group, tag, error)
     check("dispatch", group, tag, x=data, topk_idx=topk_idx, topk_weights=topk_weights)
+    given = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
     tensors = (data, scales, topk_idx, topk_weights)
-    made = run_to_list("dispatch", group, tag, tensors, *tensors, *routing)
-    return named(made, tensors, routing, group)
-
-
-def values_and_scales(x: Any) -> tuple[Any, Any]:
-    """Of what a dispatch takes: a tensor, or a pair."""
-    if not isinstance(x, (tuple, list)):
-        return x, None
-    if len(x) != 2:
-        raise ValueError(f"x must be a tensor or a pair (values, scales), got {len(x)} of them")
-    return x[0], x[1]
-
-
-def named(
-    made: Sequence[Tensor], tensors: tuple[Any, ...], routing: Routing, group: Any
-) -> tuple[Received, DispatchHandle]:
-    """The tensors of a dispatch by name."""
-    _, scales, topk_idx, topk_weights = tensors
-    rows, *rest, segments = made
-    of_rows = rest.pop(0) if scales is not None else None
-    if routing.packed:
-        experts = segments.shape[0]
-        rows = _by_expert(rows, experts)
-        of_rows = None if of_rows is None else _by_expert(of_rows, experts)
-    received = Received(rows, of_rows, rest[0] if topk_weights is not None else None, segments)
-    return received, DispatchHandle(segments, topk_idx, topk_weights, routing, group)
-
-
-def _by_expert(rows: Tensor, experts: int) -> Tensor:
-    return rows.view(experts, rows.shape[0] // experts, rows.shape[1])
+    return named(run_to_list("dispatch", group, tag, tensors, *vars(given).values()), given, group)
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
@@ -193,3 +173,88 @@ def grouped_matmul_combine(
     kept = topk_weights is not None and keeps(False, [topk_weights])
     about = (sent, received, kept, algorithm, out_dtype)
     return run_to_list(op, group, tag, operands, *operands, *about)[0]  # type: ignore[no-any-return]
+
+
+def all_gather_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    return_received: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """All ranks' rows, each times its expert's weight, as :func:`interlace.all_gather_grouped_matmul`.
+
+    ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
+    splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by expert and
+    source rank, has to be there. Returns the output, or ``(received, output)`` with ``return_received``.
+    For gradients all ranks must have equally many rows.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics: an all-gather of rows,
+    then a matmul for each expert, as ``torch._grouped_mm``.
+
+    >>> def gathered():  # one expert, of which each rank has a slice
+    ...     row, weight = torch.ones(1, 4), torch.ones(1, 4, 2)
+    ...     return functional.all_gather_grouped_matmul(row, weight, [1], [1, 1]).tolist()
+    >>> interlace.run(gathered, 2)
+    [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
+    """
+    tensors, splits = (input, weight, bias), (input_splits, output_splits)
+    options = (return_received, algorithm, out_dtype)
+    return _grouped("all_gather_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
+
+
+def all_to_all_grouped_matmul(
+    input: Tensor,
+    weight: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    *,
+    bias: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    return_received: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows at their experts' ranks, times their weights, as :func:`interlace.all_to_all_grouped_matmul`.
+
+    ``input``, ``weight``, ``bias``, splits and result as for :func:`all_gather_grouped_matmul`, but
+    ``weight`` has the own experts only, ``(experts / size, k, n)``, and ``bias`` theirs.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Semantics:
+    ``torch.distributed.all_to_all_single`` of rows, then ``torch._grouped_mm``.
+
+    >>> def exchanged():  # a row for the expert of each rank
+    ...     rows, weight = torch.ones(2, 4), torch.full((1, 4, 2), 1.0 + interlace.get_rank())
+    ...     return functional.all_to_all_grouped_matmul(rows, weight, [1, 1], [1, 1]).tolist()
+    >>> interlace.run(exchanged, 2)
+    [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
+    """
+    tensors, splits = (input, weight, bias), (input_splits, output_splits)
+    options = (return_received, algorithm, out_dtype)
+    return _grouped("all_to_all_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
+
+
+def _grouped(
+    op: str,
+    group: FunctionalGroup,
+    tag: str,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    splits: tuple[Sequence[int], Sequence[int]],
+    return_received: bool,
+    *options: Any,
+) -> Any:
+    input, weight, bias = tensors
+    check(op, group, tag, input=input, weight=weight, bias=bias)
+    flag(op, group, tag, "return_received", return_received)
+    sent = ints(op, group, tag, "input_splits", splits[0])
+    received = ints(op, group, tag, "output_splits", splits[1])
+    kept = keeps(return_received, [weight])
+    made = run_to_list(op, group, tag, tensors, *tensors, sent, received, kept, *options)
+    return (made[1], made[0]) if return_received else made[0]

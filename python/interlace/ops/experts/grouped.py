@@ -12,9 +12,13 @@ belong to the rank's expert e and come from rank s. This is the order of torch's
 expert (Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
 
 A call is validated, agreed on with the other ranks (one small host message, which brings everybody's splits
-along; a mismatch raises on every rank before any data moves), and handed to one of the algorithms in
-``python/interlace/ops/experts/launch_grouped.py``. The ops of torch get the numbers of rows on both sides
-as lists of ints, so what they return is known before they run.
+along; a mismatch raises on every rank before any data moves), and handed to an algorithm. One code for both
+ops: what differs between all-gather and all-to-all is the :class:`Routes`. The ops of torch get the numbers
+of rows on both sides as lists of ints, so what they return is known before they run.
+
+``fused``      one Triton kernel communicates and multiplies
+``pipelined``  torch matmuls on segments, each as soon as its source's rows are there
+``unfused``    the collective, then a matmul per expert; any dtype
 
 Gradients: of the rows, the products of the outputs' gradients with their experts' weights, moved back: by
 all_to_all, or reduced and scattered where they had been gathered (for which all ranks must have equally
@@ -24,15 +28,22 @@ collective follows them.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
+from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.arguments import Experts, Table
+from interlace.kernels.experts import grouped_matmul as kernels
+from interlace.kernels.launch_formulas import Line
+from interlace.kernels.tiling import prefix_sums
 from interlace.ops.collectives.all_to_all import whole_numbers
-from interlace.ops.experts.grouped_routes import Routes
-from interlace.ops.experts.launch_grouped import GroupedMatmul
+from interlace.ops.collectives.launch import resident_programs, send_by_copy_engine
+from interlace.ops.experts.products import of_weights
+from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient, requiring
@@ -41,13 +52,145 @@ from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
+from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
+from interlace.runtime.tuning.configuration import Configuration
 
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
 Tensor = torch.Tensor
 _ops: Any = Ops()
+
+
+@dataclass(frozen=True)
+class RouteSegment:
+    """``rows`` rows that ``source`` has from ``first`` on and that go to row ``to`` of the result."""
+
+    expert: int
+    source: int
+    first: int
+    rows: int
+    to: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of one call, as all ranks see them: whole numbers. ``rank`` is this one.
+
+    Legend: ``counts[s][e]`` is how many rows rank s has for expert e; a rank's rows are sorted by expert.
+    ``blocks[r]`` are the experts of rank r, (first, end): all of them where rows are gathered, its own
+    where they are exchanged. A *segment* is the rows of one expert from one source. A rank's results are in
+    the order (expert, source, row of the source), and so is its workspace.
+    """
+
+    rank: int
+    counts: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[int, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def firsts(self) -> list[list[int]]:
+        """Where the rows of an expert begin, by source and expert; the number of all rows last."""
+        return [list(prefix_sums(each)) for each in self.counts]
+
+    def block(self, source: int, rank: int) -> tuple[int, int]:
+        """The rows of ``source`` that go to ``rank``: (first, rows)."""
+        first, end = self.blocks[rank]
+        begin = self.firsts[source][first]
+        return begin, self.firsts[source][end] - begin
+
+    def received(self, rank: int) -> int:
+        return sum(self.block(source, rank)[1] for source in range(self.world_size))
+
+    @cached_property
+    def most_received(self) -> int:
+        return max(self.received(rank) for rank in range(self.world_size))
+
+    @cached_property
+    def longest(self) -> int:
+        return max(max(each) for each in self.counts)
+
+    @cached_property
+    def _splits(self) -> tuple[int, list[int], int]:
+        """As ``launch_formulas.py`` has them: ranks, their rows by expert, experts of a rank."""
+        first, end = self.blocks[0]
+        return self.world_size, [rows for each in self.counts for rows in each], end - first
+
+    def offsets(self, rank: int) -> list[int]:
+        return formulas.expert_offsets(rank, *self._splits)
+
+    def segments(self, rank: int) -> list[list[RouteSegment]]:
+        """The segments that ``rank`` multiplies, by expert and source; experts count from its first one."""
+        first, end = self.blocks[rank]
+        offsets, world_size = self.offsets(rank), self.world_size
+        return [
+            [
+                RouteSegment(
+                    expert - first,
+                    source,
+                    self.firsts[source][expert],
+                    self.counts[source][expert],
+                    offsets[(expert - first) * world_size + source],
+                )
+                for source in range(world_size)
+            ]
+            for expert in range(first, end)
+        ]
+
+    @cached_property
+    def mine(self) -> list[list[RouteSegment]]:
+        return self.segments(self.rank)
+
+    def expert_rows(self) -> list[tuple[int, int]]:
+        """(first row, rows) of this rank's result, by expert."""
+        return [(each[0].to, sum(segment.rows for segment in each)) for each in self.mine]
+
+    def splits(self) -> list[list[int]]:
+        """Rows of this rank's result by expert and source."""
+        return [[segment.rows for segment in each] for each in self.mine]
+
+    def own_segments(self) -> list[RouteSegment]:
+        """The segments of rows that this rank has itself, by expert."""
+        return [each[self.rank] for each in self.mine]
+
+    # -- for the kernel ------------------------------------------------------------------------
+
+    def chunk_rows(self, block_m: int, chunks: int) -> int:
+        """Rows per chunk: whole tiles, and the longest segment in about ``chunks`` chunks."""
+        return formulas.chunk_rows([max(1, self.longest)], block_m, chunks)
+
+    def slots(self, chunk_rows: int) -> int:
+        """Signal slots that the rank with the most rows, or the most experts, needs."""
+        return self._splits[2] * self.world_size + self.most_received // chunk_rows + 1
+
+    def segment_lines(self) -> list[Line]:
+        return formulas.expert_segment_lines(self.rank, *self._splits)
+
+    def send_lines(self, chunk_rows: int) -> list[Line]:
+        return formulas.expert_send_lines(self.rank, *self._splits, chunk_rows)
+
+    def arrival_slots(self, chunk_rows: int) -> list[tuple[int, int]]:
+        """(source, slot) of all that arrives, in the order of consumption."""
+        return [
+            (source, line[4])
+            for source in self.sources[1:]
+            for line in formulas.expert_send_lines(source, *self._splits, chunk_rows)
+            if line[0] == self.rank
+        ]
+
+    @property
+    def sources(self) -> list[int]:
+        """All ranks in the order in which their rows arrive: this one, then rank - 1 and so on."""
+        return [(self.rank - step) % self.world_size for step in range(self.world_size)]
+
+    def tiles(self, block_m: int, tiles_n: int) -> int:
+        """The number of tiles that this rank computes."""
+        rows = [segment.rows for expert in self.mine for segment in expert]
+        return formulas.tiles_of(rows, block_m, tiles_n)
 
 
 @dataclass
@@ -64,33 +207,21 @@ class GroupedArguments:
     out_dtype: torch.dtype | None
 
 
-class GroupedOptions(NamedTuple):
-    """The arguments of a call that are no tensors of values; ``op`` says which op it is.
+@dataclass
+class GroupedCall(GroupedArguments):
+    """A call of either op, ``op``, as the record or eager callers have it, or as it was checked.
 
-    ``max_rows``: a bound of every rank's rows, where counts stay on the device (``counted.py``).
+    Splits of eager callers may be tensors, the second may be None. ``max_rows``: a bound of every rank's
+    rows, where counts stay on the device (``counted.py``). When checked, splits are lists of ints,
+    ``activation`` is a name, and ``out_dtype`` is that of the output.
     """
 
-    op: str
     input_splits: Any
-    output_splits: Any = None
-    return_received: bool = False
-    algorithm: str = "auto"
-    out_dtype: torch.dtype | None = None
-    activation: str | None = None
+    output_splits: Any
+    out_dtype: Any
+    op: str
+    activation: Any = None
     max_rows: int = 0
-
-
-class Checked(NamedTuple):
-    """The arguments of a call, checked on this rank."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    input_splits: list[int]
-    output_splits: list[int] | None
-    activation: str
-    algorithm: str
-    dtype: torch.dtype
 
 
 def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
@@ -100,24 +231,19 @@ def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
 
 def grouped_matmul(
     communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    output: Tensor | None,
-    received: Tensor | None,
-    options: GroupedOptions,
+    given: GroupedCall,
+    output: Tensor | None = None,
+    received: Tensor | None = None,
 ) -> PreparedCall:
     """Either op, checked. ``output`` and ``received`` get the results, if the caller has made them."""
-    call = checked(communicator, input, weight, bias, options)
+    call = checked(communicator, given)
 
     def start() -> Outcome:
-        routes, columns = agree(communicator, options, call)
+        routes, columns = agree(communicator, call)
         made, rows = output, received
         if made is None:
-            count = routes.received(communicator.rank)
-            kept = options.return_received
-            made, rows = results_of(call.input, call.weight, count, call.dtype, kept)
-        event = started(communicator, options.op, call, routes, columns, made, rows)
+            made, rows = results_of(call, routes.received(communicator.rank))
+        event = started(communicator, call, routes, columns, made, rows)
         if output is not None:
             return Outcome(None, event)
         return Outcome(result(rows, made, routes.splits()), event)
@@ -128,18 +254,16 @@ def grouped_matmul(
 FORMS = {op: internal_form(op, grouped_matmul) for op in (GATHER, EXCHANGE)}
 
 
-def results_of(
-    input: Tensor, weight: Tensor, rows: Any, dtype: torch.dtype, return_received: bool
-) -> tuple[Tensor, Tensor | None]:
+def results_of(given: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
     """Tensors for the output and, if asked for, the rows that were multiplied."""
-    output = input.new_empty(rows, weight.shape[2], dtype=dtype)
-    return output, input.new_empty(rows, input.shape[1]) if return_received else None
+    new, dtype = given.input.new_empty, checks.output_dtype(given.out_dtype, given.input)
+    output = new(rows, given.weight.shape[2], dtype=dtype)
+    return output, new(rows, given.input.shape[1]) if given.return_received else None
 
 
 def started(
     communicator: Communicator,
-    op: str,
-    call: Checked,
+    call: GroupedCall,
     routes: Routes,
     columns: int,
     output: Tensor,
@@ -154,16 +278,16 @@ def started(
     algorithm = call.algorithm
     if algorithm == "auto" or empty:
         moved = rows * inner * input.element_size() if routes.world_size > 1 else 0
-        wide = torch.float64 if call.dtype == torch.float64 else input.dtype
+        wide = torch.float64 if call.out_dtype == torch.float64 else input.dtype
         tuned = ""
         if not empty:
             about = rows, columns, inner, routes.world_size
-            problem = tuning.Problem(op, input.dtype, *about)
+            problem = tuning.Problem(call.op, input.dtype, *about)
             tuned = tuning.measured(communicator, problem).algorithm
         algorithm = choose_algorithm(place, wide, rows, moved, empty=empty, tuned=tuned)
         if place.nodes is not None:
             algorithm = "unfused"
-    made = GroupedMatmul(communicator, op, input, linear, routes, received)
+    made = GroupedMatmul(communicator, call.op, input, linear, routes, received)
     checks.one_node(algorithm, communicator)
     name_algorithm(algorithm)
     if algorithm == "unfused":
@@ -174,15 +298,13 @@ def started(
     return made.fused(configuration.choose(place, input.dtype, *extents, grouped=True))
 
 
-def rows_and_experts(
-    communicator: Communicator, input: Tensor, weight: Tensor, options: Any
-) -> tuple[Tensor, Tensor, str, torch.dtype]:
-    """``input`` (rows, k) and ``weight`` (experts, k, n), if they fit, with the algorithm and the dtype."""
-    input = checks.tensor("input", input, communicator)
-    algorithm, dtype = checks.algorithm_and_dtype(input, options)
+def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
+    """The fields of ``given`` of all grouped matmuls, if they fit: factors, the algorithm, the dtype."""
+    input = checks.tensor("input", given.input, communicator)
+    algorithm, dtype = checks.algorithm_and_dtype(input, given)
     if input.dim() != 2:
         raise ValueError(f"input must have 2 dimensions (rows, k), got shape {tuple(input.shape)}")
-    weight = checks.tensor("weight", weight, communicator)
+    weight = checks.tensor("weight", given.weight, communicator)
     if weight.dim() != 3 or not weight.shape[0]:
         raise ValueError(
             "weight must have 3 dimensions (experts, k, n) and at least one expert, got shape "
@@ -194,45 +316,35 @@ def rows_and_experts(
             f"weight has k = {weight.shape[1]} (shape {tuple(weight.shape)}), input has k = "
             f"{input.shape[1]} (shape {tuple(input.shape)})"
         )
-    return input, weight, algorithm, dtype
-
-
-def checked_tensors(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: GroupedOptions,
-) -> Checked:
-    """The arguments but for splits, if they fit together on this rank."""
-    input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
-    bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
-    name = checks.activation("activation", options.activation)
-    checks.flag("return_received", options.return_received)
+    columns = weight.shape[0], weight.shape[2]
+    bias = checks.bias_of("bias", given.bias, columns, input, communicator)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
-    return Checked(input, weight, bias, [], None, name, algorithm, dtype)
+    named = {"input": input, "weight": weight, "bias": bias}
+    return {**named, "algorithm": algorithm, "out_dtype": dtype}
 
 
-def checked(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: GroupedOptions,
-) -> Checked:
+def checked_tensors(communicator: Communicator, given: GroupedCall) -> GroupedCall:
+    """The arguments but for splits, if they fit together on this rank."""
+    operands = checked_operands(communicator, given)
+    name = checks.activation("activation", given.activation)
+    checks.flag("return_received", given.return_received)
+    return replace(given, **operands, activation=name)
+
+
+def checked(communicator: Communicator, given: GroupedCall) -> GroupedCall:
     """The arguments, if they fit together on this rank."""
     world_size = communicator.world_size
-    call = checked_tensors(communicator, input, weight, bias, options)
+    call = checked_tensors(communicator, given)
     input, weight = call.input, call.weight
-    experts = weight.shape[0] * (world_size if options.op == EXCHANGE else 1)
-    sent = counts("input_splits", options.input_splits)
-    if options.op == EXCHANGE and len(sent) % world_size:
+    experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
+    sent = counts("input_splits", call.input_splits)
+    if call.op == EXCHANGE and len(sent) % world_size:
         raise ValueError(
             f"input_splits has {len(sent)} experts, which world size {world_size} does not divide"
         )
     if len(sent) != experts:
-        of = f"{world_size} ranks with " if options.op == EXCHANGE else ""
+        of = f"{world_size} ranks with " if call.op == EXCHANGE else ""
         raise ValueError(
             f"input_splits has {len(sent)} entries, {of}{weight.shape[0]} experts in weight make "
             f"{experts}"
@@ -240,14 +352,15 @@ def checked(
     if sum(sent) != input.shape[0]:
         raise ValueError(f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows")
     expected = None
-    if options.output_splits is not None:
-        expected = counts("output_splits", options.output_splits)
+    if call.output_splits is not None:
+        expected = counts("output_splits", call.output_splits)
         if len(expected) != weight.shape[0] * world_size:
             raise ValueError(
                 f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
                 f"{world_size} ranks make {weight.shape[0] * world_size}"
             )
-    return call._replace(input_splits=sent, output_splits=expected)
+    call.input_splits, call.output_splits = sent, expected
+    return call
 
 
 def counts(name: str, value: Any) -> list[int]:
@@ -262,28 +375,26 @@ def counts(name: str, value: Any) -> list[int]:
     return numbers
 
 
-def terms_of(input: Tensor, experts: int, dtype: torch.dtype, options: GroupedOptions) -> Terms:
+def terms_of(call: GroupedCall, experts: int) -> Terms:
     """What is equal on all ranks."""
     return (
-        ("dtype of input", input.dtype),
-        ("k of input", input.shape[1]),
+        ("dtype of input", call.input.dtype),
+        ("k of input", call.input.shape[1]),
         ("the number of experts", experts),
-        ("algorithm", options.algorithm),
-        ("out_dtype", dtype),
-        ("return_received", options.return_received),
-        ("num_max_rows_per_rank", options.max_rows or None),
+        ("algorithm", call.algorithm),
+        ("out_dtype", call.out_dtype),
+        ("return_received", call.return_received),
+        ("num_max_rows_per_rank", call.max_rows or None),
     )
 
 
-def agree(
-    communicator: Communicator, options: GroupedOptions, call: Checked, more: Terms = ()
-) -> tuple[Routes, int]:
+def agree(communicator: Communicator, call: GroupedCall, more: Terms = ()) -> tuple[Routes, int]:
     """The routes, and the columns of the widest weight; raises alike on all ranks.
 
     ``more``: on what else they have to agree.
     """
-    op, rank, world_size = options.op, communicator.rank, communicator.world_size
-    terms = terms_of(call.input, len(call.input_splits), call.dtype, options)
+    op, rank, world_size = call.op, communicator.rank, communicator.world_size
+    terms = terms_of(call, len(call.input_splits))
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
     answers = communicator.parts(Call(op, with_context((*terms, *more)), part=mine))
     experts = len(call.input_splits)
@@ -311,6 +422,204 @@ def _expected(op: str, routes: Routes, receiver: int, expected: Sequence[int]) -
             )
 
 
+# -- launches --------------------------------------------------------------------------------------
+
+
+def expert_operands(
+    communicator: Communicator,
+    input: Tensor,
+    linear: Linear,
+    configuration: Configuration,
+    *,
+    published: bool = False,
+) -> dict[str, Any]:
+    """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
+    weight = linear.weight
+    first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
+    if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
+        configuration = replace(configuration, descriptors=False)
+    return {
+        **operands.product(communicator, configuration, input, first, published=published),
+        "weight": Experts(weight, *weight.stride()),
+        "bias_ptr": operands.bias_or_none(first),
+        "num_experts": weight.shape[0],
+    }
+
+
+def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Linear:
+    """The product of one expert; ``output``: where to, if not where all go."""
+    bias = None if linear.bias is None else linear.bias[expert]
+    to = linear.output if output is None else output
+    return replace(linear, weight=linear.weight[expert], bias=bias, output=to)
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """One call of either op. ``received``: see the public ops."""
+
+    communicator: Communicator
+    op: str
+    input: Tensor
+    linear: Linear
+    routes: Routes
+    received: Tensor | None
+
+    def fused(self, configuration: Configuration) -> Event:
+        """One kernel. Its first programs copy, or the copy engine sends."""
+        communicator, input, routes = self.communicator, self.input, self.routes
+        columns, inner, itemsize = self.linear.weight.shape[2], input.shape[1], input.element_size()
+        size = routes.chunk_rows(configuration.block_m, configuration.chunks)
+        lines = routes.send_lines(size)
+        key = (routes, size)
+        sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
+        segments = communicator.table(("grouped rows", *key), routes.segment_lines, passing=True)
+        layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
+        # Made before the op begins on the streams: they wait for what the caller has issued until then.
+        known = expert_operands(communicator, input, self.linear, configuration)
+        tiles_n = formulas.ceil_div(columns, configuration.block_n)
+        tiles = routes.tiles(configuration.block_m, tiles_n)
+
+        def body(workspace: Workspace) -> None:
+            most = max(1, communicator.place.program_limit // 4)
+            copiers = min(configuration.copiers, len(lines), most)
+            if not copiers and lines:
+                send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
+            resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
+            arguments = {
+                **known,
+                **operands.copies(configuration, copiers),
+                "sends": Table(sends, len(lines)),
+                "segments_ptr": segments,
+                "chunk_rows": size,
+            }
+            grid = formulas.persistent_grid(copiers, tiles, resident)
+            kernel = kernels.grouped_matmul_kernel
+            options = operands.launch_options(configuration, input)
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
+            if not tiles:
+                # No tile, so no program has waited; but what arrives late would hit the next op.
+                for source, slot in routes.arrival_slots(size):
+                    communicator.compute.wait(workspace, source, slot)
+            if self.received is not None:
+                shape = self.received.shape
+                self._keep(workspace.data(routes.rank, 0, shape, input.dtype), self.received)
+
+        return communicator.enqueue(self.op, layout, body)
+
+    def _keep(self, arrived: Tensor, received: Tensor) -> None:
+        """Copy what has arrived, and own rows where the workspace has holes."""
+        copy, done = self.communicator.compute.copy, 0
+        for own in [*self.routes.own_segments(), None]:
+            end = received.shape[0] if own is None else own.to
+            if done < end:
+                copy(received[done:end], arrived[done:end], "received")
+            if own is not None:
+                done = own.to + own.rows
+                if own.rows:
+                    mine = self.input[own.first : own.first + own.rows]
+                    copy(received[own.to : done], mine, "own rows")
+
+    def pipelined(self) -> Event:
+        """Torch matmuls per source and expert, by order of arrival, staged as in ``gather_matmul.py``."""
+        communicator, input, routes = self.communicator, self.input, self.routes
+        received, rank = self.received, communicator.rank
+        inner, itemsize = input.shape[1], input.element_size()
+        direct = communicator.place.direct_access
+        staged_bytes = max(each[-1] for each in routes.firsts) * inner * itemsize
+        layout = Layout(routes.world_size, staged_bytes, pulled=True)
+        if received is None and not direct:
+            received = input.new_empty(routes.received(rank), inner)
+
+        def body(workspace: Workspace) -> None:
+            stream, copying = communicator.compute, communicator.copying
+            copying.wait_credits(workspace)
+            staged: set[tuple[int, int]] = set()
+            for step in range(1, routes.world_size):
+                peer = (rank + step) % routes.world_size
+                first, count = block = routes.block(rank, peer)
+                if count and block not in staged:
+                    shape = (count, inner)
+                    mine = workspace.data(rank, first * inner * itemsize, shape, input.dtype)
+                    copying.copy(mine, input[first : first + count], f"stage for rank {peer}")
+                    staged.add(block)
+                copying.publish(workspace, peer, rank)
+            for source in routes.sources:
+                if source != rank:
+                    (stream if direct else copying).wait(workspace, source, source)
+                for expert in routes.mine:
+                    segment = expert[source]
+                    if not segment.rows:
+                        continue
+                    rows = slice(segment.to, segment.to + segment.rows)
+                    operand = input[segment.first : segment.first + segment.rows]
+                    if source != rank:
+                        begin = segment.first * inner * itemsize
+                        operand = workspace.data(source, begin, (segment.rows, inner), input.dtype)
+                        if not direct:
+                            assert received is not None
+                            copying.copy(received[rows], operand, f"rows of rank {source}")
+                            stream.wait_event(copying.record())
+                            operand = received[rows]
+                    label = f"expert {segment.expert}, rows of rank {source}"
+                    part = expert_of(self.linear, segment.expert)
+                    operands.enqueue_product(communicator, operand, part, rows, label)
+                    if received is not None and (direct or source == rank):
+                        stream.copy(received[rows], operand, "received")
+
+        return communicator.enqueue(self.op, layout, body)
+
+    def unfused(self) -> Event:
+        """The collective, rows put in the order of experts, then one torch matmul per expert."""
+        input, routes, received = self.input, self.routes, self.received
+        stream, lone = self.communicator.compute, routes.world_size == 1
+        # No op of the streams comes first, which would hold them until what is read here is there.
+        stream.wait_event(self.communicator.place.record_current())
+        if received is None:
+            received = (
+                input if lone else input.new_empty(routes.received(routes.rank), input.shape[1])
+            )
+        elif lone:
+            stream.copy(received, input, "received")
+        if not lone:
+            arrived = self._by_source()
+            begin = 0
+            for source in range(routes.world_size):
+                for expert in routes.mine:
+                    segment = expert[source]
+                    if segment.rows:
+                        to = received[segment.to : segment.to + segment.rows]
+                        theirs = arrived[begin : begin + segment.rows]
+                        stream.copy(to, theirs, f"rows of rank {source}")
+                        begin += segment.rows
+        for index, (first, count) in enumerate(routes.expert_rows()):
+            part, rows = expert_of(self.linear, index), slice(first, first + count)
+            label = f"expert {index}"
+            operands.enqueue_product(self.communicator, received[rows], part, rows, label)
+        return stream.record()
+
+    def _by_source(self) -> Tensor:
+        """The rows that arrive, one source after another, each sorted by expert."""
+        communicator, input, routes = self.communicator, self.input, self.routes
+        rank, inner = routes.rank, input.shape[1]
+        counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
+        arrived = input.new_empty(sum(counts), inner)
+        outputs = [part.view(-1) for part in torch.split(arrived, counts)]
+        call = Call(self.op, (("rows", routes.counts), ("columns", inner), ("dtype", input.dtype)))
+        flat = input.contiguous()
+        if len(set(routes.blocks)) == 1:  # all experts everywhere: every rank's rows go to all
+            event = communicator.engine.all_gather(call, outputs, flat.view(-1))
+        else:
+            sent = [routes.block(rank, peer)[1] for peer in range(routes.world_size)]
+            inputs = [part.view(-1) for part in torch.split(flat, sent)]
+            event = communicator.engine.all_to_all(call, outputs, inputs)
+        if event is not None:
+            communicator.compute.wait_event(event)
+        return arrived
+
+
+# -- outputs and gradients -------------------------------------------------------------------------
+
+
 def results(given: GroupedArguments, size: int) -> list[Tensor]:
     input, weight = given.input, given.weight
     if input.dim() != 2 or weight.dim() != 3:
@@ -318,19 +627,17 @@ def results(given: GroupedArguments, size: int) -> list[Tensor]:
             f"input must have 2 dimensions and weight 3, got shapes {tuple(input.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    rows, dtype = sum(given.output_splits), checks.output_dtype(given.out_dtype, input)
-    output, received = results_of(input, weight, rows, dtype, given.return_received)
+    output, received = results_of(given, sum(given.output_splits))
     return [output] if received is None else [output, received]
 
 
 def start(op: str, communicator: Communicator, given: GroupedArguments) -> Started:
     with communicator.accepting(op):
-        received = counts("output_splits", list(given.output_splits))
-        how = given.return_received, given.algorithm, given.out_dtype
-        options = GroupedOptions(op, list(given.input_splits), received, *how)
+        counts("output_splits", list(given.output_splits))
         made = results(given, communicator.world_size)
-    tensors = (given.input, given.weight, given.bias, made[0], made[1] if made[1:] else None)
-    return Started(made, FORMS[op](communicator, tensors, (options,), True))
+    return Started(
+        made, FORMS[op](communicator, (GroupedCall(**vars(given), op=op), *made), (), True)
+    )
 
 
 class RowSplits(NamedTuple):
@@ -413,11 +720,6 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
     if of_input is not None:
         found["input"] = wait(of_input)
     return found
-
-
-def of_weights(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """The gradient of the weights: of each expert its rows times their products' gradients."""
-    return torch.stack([rows.t() @ grad for rows, grad in zip(inputs, grads, strict=True)])
 
 
 def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:

@@ -1,36 +1,62 @@
 """Grouped matmul + combine: the rows of experts are multiplied, go home, and are summed by token.
 
 The counterpart of ``all_to_all_grouped_matmul``: rows are in the order in which that returns them, and a
-dispatch (``routing.py``). Who goes where the host knows from splits, or, after a dispatch with a
-bound of tokens, the device: then the fused algorithm comes from a plan, and asks for no count.
+dispatch (``routing.py``).
 
-This is the op by splits; that by a dispatch's segments is in ``routed_combine.py``. The gradients of the
-tokens travel and are multiplied by ``all_to_all_grouped_matmul``.
+``fused``      one Triton kernel multiplies, sends and sums (``kernels/experts/grouped_matmul_combine.py``)
+``pipelined``  torch matmuls for one home and expert each, straight into the home's workspace
+``unfused``    a torch matmul per expert, then as combine does; any dtype, many nodes
+
+The last two, and a call that was given splits, know the routing on the host; after a dispatch with a bound
+of tokens the kernel reads it on the device, comes from a plan, and asks for no count.
+
+There are two ops. By splits: the gradients of the tokens travel and are multiplied by
+``all_to_all_grouped_matmul``. By the segments of a dispatch, "routed": a graph needs to know no number of
+rows. The backward of that is an op of its own, and has none: the gradients of tokens are dispatched as
+tokens were, and multiplied where they arrive (``products.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
+from interlace.kernels.experts import grouped_matmul_combine as kernels
 from interlace.ops.collectives.launch import resident_programs
 from interlace.ops.experts import combine
-from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.grouped import EXCHANGE, RowSplits, of_weights, rows_and_experts
+from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, pipelined_home
+from interlace.ops.experts.dispatch import (
+    DispatchArguments,
+    RowExchange,
+    as_many,
+    dispatch,
+    sorted_places,
+)
+from interlace.ops.experts.grouped import (
+    EXCHANGE,
+    RowSplits,
+    checked_operands,
+    expert_of,
+    expert_operands,
+)
 from interlace.ops.experts.grouped import counts as splits_of
-from interlace.ops.experts.launch_dispatch import HostRoutes
-from interlace.ops.experts.launch_grouped_combine import OP, GroupedMatmulCombine
+from interlace.ops.experts.products import of_products, of_weights
 from interlace.ops.experts.routing import (
+    Assignment,
+    HostRoutes,
     Routing,
+    RoutingArguments,
     agreed,
     assignment_of,
     least_of_all,
     on_device,
     weights_of,
 )
+from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.gradients import wait
 from interlace.ops.op.op import Op, OpGradient, requiring
@@ -39,11 +65,15 @@ from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
-from interlace.runtime.core.stream import Outcome
+from interlace.runtime.core.memory import Layout, Workspace
+from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import choose_algorithm
+from interlace.runtime.tuning.configuration import Configuration
 
-MATMUL_COMBINE = OP
+OP = "grouped_matmul_combine"
+ROUTED = "routed_matmul_combine"
+ROUTED_BACKWARD = f"{ROUTED}_backward"
 FACTORS = ("input", "weight", "bias")
 Tensor = torch.Tensor
 _ops: Any = Ops()
@@ -51,7 +81,10 @@ _ops: Any = Ops()
 
 @dataclass
 class GroupedCombineArguments:
-    """``home_splits``: the rows that this rank has sent, by expert; ``splits``: by expert and source."""
+    """``home_splits``: the rows that this rank has sent, by expert; ``splits``: by expert and source.
+
+    Of eager callers ``splits`` may be a tensor, and ``home_splits`` is empty: who needs it records.
+    """
 
     input: Tensor
     weight: Tensor
@@ -65,28 +98,51 @@ class GroupedCombineArguments:
     out_dtype: torch.dtype | None
 
 
-class CombineOptions(NamedTuple):
-    """The arguments of a call that are no tensors of values.
+@dataclass
+class RoutedCombineArguments(RoutingArguments):
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    segments: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    return_rows: bool
+    num_experts: int
+    capacity: int
+    max_tokens: int
+    packed: bool
+    algorithm: str
+    out_dtype: torch.dtype | None
 
-    ``routing``: that of the dispatch, whose segments the call gets instead of ``splits``.
-    """
 
-    splits: Any
-    algorithm: str = "auto"
-    out_dtype: torch.dtype | None = None
-    routing: Routing | None = None
+@dataclass
+class RoutedGradientArguments(RoutingArguments):
+    grad: Tensor
+    input: Tensor
+    weight: Tensor
+    segments: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    num_experts: int
+    capacity: int
+    max_tokens: int
+    packed: bool
+    algorithm: str
+
+
+_Arguments = GroupedCombineArguments | RoutedCombineArguments
 
 
 class CheckedCombine(NamedTuple):
     """The arguments of a call, checked on this rank."""
 
+    assignment: Any  # an Assignment; None where it is not looked at again
+    weights: Tensor | None
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    assignment: Any  # an Assignment; None where it is not looked at again
-    weights: Tensor | None
     algorithm: str
-    dtype: torch.dtype
+    out_dtype: torch.dtype
 
     def terms(self) -> Terms:
         return (
@@ -94,72 +150,132 @@ class CheckedCombine(NamedTuple):
             ("n of weight", self.weight.shape[2]),
             ("the number of experts", self.assignment.experts),
             ("algorithm", self.algorithm),
-            ("out_dtype", self.dtype),
+            ("out_dtype", self.out_dtype),
             ("whether there are topk_weights", self.weights is not None),
         )
 
 
+@dataclass(frozen=True)
+class GroupedMatmulCombine:
+    """One call. ``linear``: weights ``[E, K, N]`` and biases ``[E, N]``; its output is not looked at."""
+
+    communicator: Communicator
+    input: Tensor
+    linear: Linear
+    home: Home
+
+    def host_segments(self, routes: HostRoutes) -> Tensor:
+        """The segments' table of ``routes``, on the device."""
+        counts = tuple(map(tuple, routes.counts.tolist()))
+        key = ("segments of experts", self.communicator.rank, counts)
+        lines = routes.segments(self.communicator.rank).view(-1, 3)
+        return self.communicator.table(key, lines.tolist, passing=True)
+
+    def tiles(self, routes: HostRoutes, configuration: Configuration) -> int:
+        """Of the rank that has most."""
+        tiles_n = formulas.ceil_div(self.home.output.shape[1], configuration.block_n)
+        tiles = (routes.counts + configuration.block_m - 1) // configuration.block_m
+        ranks = self.communicator.world_size
+        return int(tiles.view(ranks, ranks, -1).sum((0, 2)).max()) * tiles_n
+
+    def fused(
+        self, segments: Tensor, most_home_rows: int, grid: int, configuration: Configuration
+    ) -> Event:
+        """``grid``: programs that may wait for each other, alike on all ranks."""
+        communicator, linear, home = self.communicator, self.linear, self.home
+        known = expert_operands(communicator, self.input, linear, configuration, published=True)
+        del known["output_ptr"]
+        # A tile is stored into every rank's memory in turn: a descriptor is for one place.
+        # In parts, as every element that is stored has an address, besides the sums to add a bias to.
+        parts = configuration.activated_parts
+        # With 4 warps there are no registers for one loop of tiles and k: it spills on 10.0.
+        flatten = known["TILES"].FLATTEN and configuration.num_warps > 4
+        tiles = known["TILES"]._replace(OUT_DESCRIPTOR=False, SUBTILE=parts, FLATTEN=flatten)
+        arguments: dict[str, Any] = {
+            **known,
+            "segments_ptr": segments,
+            "combined": home.combined(),
+            "SLOTS": home.slots(configuration, linear.weight.shape[0]),
+            "TILES": tiles,
+        }
+        row_bytes = home.output.shape[1] * home.output.element_size()
+        layout = Layout(communicator.world_size * grid, most_home_rows * row_bytes)
+        options = operands.launch_options(configuration, self.input)
+
+        def body(workspace: Workspace) -> None:
+            kernel = kernels.grouped_matmul_combine_kernel
+            communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
+            home.keep(communicator, workspace)
+
+        return communicator.enqueue(OP, layout, body)
+
+    def pipelined(self, routes: HostRoutes) -> Event:
+        stream = self.communicator.compute
+
+        def put(theirs: Tensor, expert: int, rows: slice, label: str) -> None:
+            part = expert_of(self.linear, expert)
+            about = theirs, self.input[rows], part.weight, part.bias
+            stream.call(partial(operands.multiply, *about), label)
+
+        return pipelined_home(self.communicator, OP, routes, self.home, put)
+
+    def unfused(self, routes: HostRoutes) -> Event:
+        communicator, input = self.communicator, self.input
+        segments = routes.segments(communicator.rank)
+        columns, dtype = self.home.output.shape[1], self.home.output.dtype
+        product = input.new_empty(input.shape[0], columns, dtype=dtype)
+        order = sorted_places(segments).to(input.device)
+        # No op of the streams comes first, which would hold them until what is read here is there.
+        communicator.compute.wait_event(communicator.place.record_current())
+        for expert, line in enumerate(segments.tolist()):
+            rows = slice(line[0][0], line[-1][0] + line[-1][1])
+            part = expert_of(self.linear, expert, product)
+            operands.enqueue_product(communicator, input[rows], part, rows, f"expert {expert}")
+        exchange = RowExchange(communicator, routes.counts, routes.assignment.per_rank)
+        self.home.sum_rows(communicator, exchange.back(product, order))
+        return communicator.compute.record()
+
+
 def _prepared(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    segments: Tensor | None,
-    outputs: list[Tensor] | None,
-    options: CombineOptions,
+    communicator: Communicator, given: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Checked on this rank: the form that goes on, its tensors and options.
 
-    ``segments``: of the dispatch, if ``options`` have its routing. ``outputs``: as
-    :func:`interlace.ops.experts.combine.results_of` makes them; without them the result is the sums.
+    ``outputs``: as :func:`interlace.ops.experts.combine.results_of` makes them; without them the result is
+    the sums.
     """
-    call = checked(communicator, input, weight, bias, topk_idx, topk_weights, options)
-    routing = options.routing
-    if routing is None or not routing.max_tokens:
-        given = options.splits if segments is None else segments[..., 1]
-        splits = checked_splits(communicator, call, given)
+    call = checked(communicator, given)
+    if isinstance(given, GroupedCombineArguments):
+        return _by_splits, (outputs,), (call, checked_splits(communicator, call, given.splits))
+    routing, segments = given.routing, given.segments
+    if not routing.max_tokens:
+        splits = checked_splits(communicator, call, segments[..., 1])
         return _by_splits, (outputs,), (call, splits)
-    assert segments is not None
     segments = combine.checked_segments(communicator, segments, routing, "input", call.input)
-    routing = routing._replace(algorithm=call.algorithm)
-    algorithm = on_device(communicator, call.algorithm, call.weight, call.dtype)
+    algorithm = on_device(communicator, call.algorithm, call.weight, call.out_dtype)
     if algorithm != "fused":
         return _by_torch, (outputs,), (call, routing, algorithm)
-    routed = segments, call.assignment.inverse, call.weights, outputs
-    return (
-        _planned,
-        (call.input, call.weight, call.bias, *routed),
-        (routing, call.terms(), call.dtype),
-    )
+    about = segments, call.assignment.inverse, call.weights, outputs
+    tensors = (call.input, call.weight, call.bias, *about)
+    return _planned, tensors, (routing, call.terms(), call.out_dtype)
 
 
-def checked(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    options: CombineOptions,
-) -> CheckedCombine:
+def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
     """The arguments but for splits, if they fit together on this rank."""
-    input, weight, algorithm, dtype = rows_and_experts(communicator, input, weight, options)
-    bias = checks.bias_of("bias", bias, (weight.shape[0], weight.shape[2]), input, communicator)
-    routing, experts = options.routing, weight.shape[0] * communicator.world_size
-    if routing is None:
-        routing = Routing(experts)
+    factors = checked_operands(communicator, given)
+    weight = factors["weight"]
+    experts = weight.shape[0] * communicator.world_size
+    routing = Routing(experts)
+    if isinstance(given, RoutedCombineArguments):
+        routing = given.routing
     if routing.num_experts != experts:
         raise ValueError(
             f"weight has {weight.shape[0]} experts on each of {communicator.world_size} ranks, the "
             f"dispatch had {routing.num_experts}"
         )
-    assignment = assignment_of(communicator, routing, topk_idx, None)
-    weights = weights_of(communicator, topk_weights, assignment.topk_idx)
-    if input.shape[1] > 1 and input.stride(1) != 1:
-        input = input.contiguous()
-    return CheckedCombine(input, weight, bias, assignment, weights, algorithm, dtype)
+    assignment = assignment_of(communicator, routing, given.topk_idx, None)
+    weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
+    return CheckedCombine(assignment, weights, **factors)
 
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
@@ -218,7 +334,7 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
         return "unfused"
     if call.algorithm != "auto" and not empty:
         return call.algorithm
-    wide = torch.float64 if call.dtype == torch.float64 else call.input.dtype
+    wide = torch.float64 if call.out_dtype == torch.float64 else call.input.dtype
     tuned = ""
     if not empty:
         about = most, columns, inner, communicator.world_size
@@ -230,7 +346,7 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
 
 def _configured(
     communicator: Communicator, call: CheckedCombine, rows: int
-) -> tuple[configuration.Configuration, int]:
+) -> tuple[Configuration, int]:
     """The configuration for ``rows``, the most of one expert and source; programs, alike on all ranks."""
     place, dtype = communicator.place, call.input.dtype
     mine = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
@@ -242,7 +358,7 @@ def _configured(
 def _op(
     communicator: Communicator, call: CheckedCombine, inverse: Tensor, outputs: list[Tensor] | None
 ) -> GroupedMatmulCombine:
-    like = call.input.new_empty(0, call.weight.shape[2], dtype=call.dtype)
+    like = call.input.new_empty(0, call.weight.shape[2], dtype=call.out_dtype)
     home = combine.home_of(like, inverse, call.weights, outputs)
     linear = Linear(call.weight, call.bias, home.output)
     return GroupedMatmulCombine(communicator, call.input, linear, home)
@@ -308,7 +424,7 @@ def _on_device(
     dtype: torch.dtype,
 ) -> PreparedCall:
     """After a dispatch with a bound, by the kernel, which reads who goes where on the device."""
-    call = CheckedCombine(input, weight, bias, None, weights, "fused", dtype)
+    call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype)
 
     def start() -> Outcome:
         tokens, _ = agreed(communicator, OP, routing, inverse.shape, terms)
@@ -330,11 +446,11 @@ _planned = internal_form(OP, _on_device, fills=False)
 _by_splits = internal_form(OP, _with_splits)
 _by_torch = internal_form(OP, _with_counts)
 grouped_matmul_combine = composed_form(OP, _prepared)
-"""Of ``(input, weight, bias, topk_idx, topk_weights, segments, outputs)`` and ``(options,)``."""
+"""Of ``(arguments, outputs)``, the arguments of either op."""
 
 
-def results(given: Any, size: int) -> list[Tensor]:
-    """Tensors for what this op gives, and that of ``routed_combine.py``."""
+def results(given: _Arguments, size: int) -> list[Tensor]:
+    """Tensors for what either op gives."""
     input, weight, idx = given.input, given.weight, given.topk_idx
     if input.dim() != 2 or weight.dim() != 3 or idx.dim() != 2:
         raise ValueError(
@@ -345,12 +461,10 @@ def results(given: Any, size: int) -> list[Tensor]:
     return combine.results_of(like, idx, given.return_rows)
 
 
-def start(communicator: Communicator, given: GroupedCombineArguments) -> Started:
+def start(communicator: Communicator, given: _Arguments) -> Started:
     with communicator.accepting(OP):
         outputs = results(given, communicator.world_size)
-        options = CombineOptions(list(given.splits), given.algorithm, given.out_dtype)
-    tensors = (given.input, given.weight, given.bias, given.topk_idx, given.topk_weights)
-    work = grouped_matmul_combine(communicator, (*tensors, None, outputs), (options,), True)
+    work = grouped_matmul_combine(communicator, (given, outputs), async_op=True)
     return Started(outputs, work)
 
 
@@ -358,7 +472,7 @@ def save(ctx: Any, given: GroupedCombineArguments, output: Sequence[Tensor]) -> 
     sent, received = list(given.home_splits), list(given.splits)
     ctx.splits = RowSplits(sent, received, int(given.weight.shape[0]))
     ctx.needed, ctx.algorithm = requiring(given), given.algorithm
-    home = combine.home_rows(OP, ctx.needed, given.return_rows, output)
+    home = home_rows(OP, ctx.needed, given.return_rows, output)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(given.input, given.weight, given.topk_idx, given.topk_weights, home)
 
@@ -390,10 +504,75 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
         if "bias" in ctx.needed:
             found["bias"] = torch.stack([part.sum(0) for part in parts])
     if home is not None:
-        found["topk_weights"] = combine.of_slot_weights(weights, home, chosen.inverse, grad)
+        found["topk_weights"] = of_slot_weights(weights, home, chosen.inverse, grad)
     return found
 
 
-GRADIENT = OpGradient(save, backward)
+# -- by the segments of a dispatch -------------------------------------------------------------------
+
+
+def save_routed(ctx: Any, given: RoutedCombineArguments, output: Sequence[Tensor]) -> None:
+    ctx.needed, ctx.routing = requiring(given), given.routing
+    home = home_rows(OP, ctx.needed, given.return_rows, output)
+    ctx.set_materialize_grads(False)
+    about = given.segments, given.topk_idx, given.topk_weights
+    ctx.save_for_backward(given.input, given.weight, *about, home)
+
+
+def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
+    input, weight, segments, idx, weights, home = ctx.saved_tensors
+    found: dict[str, Tensor] = {}
+    grad = grads[0]
+    if grad is None:
+        return found
+    if ctx.needed.intersection(FACTORS):
+        about = segments, idx, weights, *ctx.routing, ctx.size, ctx.name
+        made = getattr(_ops, ROUTED_BACKWARD)(grad, input, weight, *about)
+        for name, each in zip(FACTORS, made, strict=True):
+            complete = wait(each)
+            if name in ctx.needed:
+                found[name] = complete
+    if home is not None:
+        found["topk_weights"] = of_slot_weights(weights, home, ctx.routing.inverse(idx), grad)
+    return found
+
+
+def routed_gradients(given: RoutedGradientArguments, size: int) -> list[Tensor]:
+    """Tensors for the gradients of input, weight and bias."""
+    weight = given.weight
+    bias = weight.new_empty((weight.shape[0], weight.shape[2]))
+    return [given.input.new_empty(given.input.shape), weight.new_empty(weight.shape), bias]
+
+
+def start_routed_backward(communicator: Communicator, given: RoutedGradientArguments) -> Started:
+    about = given.topk_idx, given.topk_weights, *given.routing
+    sent = DispatchArguments(given.grad, None, *about)
+    rows, *weights = dispatch(communicator, (sent, None))[:-1]
+    if weights:
+        rows = rows * weights[0].unsqueeze(1)
+    rows = as_many(rows.to(given.weight.dtype), given.input.shape[0])
+    made = of_products(given.input, rows, given.weight, given.segments, given.packed)
+    return Started(made, None)
+
+
+GRADIENT, ROUTED_GRADIENT = OpGradient(save, backward), OpGradient(save_routed, backward_routed)
 COMMUNICATES = {"input, weight or bias": FACTORS}
-OPS = (Op(OP, GroupedCombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),)
+OPS = (
+    Op(OP, GroupedCombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),
+    Op(
+        ROUTED,
+        RoutedCombineArguments,
+        start,
+        results,
+        ROUTED_GRADIENT,
+        COMMUNICATES,
+        several=True,
+    ),
+    Op(
+        ROUTED_BACKWARD,
+        RoutedGradientArguments,
+        start_routed_backward,
+        routed_gradients,
+        several=True,
+    ),
+)

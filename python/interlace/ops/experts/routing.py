@@ -1,23 +1,29 @@
-"""Who goes where in a mixture of experts, as ops see it: what a dispatch returns, checks, agreement.
+"""Who goes where in a mixture of experts: from a rank's choice of experts to what a dispatch returns.
 
 Order of rows
 -------------
-A token has k slots, each with an expert or none. A *row* is a token in one of its slots. At its expert's
-rank rows are by expert, then by source rank, then as the source's tokens are: the order of the grouped
-matmuls (``grouped.py``). ``segments[e][s]`` says of the rows of expert e from rank s where they
+T tokens have k slots each; ``topk_idx[t, j]`` is the expert of slot j, below 0 for none. A *row* is a token
+in a slot that has an expert. Home rows are sorted by expert, then by token and slot. ``capacity`` bounds
+the rows that a rank sends to one expert: later ones are left out, as if the slot had none.
+
+At its expert's rank rows are by expert, then by source rank, then as the source's tokens are: the order of
+the grouped matmuls (``grouped.py``). ``segments[e][s]`` says of the rows of expert e from rank s where they
 begin, how many they are, and which of the source's rows the first of them is, if these are sorted by
 expert.
+
+An assignment is computed by torch operators on the device: nothing is waited for.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
-from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.launch_dispatch import sender_programs
+from interlace.kernels.experts.dispatch import COUNT_NUMBERS
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing, current, with_context
@@ -25,7 +31,157 @@ from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 
 MOST = "most tokens of a rank"
+DISPATCHES = "dispatches"
+MOST_BACK = 32
+"""Ranks compare numbers so far back; beyond, one for all, as each is a message to be learnt."""
 Tensor = torch.Tensor
+
+
+class SentTokens(NamedTuple):
+    """What the kernels of a dispatch have to know of an assignment.
+
+    ``facts``, int32 ``[T, 3 k]``: expert, position and the weight's bits, slot by slot each. ``tokens``,
+    int64 ``[W, T]``: the tokens for each rank first, in their order. ``lines``, int64 ``[W, 2 + E]``, by
+    rank: tokens, the rows for ranks before it, rows by its experts.
+    """
+
+    facts: Tensor
+    tokens: Tensor
+    lines: Tensor
+
+
+def by_expert(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """By slot: the expert, ``experts`` for none; the order by expert; the position in an expert."""
+    # slots without an expert are behind all others
+    key = torch.where((flat < 0) | (flat >= experts), experts, flat)
+    order = torch.argsort(key, stable=True)
+    counts = flat.new_zeros(experts + 1).scatter_add_(0, key, torch.ones_like(flat))
+    begins = counts.cumsum(0) - counts
+    position = torch.empty_like(flat)
+    position[order] = torch.arange(flat.numel(), device=flat.device)
+    return key, order, position - begins[key]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``topk_idx`` ``[T, k]``, int64; ``experts`` of all ranks together; ``capacity`` 0: no bound."""
+
+    topk_idx: Tensor
+    experts: int
+    world_size: int
+    capacity: int = 0
+
+    @property
+    def per_rank(self) -> int:
+        return self.experts // self.world_size
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
+        return by_expert(self.topk_idx.reshape(-1), self.experts)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """``[T, k]``: which of the rows for its expert, -1 of a slot that has no row."""
+        key, _, position = self._sorted
+        valid = key < self.experts
+        if self.capacity:
+            valid = valid & (position < self.capacity)
+        return torch.where(valid, position, -1).view(self.topk_idx.shape)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Rows by expert, of all the group's."""
+        key, valid = self._sorted[0], (self.position.view(-1) >= 0).to(torch.int64)
+        return valid.new_zeros(self.experts + 1).scatter_add_(0, key, valid)[: self.experts]
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """``[T, k]``: the home row of a slot, -1 of none."""
+        begins = torch.nn.functional.pad(self.counts.cumsum(0) - self.counts, (0, 1))
+        row = begins[self._sorted[0]].view(self.topk_idx.shape) + self.position
+        return torch.where(self.position < 0, -1, row)
+
+    def slots(self, rows: int) -> Tensor:
+        """``token * k + slot`` of the ``rows`` home rows, in their order."""
+        order = self._sorted[1]
+        return order[self.position.view(-1)[order] >= 0] if self.capacity else order[:rows]
+
+    # -- for the kernels -------------------------------------------------------------------------------
+
+    @cached_property
+    def _on(self) -> Tensor:
+        """``[W, T]``: whether a token has a row on a rank."""
+        ranks = torch.where(self.position < 0, -1, self.topk_idx // self.per_rank)
+        every = torch.arange(self.world_size, device=ranks.device)
+        return (ranks.unsqueeze(0) == every.view(-1, 1, 1)).any(-1)
+
+    def sent(self, weights: Tensor | None) -> SentTokens:
+        idx, position = self.topk_idx.to(torch.int32), self.position.to(torch.int32)
+        bits = torch.zeros_like(idx) if weights is None else weights.view(torch.int32)
+        counts = self.counts.view(self.world_size, self.per_rank)
+        return SentTokens(
+            torch.cat([idx, position, bits], 1).contiguous(),
+            torch.argsort(~self._on, dim=1, stable=True),
+            count_lines(self._on.sum(1), counts),
+        )
+
+
+def count_lines(tokens: Tensor, counts: Tensor) -> Tensor:
+    """The kernels' lines for each rank, from its tokens, ``[W]``, and its experts' rows, ``[W, E]``."""
+    rows = counts.sum(1)
+    head = torch.stack([tokens, rows.cumsum(0) - rows], 1)
+    assert head.shape[1] == COUNT_NUMBERS
+    return torch.cat([head, counts], 1).contiguous()
+
+
+def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows: int = 0) -> Tensor:
+    """int64 ``[E, W, 3]`` as the kernels have it, from ``[W, experts]``, all ranks' rows by expert."""
+    mine = routes_counts[:, rank * per_rank : (rank + 1) * per_rank]
+    begins = routes_counts.cumsum(1) - routes_counts
+    count = mine.t().contiguous()
+    first = (count.view(-1).cumsum(0) - count.view(-1)).view(count.shape)
+    if expert_rows:
+        every = torch.arange(per_rank, device=count.device).unsqueeze(1)
+        first = every * expert_rows + count.cumsum(1) - count
+    home = begins[:, rank * per_rank : (rank + 1) * per_rank].t()
+    return torch.stack([first, count, home], 2).contiguous()
+
+
+@dataclass(frozen=True)
+class HostRoutes:
+    """Where rows go, for who knows it on the host. ``counts``: ``[W, experts]``, on the CPU, of all ranks.
+
+    ``expert_rows``: as of :class:`Bounds`.
+    """
+
+    assignment: Assignment
+    counts: Tensor
+    expert_rows: int
+
+    def segments(self, rank: int) -> Tensor:
+        return known_segments(self.counts, rank, self.assignment.per_rank, self.expert_rows)
+
+    def sizes(self) -> Tensor:
+        """``[W, W]``: rows from each rank to each."""
+        world_size = self.assignment.world_size
+        return self.counts.view(world_size, world_size, -1).sum(2)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Known to all ranks alike: tokens of the rank with most; programs that send to one rank.
+
+    ``expert_rows``: rows of the result from the first of one expert to the first of the next, 0 where
+    they follow each other.
+    """
+
+    most_tokens: int
+    senders: int
+    expert_rows: int
+
+
+def next_power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
 
 
 class Received(NamedTuple):
@@ -93,12 +249,6 @@ class DispatchHandle(NamedTuple):
     def inverse(self) -> Tensor:
         """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
         return self.routing.inverse(self.topk_idx)
-
-
-DISPATCHES = "dispatches"
-MOST_BACK = (
-    32  # ranks compare numbers so far back; beyond, one for all, as each is a message to be learnt
-)
 
 
 def dispatch_number(communicator: Communicator) -> int:
@@ -193,13 +343,16 @@ class RoutingArguments:
 
 
 def routing_of(
-    num_experts: Any, capacity: Any, max_tokens: Any, packed: bool, algorithm: str = "auto"
+    num_experts: Any,
+    *,
+    capacity: Any = None,
+    num_max_dispatch_tokens_per_rank: Any,
+    low_latency: bool = False,
+    algorithm: str,
 ) -> Routing:
     """The numbers of a call, if they are any. When packed no expert gets more than all tokens."""
-    for name, value in (
-        ("capacity", capacity),
-        ("num_max_dispatch_tokens_per_rank", max_tokens),
-    ):
+    most = num_max_dispatch_tokens_per_rank
+    for name, value in (("capacity", capacity), ("num_max_dispatch_tokens_per_rank", most)):
         wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
         if value is not None and wrong:
             raise ValueError(f"{name} must be a positive int or None, got {value!r}")
@@ -207,10 +360,10 @@ def routing_of(
         num_experts = checks.integer("num_experts", num_experts)
         if num_experts < 1:
             raise ValueError(f"num_experts must be positive, got {num_experts}")
-    if packed and max_tokens is None:
+    if low_latency and most is None:
         raise ValueError("low_latency needs num_max_dispatch_tokens_per_rank")
-    bound = (capacity or max_tokens) if packed else capacity
-    return Routing(num_experts, bound or 0, max_tokens or 0, packed, algorithm)
+    bound = (capacity or most) if low_latency else capacity
+    return Routing(num_experts, bound or 0, most or 0, low_latency, algorithm)
 
 
 def resolved(communicator: Communicator, algorithm: str) -> str:
@@ -261,7 +414,9 @@ def measured(
 def senders_of(communicator: Communicator, op: str) -> int:
     """Programs that send to one rank, in a kernel that moves rows."""
     common = configuration.choose(communicator.place, torch.float32, 1, 1, 1)
-    return least_of_all(communicator, op, "senders", sender_programs(communicator, common))
+    resident = min(communicator.place.program_limit, common.programs or 24)
+    senders = max(1, resident // communicator.world_size)
+    return least_of_all(communicator, op, "senders", senders)
 
 
 def most_dispatched(communicator: Communicator) -> int:

@@ -31,11 +31,10 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.ops.attention import head_exchange
-from interlace.ops.experts.grouped_routes import Routes
-from interlace.ops.experts.launch_combine import Home
-from interlace.ops.experts.launch_counted import CountedMatmul, CountedSizes
-from interlace.ops.experts.launch_grouped import GroupedMatmul
-from interlace.ops.experts.launch_grouped_combine import GroupedMatmulCombine
+from interlace.ops.experts.combine import Home
+from interlace.ops.experts.counted import CountedMatmul, CountedSizes
+from interlace.ops.experts.grouped import GroupedMatmul, Routes
+from interlace.ops.experts.grouped_combine import GroupedMatmulCombine
 from interlace.ops.matmul import launch_gather as gather_matmul
 from interlace.ops.matmul import launch_norms as normed
 from interlace.ops.matmul import launch_reduce as matmul_reduce

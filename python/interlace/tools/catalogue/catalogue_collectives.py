@@ -22,9 +22,9 @@ from interlace.ops.collectives import launch as plain
 from interlace.ops.collectives import low_latency as small
 from interlace.ops.collectives import node_moves
 from interlace.ops.collectives.multimem import BySwitch
-from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.launch_combine import Combine, Home
-from interlace.ops.experts.launch_dispatch import Bounds, Dispatch, DispatchResult
+from interlace.ops.experts.combine import Combine, Home
+from interlace.ops.experts.dispatch import Dispatch
+from interlace.ops.experts.routing import Assignment, Bounds, Received
 from interlace.ops.matmul import node_reduce as node_matmul_reduce
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.compiler.nvshmem_library import device_library
@@ -205,7 +205,7 @@ def experts_rows(
     scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
     weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
     bounds = Bounds(MANY_ROWS, 2, 0)
-    result = DispatchResult(x, scales, None if weights is None else weights[:, 0], segments)
+    result = Received(x, scales, None if weights is None else weights[:, 0], segments)
 
     def run(group: Any) -> None:
         sent = assignment.sent(weights)

@@ -1,26 +1,29 @@
-"""Dispatch and combine as they are called: rows of tokens to their experts, and back."""
+"""Dispatch and combine as they are called: rows of tokens to their experts, and back; also as fp8.
+
+Of the low-latency forms the places of results are known before anything comes, for decoding. Rows may
+travel as fp8, with a scale for each token and 128 channels.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
-from interlace.experts.quantized import quantize
 from interlace.groups.groups import check_group, resolve
-from interlace.ops.experts import functional as functional
-from interlace.ops.experts.assignment import Assignment
-from interlace.ops.experts.combine import COMBINE
-from interlace.ops.experts.combine import combine as combine_form
-from interlace.ops.experts.dispatch import DISPATCH
-from interlace.ops.experts.dispatch import dispatch as dispatch_form
+from interlace.ops.experts import combine as combine_op
+from interlace.ops.experts import dispatch as dispatch_op
+from interlace.ops.experts.combine import COMBINE, CombineArguments
+from interlace.ops.experts.dispatch import DISPATCH, DispatchArguments
 from interlace.ops.experts.routing import (
+    Assignment,
     DispatchHandle,
     Received,
     by_handle,
     check_experts,
+    check_same_choice,
     dispatch_number,
     flat,
     routing_of,
@@ -28,9 +31,14 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.op.recorded import RecordedWork, started
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.work import Work
+
+if TYPE_CHECKING:
+    pass
 
 Tensor = torch.Tensor
+BLOCK = 128
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 1e-4  # of what is taken for the largest of a block, so that a block of zeros has a scale
 
 
 def dispatch(
@@ -45,7 +53,7 @@ def dispatch(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> tuple[Received, DispatchHandle] | Work:
+) -> Any:
     """Send every token to the ranks that have its experts, where rows are sorted by expert.
 
     Of ``num_experts`` experts rank r has those from ``r * num_experts / W`` on. A token with several
@@ -89,21 +97,21 @@ def dispatch(
     >>> interlace.run(on_rank, 2)
     [([1.0, 11.0], [2]), ([1.0, 2.0, 11.0, 12.0], [4])]
     """
-    most = num_max_dispatch_tokens_per_rank
-    given, how = (num_experts, capacity, most, False), (group, algorithm, async_op)
-    return dispatched(x, topk_idx, topk_weights, given, use_fp8, *how)  # type: ignore[no-any-return]
+    most, how = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "algorithm": algorithm}
+    operands = x, topk_idx, topk_weights, num_experts
+    return _dispatched(operands, most, use_fp8, group, async_op, **how)
 
 
-def dispatched(
-    x: Any,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    given: tuple[Any, ...],
+def _dispatched(
+    operands: tuple[Any, ...],
+    most: int | None,
     use_fp8: bool,
     group: Group,
-    algorithm: str,
     async_op: bool,
+    **how: Any,
 ) -> Any:
+    x, topk_idx, topk_weights, num_experts = operands
+    how["num_max_dispatch_tokens_per_rank"] = most
     communicator = resolve(group).on(x, topk_idx)
     number = dispatch_number(communicator)
     with communicator.accepting(DISPATCH):
@@ -114,24 +122,21 @@ def dispatched(
                     "use_fp8 quantizes x, which is a pair of values and scales already"
                 )
             x = quantize(x)
-        data, scales = functional.values_and_scales(x)
-        routing = routing_of(*given)._replace(algorithm=algorithm)
-    tensors = (data, scales, topk_idx, topk_weights)
+        data, scales = dispatch_op.values_and_scales(x)
+        routing = routing_of(num_experts, **how)
+    arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
 
     def numbered(made: tuple[Received, DispatchHandle]) -> tuple[Received, DispatchHandle]:
         return made[0], made[1]._replace(number=number)
 
-    if requires_gradients(*tensors):
-        num_experts, capacity, most, low_latency = given
-        how: Any = {"capacity": capacity, "low_latency": low_latency, "algorithm": algorithm}
-        how |= {"num_max_dispatch_tokens_per_rank": most, "group": communicator}
+    if requires_gradients(data, scales, topk_idx, topk_weights):
         operands = (x, topk_idx, topk_weights, num_experts)
-        return started(DISPATCH, async_op, operands, numbered, **how)
+        return started(DISPATCH, async_op, operands, numbered, group=communicator, **how)
 
     def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
-        return numbered(functional.named(made, tensors, routing, communicator))
+        return numbered(dispatch_op.named(made, arguments, communicator))
 
-    made = dispatch_form(communicator, (*tensors, None), (routing,), async_op)
+    made = dispatch_op.dispatch(communicator, (arguments, None), async_op=async_op)
     if async_op:
         return RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
     return finish(made)
@@ -145,7 +150,7 @@ def combine(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Tensor | Work:
+) -> Any:
     """Send every row back to its token's rank, and sum over the token's experts: ``(t, n)``.
 
     Parameters
@@ -188,12 +193,13 @@ def combine(
         rows = flat(handle, "y", y)
     weights = handle.topk_weights if weighted else None
     routing = handle.routing._replace(algorithm=algorithm)
-    tensors = (rows, handle.segments, handle.topk_idx, weights)
     with by_handle(communicator, handle):
-        if requires_gradients(*tensors):
+        if requires_gradients(rows, weights):
             how: Any = {"weighted": weighted, "algorithm": algorithm}
-            return started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
-        return combine_form(communicator, (*tensors, None), (routing,), async_op)  # type: ignore[no-any-return]
+            return started(COMBINE, async_op, (y, handle), **how)
+        segments, idx = handle.segments, handle.topk_idx
+        given = CombineArguments(rows, segments, idx, weights, False, *routing)
+        return combine_op.combine(communicator, (given, None), async_op=async_op)
 
 
 def permute(
@@ -220,3 +226,116 @@ def permute(
     chosen = Assignment(topk_idx.to(torch.int64), num_experts, 1)
     slots = chosen.slots(int(chosen.counts.sum()) if num_out_tokens is None else num_out_tokens)
     return x[slots // topk_idx.shape[1]], chosen.counts
+
+
+def low_latency_dispatch(
+    x: Tensor,
+    topk_idx: Tensor,
+    num_max_dispatch_tokens_per_rank: int,
+    num_experts: int,
+    *,
+    use_fp8: bool = True,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> Any:
+    """Dispatch few tokens into places that every expert has for all that can come.
+
+    ``x`` ``(t, hidden)``, ``t`` at most ``num_max_dispatch_tokens_per_rank``; ``topk_idx`` ``(t, k)``, -1
+    for none. ``use_fp8`` sends float8_e4m3fn with a scale per 128 channels. Returns ``(received, handle)``:
+    ``received.x`` is ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, hidden)``, and
+    ``received.num_tokens_per_expert``, on the device, says how many rows of each expert are there, from its
+    first one on; the others are zero. No host of a GPU waits for counts.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Gradients as of
+    :func:`interlace.experts.dispatch`, without ``use_fp8``.
+
+    Compared with DeepEP's ``Buffer.low_latency_dispatch``: the same arguments and shapes; ``packed_recv_x``
+    and ``packed_recv_count`` are ``received.x`` (with ``received.scales``) and
+    ``received.num_tokens_per_expert``. Rows are in the order of source ranks and not of arrival, a token
+    travels once to each rank, and there is no hook: the two kernels follow each other on the group's
+    stream.
+
+    >>> def on_rank():
+    ...     x, experts = torch.full((1, 128), 1.0 + interlace.get_rank()), torch.tensor([[0, 1]])
+    ...     received, handle = interlace.experts.low_latency_dispatch(x, experts, 2, 2)
+    ...     counts = received.num_tokens_per_expert.tolist()
+    ...     return tuple(received.x.shape), received.x.dtype, counts
+    >>> interlace.run(on_rank, 2)[0]
+    ((1, 4, 128), torch.float8_e4m3fn, [2])
+    """
+    most, operands = num_max_dispatch_tokens_per_rank, (x, topk_idx, None, num_experts)
+    how = {"low_latency": True, "algorithm": algorithm}
+    return _dispatched(operands, most, use_fp8, group, async_op, **how)
+
+
+def low_latency_combine(
+    y: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    handle: DispatchHandle,
+    *,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> Any:
+    """Rows back to their tokens, times ``topk_weights`` ``(t, k)``, and summed: ``(t, n)``.
+
+    ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``, of which only rows that came
+    are looked at; ``topk_idx``, ``handle`` and ``group`` those of the dispatch. Sums as of
+    :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data moves:
+    also for another ``topk_idx`` than the dispatch's, of which a GPU's host sees the shape alone; rows go
+    home by the dispatch's.
+
+    Compared with DeepEP's ``Buffer.low_latency_combine``: the same arguments.
+
+    >>> def on_rank():
+    ...     x, experts, weights = torch.ones(1, 2), torch.tensor([[0, 1]]), torch.tensor([[1.0, 3.0]])
+    ...     received, handle = interlace.experts.low_latency_dispatch(x, experts, 1, 2, use_fp8=False)
+    ...     return interlace.experts.low_latency_combine(received.x, experts, weights, handle).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[4.0, 4.0]], [[4.0, 4.0]]]
+    """
+    if isinstance(handle, DispatchHandle):  # else combine refuses it
+        communicator = resolve(handle.group).on(y)
+        with communicator.accepting(COMBINE):
+            check_same_choice(communicator, handle.topk_idx, topk_idx)
+        handle = handle._replace(topk_weights=topk_weights)
+    return combine(y, handle, group=group, async_op=async_op, algorithm=algorithm)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` as float8_e4m3fn, and float32 scales: ``x ~= values * scales``, a scale per 128 channels.
+
+    ``x`` ``(..., hidden)``, ``hidden`` a multiple of 128; scales are ``(..., hidden / 128)``. A scale is
+    the largest magnitude of its channels / 448. Not differentiable. Raises ValueError for another
+    ``hidden``. Semantics: DeepEP's ``use_fp8``, its ``per_token_cast_to_fp8``.
+
+    >>> values, scales = interlace.experts.quantize(torch.full((1, 128), 7.0))
+    >>> values.dtype, values[0, 0].item(), round(448 * scales.item(), 4)
+    (torch.float8_e4m3fn, 448.0, 7.0)
+    """
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"hidden must be a multiple of {BLOCK}, got x of shape {tuple(x.shape)}")
+    blocks = (
+        x.detach().to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    )
+    scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
+    values = (blocks / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return values.flatten(-2), scales
+
+
+def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The numbers that ``x`` in fp8 ``(..., hidden)`` and its ``scales`` stand for, as ``dtype``.
+
+    Raises ValueError unless there is a scale per 128 channels. Semantics: the inverse of :func:`quantize`.
+
+    >>> interlace.experts.dequantize(*interlace.experts.quantize(torch.full((1, 128), 7.0)))[0, 0].item()
+    7.0
+    """
+    if x.shape[-1] != BLOCK * scales.shape[-1]:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} needs a scale per {BLOCK} channels, got {tuple(scales.shape)}"
+        )
+    blocks = x.to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)

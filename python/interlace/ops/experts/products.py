@@ -1,0 +1,128 @@
+"""Products of the rows of experts, and their gradients, by torch; without communication.
+
+They are opaque to compilers, as torch's grouped matmul takes one dtype there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from interlace.ops.experts.routing import Received
+from interlace.runtime.compat.torch_modes import modes_active
+
+ALIGNED = 16  # bytes, of all strides that torch's grouped matmul takes
+Tensor = torch.Tensor
+
+
+def multiply(received: Received, weight: Tensor) -> Tensor:
+    """Every row of ``received.x`` times the weight of its expert, by torch; without communication.
+
+    ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``; the result is ``(rows,
+    n)``, of low latency ``(experts, most rows, n)``; where nothing came it may be anything. Gradients go to
+    both. No host of a GPU waits for counts if the rows are of low latency, or bfloat16 whose strides are
+    multiples of 16 bytes, for which torch has a grouped matmul. Raises ValueError for other shapes,
+    TypeError for what has no rows of a dispatch or is no tensor. Semantics:
+    ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
+
+    >>> def on_rank():
+    ...     tokens, chosen = torch.ones(2, 4), torch.tensor([[0], [1]])
+    ...     received, handle = interlace.experts.dispatch(tokens, chosen, None, 2)
+    ...     y = interlace.experts.multiply(received, torch.full((1, 4, 1), 1.0 + interlace.get_rank()))
+    ...     return interlace.experts.combine(y, handle).flatten().tolist()
+    >>> interlace.run(on_rank, 2)
+    [[4.0, 8.0], [4.0, 8.0]]
+    """
+    if not isinstance(received, Received):
+        raise TypeError(f"received must be what a dispatch has, got {type(received).__name__}")
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
+    x, experts = received.x, received.segments.shape[0]
+    if weight.dim() != 3 or (experts, x.shape[-1]) != tuple(weight.shape[:2]):
+        raise ValueError(
+            f"weight must have shape ({experts}, {x.shape[-1]}, n) for these rows, got "
+            f"{tuple(weight.shape)}"
+        )
+    if x.dim() == 3:
+        return torch.bmm(x, weight)
+    if grouped_on_device(x, weight):
+        return torch._grouped_mm(x, weight, offs=received.offsets)
+    traced = torch.compiler.is_compiling() or modes_active()
+    return (multiply_in_graph if traced else multiplied)(x, weight, received.segments)
+
+
+def of_weights(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """The gradient of the weights: of each expert its rows times their products' gradients."""
+    return torch.stack([rows.t() @ grad for rows, grad in zip(inputs, grads, strict=True)])
+
+
+def of_products(
+    input: Tensor, rows: Tensor, weight: Tensor, segments: Tensor, packed: bool
+) -> list[Tensor]:
+    """The gradients of input, weight and bias, ``rows`` being those of the products."""
+    experts, inner, columns = weight.shape
+    if packed:
+        many, wide = input.view(experts, -1, inner), rows.view(experts, -1, columns)
+        of_input = torch.bmm(wide, weight.transpose(1, 2)).view(input.shape)
+        return [of_input, torch.bmm(many.transpose(1, 2), wide), wide.sum(1)]
+    if grouped_on_device(input, rows, weight):
+        ends = segments[..., 1].sum(1).cumsum(0).to(torch.int32)
+        row = torch.arange(input.shape[0], device=input.device)
+        of_input = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        of_input = of_input.masked_fill((row >= ends[-1]).unsqueeze(1), 0)
+        of_weight = torch._grouped_mm(input.t(), rows, offs=ends)
+        expert = torch.searchsorted(ends, row, right=True).clamp(max=experts - 1)
+        wide = torch.zeros(experts, columns, device=rows.device)  # rows of no expert are 0
+        return [of_input, of_weight, wide.index_add_(0, expert, rows.float()).to(rows.dtype)]
+    counts = segments[..., 1].sum(1).tolist()
+    rest = input.shape[0] - sum(counts)
+    parts = [torch.split(each, [*counts, rest])[:-1] for each in (rows, input)]
+    of_input = torch.cat([each @ weight[e].t() for e, each in enumerate(parts[0])])
+    of_bias = torch.stack([each.sum(0) for each in parts[0]])
+    return [F.pad(of_input, (0, 0, 0, rest)), of_weights(parts[1], parts[0]), of_bias]
+
+
+def multiplied(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+    """Rows by expert times their weights; the host reads how many each has. Zeros where nothing came."""
+    counts = segments[..., 1].sum(1).tolist()
+    rest = x.shape[0] - sum(counts)
+    parts = torch.split(x, [*counts, rest])[:-1]
+    made = torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
+    return F.pad(made, (0, 0, 0, rest))
+
+
+# The same for graphs, which cannot read counts.
+multiply_in_graph: Any = torch.library.custom_op("interlace::multiply", multiplied, mutates_args=())
+
+
+@torch.library.custom_op("interlace::multiply_backward", mutates_args=())
+def _multiply_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor]:
+    of_x, of_weight, _ = of_products(x, grad, weight, segments, False)
+    return of_x, of_weight
+
+
+def _gradients_of_multiply(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (*_multiply_backward(grad, *ctx.saved_tensors), None)
+
+
+multiply_in_graph.register_fake(lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[2]))
+multiply_in_graph.register_autograd(
+    _gradients_of_multiply,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+_multiply_backward.register_fake(
+    lambda grad, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape))
+)
+
+
+def grouped_on_device(*tensors: Tensor) -> bool:
+    """Whether torch has a grouped matmul for these that reads its counts on the device."""
+    return all(
+        each.is_cuda
+        and each.dtype is torch.bfloat16
+        and all(stride == 1 or not 2 * stride % ALIGNED for stride in each.stride())
+        for each in tensors
+    )
