@@ -169,14 +169,14 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
     elif op == "matmul_all_to_all":
         wide = columns * len(rows)
         linear = Linear(meta(inner, wide), meta(wide), meta(sum(rows), columns))
-        call = communicator, meta(rows[rank], inner), linear, rows, configuration
-        head_exchange.to_heads_fused(*call)
+        input = meta(rows[rank], inner)
+        head_exchange.ToHeads(communicator, input, linear, rows).fused(configuration)
     elif op == "all_to_all_matmul":
         half = torch.float16
         weight = meta(columns, inner * len(rows), dtype=half).t()
         linear = Linear(weight, None, meta(rows[rank], columns, dtype=half))
         input = meta(sum(rows), inner, dtype=half)
-        head_exchange.from_heads_fused(communicator, input, linear, rows, None, configuration)
+        head_exchange.FromHeads(communicator, input, linear, rows).fused(configuration)
     elif op.endswith("_norm"):
         dtype = torch.float16 if op == "reduce_norm" else torch.bfloat16
         own = max(rows) if op == "matmul_all_reduce_norm" else rows[rank]

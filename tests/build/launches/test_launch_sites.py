@@ -31,7 +31,7 @@ SITES = {
         f"{OPS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
         f"{OPS}/matmul/launch_gather.py::all_gather_matmul_fused.body",
         f"{OPS}/experts/grouped.py::GroupedMatmul.fused.body",
-        f"{OPS}/attention/head_exchange.py::from_heads_fused.body",
+        f"{OPS}/attention/head_exchange.py::FromHeads.fused.body",
         f"{OPS}/collectives/low_latency.py::run_words",
         f"{OPS}/collectives/multimem.py::BySwitch._run.body",
         f"{OPS}/matmul/node_reduce.py::matmul_reduce_scatter.body",

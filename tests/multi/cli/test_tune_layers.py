@@ -124,8 +124,8 @@ def test_the_kernel_gets_what_was_measured(op: str, tmp_path: pathlib.Path) -> N
     where = tuning.dtype_name(problem), tuning.extents_of(problem), *tuning.bucket_of(problem)
     made = CacheRow(op, *where, "fused", {"fused": {"group_m": group_m}})
     cache.add(cache.machine("sim", torch.device("cpu")), [made], file)
-    launch = f"{'to' if op.endswith('all') else 'from'}_heads_fused"
-    with mock.patch.object(head_exchange, launch, wraps=getattr(head_exchange, launch)) as spy:
+    kind = head_exchange.ToHeads if op.endswith("all") else head_exchange.FromHeads
+    with mock.patch.object(kind, "fused", autospec=True, side_effect=kind.fused) as spy:
         for name, expected in (("off", False), (str(file), True)):
             spy.reset_mock()
             # Around both: ranks of one process would give back what the other has set.

@@ -41,6 +41,7 @@ from interlace.runtime.tuning import attention as tuned_attention
 from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
+from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.table import threshold
 
 FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
@@ -277,20 +278,14 @@ def _agreed(
     )  # fmt: skip
 
 
-class Way(NamedTuple):
-    """How a call is done; ``measured``: what tuning has found for its kernels."""
-
-    method: str
-    algorithm: str
-    measured: tuning.Measured
-
-
 def _name(method: str, algorithm: str) -> str:
     return algorithm if algorithm == "unfused" else f"{method} {algorithm}"
 
 
-def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
-    """Chosen from what all ranks know alike."""
+def _chosen(
+    problem: AttentionProblem, call: CheckedAttention, *, backward: bool = False
+) -> tuple[str, str, Configuration | None]:
+    """Method, algorithm, and how its kernels are launched if it has any: from what all ranks know alike."""
     place, shards = problem.communicator.place, problem.shards
     size, dtype = call.size, call.query.dtype
     algorithm = call.algorithm
@@ -325,7 +320,11 @@ def way_of(problem: AttentionProblem, call: CheckedAttention) -> Way:
             method, algorithm = _faster(call, found, method, algorithm, shards.world_size)
         measured = tuning.measured(problem.communicator, named, _name(method, algorithm))
     name_algorithm(f"{method} {algorithm}")
-    return Way(method, algorithm, measured)
+    tiles = None
+    if algorithm == "fused":
+        rows = shards.total if method == HEADS else max(shards.lengths)
+        tiles = measured.over(choose_attention(place, dtype, size, rows, backward=backward))
+    return method, algorithm, tiles
 
 
 def _faster(
@@ -361,21 +360,14 @@ def _forward(
 ) -> Event | None:
     if not problem.shards.total * math.prod(call.query.shape[1:]):
         return None  # no rank has anything
-    method, algorithm, measured = way_of(problem, call)
-    tiles = None
-    if algorithm == "fused":
-        rows = max(problem.shards.lengths)
-        rows = problem.shards.total if method == HEADS else rows
-        place, dtype = problem.communicator.place, call.query.dtype
-        tiles = measured.over(choose_attention(place, dtype, call.size, rows))
+    method, algorithm, tiles = _chosen(problem, call)
     if method == HEADS:
         return blocks.attention_of_heads(problem, output, lse, tiles)
-    if algorithm == "unfused" and method == "ulysses":
-        return ulysses.exchanged_attention_unfused(problem, output, lse)
+    if method == "ulysses":
+        by_engine = algorithm == "unfused"
+        return ulysses.exchanged_attention(problem, output, lse, tiles, by_engine=by_engine)
     if algorithm == "unfused":
         return key_transport.attention_unfused(problem, output, lse)
-    if method == "ulysses":
-        return ulysses.exchanged_attention(problem, output, lse, tiles)
     if method == "all_gather" and tiles is not None:
         return key_transport.all_gather_attention_fused(problem, output, lse, tiles)
     return key_transport.attention_on_the_way(problem, method, output, lse, tiles)
@@ -394,7 +386,7 @@ def prepared_backward(
         problem = _agreed(communicator, BACKWARD, call, given)
         if not problem.shards.total * math.prod(call.query.shape[1:]):
             return Outcome(None, None)
-        method, algorithm, measured = way_of(problem, call)
+        method, algorithm, tiles = _chosen(problem, call, backward=True)
         # the engine may record what a backward does, but not what is done on streams
         of_output = tokens_first(given.grad.detach(), given.layout)
         output = tokens_first(given.output.detach(), given.layout)
@@ -402,22 +394,16 @@ def prepared_backward(
         result = AttentionResult(unit_rows(of_output), output, given.lse.detach(), of_lse)
         of_query, of_key, of_value = (tokens_first(each, given.layout) for each in grads)
         into = of_query, of_key, of_value
-        if algorithm == "unfused" and method != HEADS:
-            unfused = key_transport.attention_backward_unfused
-            if method == "ulysses":
-                unfused = ulysses.exchanged_backward_unfused
-            return Outcome(None, unfused(problem, result, into))
-        tiles = None
-        size, dtype = call.size, call.query.dtype
-        if algorithm == "fused":
-            rows, place = max(problem.shards.lengths), communicator.place
-            rows = problem.shards.total if method == HEADS else rows
-            tiles = measured.over(choose_attention(place, dtype, size, rows, backward=True))
         if method == HEADS:
-            return Outcome(None, blocks.attention_of_heads_backward(problem, result, into, tiles))
-        if method == "ulysses":
-            return Outcome(None, ulysses.exchanged_backward(problem, result, into, tiles))
-        return Outcome(None, key_transport.attention_backward(problem, method, result, into, tiles))
+            event = blocks.attention_of_heads_backward(problem, result, into, tiles)
+        elif method == "ulysses":
+            plain = algorithm == "unfused"
+            event = ulysses.exchanged_backward(problem, result, into, tiles, by_engine=plain)
+        elif algorithm == "unfused":
+            event = key_transport.attention_backward_unfused(problem, result, into)
+        else:
+            event = key_transport.attention_backward(problem, method, result, into, tiles)
+        return Outcome(None, event)
 
     return start, (), None
 

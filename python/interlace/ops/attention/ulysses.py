@@ -20,7 +20,7 @@ Tensors that travel have tokens first and heads last but one.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -123,15 +123,21 @@ class ByPushes:
     ) -> None:
         self._problem, lengths = problem, problem.shards.lengths
         ranks, total = range(len(lengths)), problem.shards.total
-        self.layout = Layout(2 * len(lengths))
-        add = self.layout.add_data
+        self._layout = Layout(2 * len(lengths))
+        add = self._layout.add_data
         self._there = [(each, add(max(each.nbytes(total, r) for r in ranks))) for each in there]
         self._back = [(each, add(each.nbytes(max(lengths)))) for each in back]
         self._begins = [0, *accumulate(lengths)]
 
-    def within(self, workspace: Workspace) -> "ByPushes":
-        self._workspace = workspace
-        return self
+    def exchange(self, step: Callable[[], None]) -> Event:
+        """Run ``step``, in which heads go to ranks and back."""
+
+        def body(workspace: Workspace) -> None:
+            self._workspace = workspace
+            step()
+
+        problem = self._problem
+        return problem.communicator.enqueue(problem.op, self._layout, body)
 
     def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
         """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
@@ -182,6 +188,11 @@ class ByEngine:
     ) -> None:
         self._problem, self._there, self._back = problem, there, back
 
+    def exchange(self, step: Callable[[], None]) -> Event:
+        self._problem.after_the_caller()
+        step()
+        return self._problem.communicator.compute.record()
+
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> None:
         communicator, op = self._problem.communicator, f"{self._problem.op} of {what}"
         if communicator.world_size == 1:
@@ -227,9 +238,6 @@ class ByEngine:
         return whole
 
 
-HeadWay = ByPushes | ByEngine
-
-
 class HeadProblem:
     """This rank's heads of ``problem``, and the pieces that are exchanged for them."""
 
@@ -251,100 +259,33 @@ class HeadProblem:
             self.blocks = blocks_of(self.own, configuration, shape)
 
 
-def _attend(own: HeadProblem, way: HeadWay, output: Tensor, lse: Tensor) -> None:
-    problem, copy = own.problem, own.problem.communicator.compute.copy
-    rows, packed = way.to_heads([(problem.query,), (problem.key, problem.value)])
-    (query,) = own.queries.tensors(rows, problem.rank)
-    made = query.new_empty(*query.shape[:3], problem.value.shape[3])
-    sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
-    if own.blocks is not None:
-        own.blocks.begin(query)
-        own.blocks.attend(None, packed)
-        own.blocks.merge(made, sums)
-    (results,), (logarithms,) = way.to_tokens([(made,), (tokens_first(sums),)])
-    copy(output, results, "results")
-    copy(tokens_first(lse), logarithms, "sums")
-
-
 def exchanged_attention(
-    problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration | None
+    problem: AttentionProblem,
+    output: Tensor,
+    lse: Tensor,
+    configuration: Configuration | None,
+    *,
+    by_engine: bool,
 ) -> Event:
     """Results come back in the dtype of the queries, logarithms of the sums in fp32 or wider."""
-    own = HeadProblem(problem, configuration)
-    way = ByPushes(problem, [own.queries, own.keys], [own.results, own.sums])
+    own, copy = HeadProblem(problem, configuration), problem.communicator.compute.copy
+    pieces = [own.queries, own.keys], [own.results, own.sums]
+    way = (ByEngine if by_engine else ByPushes)(problem, *pieces)
 
-    def body(workspace: Workspace) -> None:
-        _attend(own, way.within(workspace), output, lse)
-
-    return problem.communicator.enqueue(problem.op, way.layout, body)
-
-
-def exchanged_attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
-    own = HeadProblem(problem, None)
-    problem.after_the_caller()
-    way = ByEngine(problem, [own.queries, own.keys], [own.results, own.sums])
-    _attend(own, way, output, lse)
-    return problem.communicator.compute.record()
-
-
-# -- backward --------------------------------------------------------------------------------------
-
-
-class _Backward:
-    """What travels for gradients."""
-
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        result: AttentionResult,
-        grads: tuple[Tensor, Tensor, Tensor],
-        configuration: Configuration | None,
-    ) -> None:
-        self.own, self._result, self._grads = HeadProblem(problem, configuration), result, grads
-        more = [] if result.lse_grad is None else [tokens_first(result.lse_grad)]
-        by_query = [result.grad, result.output, tokens_first(result.lse), *more]
-        both = problem.key, problem.value
-        self._pieces = [(problem.query,), both, *((each,) for each in by_query)]
-        own = self.own
-        self._of_queries = [piece(own.heads.queries, each) for each in by_query]
-        self.there = [own.queries, own.keys, *self._of_queries]
-        self.of_keys = piece(own.heads.copies, *both, dtype=problem.wide)
-        self.back = [own.queries, self.of_keys]
-
-    def differentiate(self, way: HeadWay) -> None:
-        own, rank = self.own, self.own.problem.rank
-        rows, packed, *more = way.to_heads(self._pieces)
-        (query,) = own.queries.tensors(rows, rank)
-        grad, output, *sums = (
-            tensor
-            for each, rows in zip(self._of_queries, more, strict=True)
-            for tensor in each.tensors(rows, rank)
-        )
-        of_query = torch.empty_like(query)
-        total = own.problem.shards.total
-        of_keys = query.new_empty(self.of_keys.shape(total, rank), dtype=self.of_keys.dtype)
+    def attend() -> None:
+        rows, packed = way.to_heads([(problem.query,), (problem.key, problem.value)])
+        (query,) = own.queries.tensors(rows, problem.rank)
+        made = query.new_empty(*query.shape[:3], problem.value.shape[3])
+        sums = lse.new_empty(query.shape[1], query.shape[2], query.shape[0])
         if own.blocks is not None:
-            result = AttentionResult(grad, output, *map(heads_first, sums))
             own.blocks.begin(query)
-            differentiate_all(own.own, own.blocks, packed, result, of_query, of_keys)
-        back = (of_query,), self.of_keys.tensors(of_keys, rank)
-        (mine,), parts = way.to_tokens(back)
-        own.problem.communicator.compute.copy(self._grads[0], mine, "gradient of the query")
-        own.problem.give(self._added(parts), self._grads[1:])
+            own.blocks.attend(None, packed)
+            own.blocks.merge(made, sums)
+        (results,), (logarithms,) = way.to_tokens([(made,), (tokens_first(sums),)])
+        copy(output, results, "results")
+        copy(tokens_first(lse), logarithms, "sums")
 
-    def _added(self, parts: Sequence[Tensor]) -> Tensor:
-        """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
-        heads, problem = self.own.heads, self.own.problem
-        total = empty_total(problem)
-
-        def add_up() -> None:
-            total.zero_()
-            for to, part in zip(problem.parts_of_rows(total), parts, strict=True):
-                for keys, copies in zip(heads.keys, heads.copies, strict=True):
-                    to[..., keys, :] += part[..., copies, :]
-
-        problem.communicator.compute.call(add_up, "sums over heads")
-        return total
+    return way.exchange(attend)
 
 
 def exchanged_backward(
@@ -352,20 +293,51 @@ def exchanged_backward(
     result: AttentionResult,
     grads: tuple[Tensor, Tensor, Tensor],
     configuration: Configuration | None,
+    *,
+    by_engine: bool,
 ) -> Event:
-    back = _Backward(problem, result, grads, configuration)
-    way = ByPushes(problem, back.there, back.back)
+    own, rank = HeadProblem(problem, configuration), problem.rank
+    more = [] if result.lse_grad is None else [tokens_first(result.lse_grad)]
+    by_query = [result.grad, result.output, tokens_first(result.lse), *more]
+    both = problem.key, problem.value
+    of_queries = [piece(own.heads.queries, each) for each in by_query]
+    of_keys = piece(own.heads.copies, *both, dtype=problem.wide)
+    pieces = [own.queries, own.keys, *of_queries], [own.queries, of_keys]
+    way = (ByEngine if by_engine else ByPushes)(problem, *pieces)
 
-    def body(workspace: Workspace) -> None:
-        back.differentiate(way.within(workspace))
+    def differentiate() -> None:
+        rows, packed, *more = way.to_heads(
+            [(problem.query,), both, *((each,) for each in by_query)]
+        )
+        (query,) = own.queries.tensors(rows, rank)
+        grad, output, *sums = (
+            tensor
+            for each, rows in zip(of_queries, more, strict=True)
+            for tensor in each.tensors(rows, rank)
+        )
+        of_query, total = torch.empty_like(query), problem.shards.total
+        made = query.new_empty(of_keys.shape(total, rank), dtype=of_keys.dtype)
+        if own.blocks is not None:
+            of_heads = AttentionResult(grad, output, *map(heads_first, sums))
+            own.blocks.begin(query)
+            differentiate_all(own.own, own.blocks, packed, of_heads, of_query, made)
+        (mine,), parts = way.to_tokens([(of_query,), of_keys.tensors(made, rank)])
+        problem.communicator.compute.copy(grads[0], mine, "gradient of the query")
+        problem.give(_added(own, parts), grads[1:])
 
-    return problem.communicator.enqueue(problem.op, way.layout, body)
+    return way.exchange(differentiate)
 
 
-def exchanged_backward_unfused(
-    problem: AttentionProblem, result: AttentionResult, grads: tuple[Tensor, Tensor, Tensor]
-) -> Event:
-    back = _Backward(problem, result, grads, None)
-    problem.after_the_caller()
-    back.differentiate(ByEngine(problem, back.there, back.back))
-    return problem.communicator.compute.record()
+def _added(own: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
+    """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
+    heads, problem = own.heads, own.problem
+    total = empty_total(problem)
+
+    def add_up() -> None:
+        total.zero_()
+        for to, part in zip(problem.parts_of_rows(total), parts, strict=True):
+            for keys, copies in zip(heads.keys, heads.copies, strict=True):
+                to[..., keys, :] += part[..., copies, :]
+
+    problem.communicator.compute.call(add_up, "sums over heads")
+    return total

@@ -30,7 +30,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.epilogue import ACTIVATIONS
-from interlace.ops.attention import head_exchange
+from interlace.ops.attention.head_exchange import FromHeads, ToHeads
 from interlace.ops.experts.combine import Home
 from interlace.ops.experts.counted import CountedMatmul, CountedSizes
 from interlace.ops.experts.grouped import GroupedMatmul, Routes
@@ -282,8 +282,8 @@ def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
     """``columns`` are those of one rank."""
     input, linear = replace(operands, columns=RANKS * operands.columns).tensors(operands.rows)
     linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
-    call = input, linear, [operands.rows] * RANKS, operands.configuration(arch)
-    (launch,) = launched(head_exchange.to_heads_fused, *call)
+    call, configuration = (input, linear, [operands.rows] * RANKS), operands.configuration(arch)
+    (launch,) = launched(lambda group: ToHeads(group, *call).fused(configuration))
     return _fused_entry(arch, operands, launch)
 
 
@@ -292,9 +292,9 @@ def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
     operands = replace(operands, tma=False)
     _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
     part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
-    call = part, linear, [operands.rows] * RANKS, None, operands.configuration(arch)
-    (launch,) = launched(head_exchange.from_heads_fused, *call)
-    words = "copiers" if call[-1].copiers else ""
+    call, configuration = (part, linear, [operands.rows] * RANKS), operands.configuration(arch)
+    (launch,) = launched(lambda group: FromHeads(group, *call).fused(configuration))
+    words = "copiers" if configuration.copiers else ""
     return replace(_fused_entry(arch, operands, launch, words), default=True)
 
 
