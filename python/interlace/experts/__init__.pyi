@@ -2,17 +2,11 @@
 from interlace.arguments.words import (
     FusedAlgorithm, Group,
 )
-from interlace.experts.low_latency import (
-    low_latency_combine as low_latency_combine, low_latency_dispatch as low_latency_dispatch,
+from interlace.ops.experts.api_rows import (
+    dequantize as dequantize, permute as permute, quantize as quantize,
 )
-from interlace.experts.products import (
+from interlace.ops.experts.products import (
     multiply as multiply,
-)
-from interlace.experts.quantized import (
-    dequantize as dequantize, quantize as quantize,
-)
-from interlace.experts.rows import (
-    permute as permute,
 )
 from interlace.ops.experts.routing import (
     DispatchHandle as DispatchHandle, Received as Received,
@@ -59,4 +53,31 @@ def dispatch(
     num_experts: int, *, capacity: int | None = None,
     num_max_dispatch_tokens_per_rank: int | None = None, use_fp8: bool = False, group: Group = None,
     async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
+) -> Work: ...
+@overload
+def low_latency_combine(
+    y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: DispatchHandle, *, group: Group = None,
+    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+) -> Tensor: ...
+@overload
+def low_latency_combine(
+    y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: DispatchHandle, *, group: Group = None,
+    async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
+) -> Work: ...
+@overload
+def low_latency_combine(
+    y: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: DispatchHandle, *, group: Group = None,
+    async_op: bool = False, algorithm: FusedAlgorithm = "auto",
+) -> Tensor | Work: ...
+@overload
+def low_latency_dispatch(
+    x: Tensor, topk_idx: Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
+    use_fp8: bool = True, group: Group = None, async_op: Literal[False] = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> tuple[Received, DispatchHandle]: ...
+@overload
+def low_latency_dispatch(
+    x: Tensor, topk_idx: Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int, *,
+    use_fp8: bool = True, group: Group = None, async_op: Literal[True],
+    algorithm: FusedAlgorithm = "auto",
 ) -> Work: ...

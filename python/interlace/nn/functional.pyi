@@ -5,7 +5,7 @@ from collections.abc import (
 from interlace.arguments.words import (
     FunctionalGroup, FusedAlgorithm,
 )
-from interlace.nn.functions.attention import (
+from interlace.ops.attention.functional import (
     AttentionMethod, Balance, SequenceLayout, attention_of_heads as attention_of_heads,
     positions_of_ranks as positions_of_ranks, shard_sequence as shard_sequence,
     unshard_sequence as unshard_sequence,

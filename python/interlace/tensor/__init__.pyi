@@ -2,39 +2,32 @@
 from interlace.runtime.core.work import (
     Work,
 )
-from interlace.tensor.mesh.collectives import (
-    shard_dim_alltoall as shard_dim_alltoall,
-)
-from interlace.tensor.mesh.redistribute_cost import (
-    allgather_cost as allgather_cost, allreduce_cost as allreduce_cost,
+from interlace.tensor.costs import (
+    MeshTopoInfo as MeshTopoInfo, allgather_cost as allgather_cost, allreduce_cost as allreduce_cost,
     alltoall_cost as alltoall_cost, one_step_redistribute_cost as one_step_redistribute_cost,
     redistribute_cost as redistribute_cost, reduce_scatter_cost as reduce_scatter_cost,
 )
-from interlace.tensor.mesh.shards import (
+from interlace.tensor.mesh_collectives import (
     check_tensor_meta as check_tensor_meta,
     fill_empty_tensor_to_shards as fill_empty_tensor_to_shards, pad_tensor as pad_tensor,
-    spec_to_bytes as spec_to_bytes, unpad_tensor as unpad_tensor,
+    shard_dim_alltoall as shard_dim_alltoall, spec_to_bytes as spec_to_bytes,
+    unpad_tensor as unpad_tensor,
 )
-from interlace.tensor.mesh.styles import (
+from interlace.tensor.placeholder import (
+    Placeholder as Placeholder, PlaceholderError as PlaceholderError,
+)
+from interlace.tensor.sharded import (
+    ShardedTensor as ShardedTensor, from_dtensor as from_dtensor, from_local as from_local,
+    scatter as scatter,
+)
+from interlace.tensor.styles import (
     ColwiseParallel as ColwiseParallel, PrepareModuleInput as PrepareModuleInput,
     PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput as PrepareModuleOutput,
     RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, explain as explain,
 )
-from interlace.tensor.mesh.topology import (
-    MeshTopoInfo as MeshTopoInfo,
-)
-from interlace.tensor.uneven.collectives import (
-    all_gather_v as all_gather_v, gather_v as gather_v, scatter_v as scatter_v,
-)
-from interlace.tensor.uneven.indexed import (
-    indexed_all_to_all_v as indexed_all_to_all_v,
-)
-from interlace.tensor.uneven.placeholder import (
-    Placeholder as Placeholder, PlaceholderError as PlaceholderError,
-)
-from interlace.tensor.uneven.sharded import (
-    ShardedTensor as ShardedTensor, from_dtensor as from_dtensor, from_local as from_local,
-    scatter as scatter,
+from interlace.tensor.uneven_collectives import (
+    all_gather_v as all_gather_v, gather_v as gather_v, indexed_all_to_all_v as indexed_all_to_all_v,
+    scatter_v as scatter_v,
 )
 from torch import (
     Tensor,

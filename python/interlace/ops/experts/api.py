@@ -111,7 +111,7 @@ def all_to_all_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
     num_max_rows_per_rank: int | None = None,
-) -> Any:
+) -> tuple[Tensor, ...] | tuple[Tensor, DispatchHandle] | Work:
     """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
 
     For experts that are spread over ranks (expert parallel): of E experts rank r has those from
@@ -152,7 +152,7 @@ def all_to_all_grouped_matmul(
     if num_max_rows_per_rank is not None:
         with communicator.accepting(call.op):
             call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
-    return _grouped_matmul(call, group, async_op, number)
+    return _grouped_matmul(call, group, async_op, number)  # type: ignore[no-any-return]
 
 
 def grouped_matmul_combine(

@@ -31,6 +31,7 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.op.recorded import RecordedWork, started
 from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.work import Work
 
 if TYPE_CHECKING:
     pass
@@ -53,7 +54,7 @@ def dispatch(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Any:
+) -> tuple[Received, DispatchHandle] | Work:
     """Send every token to the ranks that have its experts, where rows are sorted by expert.
 
     Of ``num_experts`` experts rank r has those from ``r * num_experts / W`` on. A token with several
@@ -99,7 +100,7 @@ def dispatch(
     """
     most, how = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "algorithm": algorithm}
     operands = x, topk_idx, topk_weights, num_experts
-    return _dispatched(operands, most, use_fp8, group, async_op, **how)
+    return _dispatched(operands, most, use_fp8, group, async_op, **how)  # type: ignore[no-any-return]
 
 
 def _dispatched(
@@ -150,7 +151,7 @@ def combine(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Any:
+) -> Tensor | Work:
     """Send every row back to its token's rank, and sum over the token's experts: ``(t, n)``.
 
     Parameters
@@ -196,10 +197,10 @@ def combine(
     with by_handle(communicator, handle):
         if requires_gradients(rows, weights):
             how: Any = {"weighted": weighted, "algorithm": algorithm}
-            return started(COMBINE, async_op, (y, handle), **how)
+            return started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
         segments, idx = handle.segments, handle.topk_idx
         given = CombineArguments(rows, segments, idx, weights, False, *routing)
-        return combine_op.combine(communicator, (given, None), async_op=async_op)
+        return combine_op.combine(communicator, (given, None), async_op=async_op)  # type: ignore[no-any-return]
 
 
 def permute(
@@ -238,7 +239,7 @@ def low_latency_dispatch(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Any:
+) -> tuple[Received, DispatchHandle] | Work:
     """Dispatch few tokens into places that every expert has for all that can come.
 
     ``x`` ``(t, hidden)``, ``t`` at most ``num_max_dispatch_tokens_per_rank``; ``topk_idx`` ``(t, k)``, -1
@@ -266,7 +267,7 @@ def low_latency_dispatch(
     """
     most, operands = num_max_dispatch_tokens_per_rank, (x, topk_idx, None, num_experts)
     how = {"low_latency": True, "algorithm": algorithm}
-    return _dispatched(operands, most, use_fp8, group, async_op, **how)
+    return _dispatched(operands, most, use_fp8, group, async_op, **how)  # type: ignore[no-any-return]
 
 
 def low_latency_combine(
@@ -278,7 +279,7 @@ def low_latency_combine(
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
-) -> Any:
+) -> Tensor | Work:
     """Rows back to their tokens, times ``topk_weights`` ``(t, k)``, and summed: ``(t, n)``.
 
     ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``, of which only rows that came
