@@ -4,6 +4,22 @@ An engine sees a collective when its arguments have been checked on this rank, a
 contiguous, detached, on the group's device, of a dtype for which the op is defined. It compares the
 calls of all ranks before any byte of a caller's tensor changes, and then does the work.
 
+An engine has three primitives. ``exchange``: ranks give tensors, others take them. ``reduce``: ranks give
+tensors, and take the reduction over ranks. ``agree``: ranks compare calls, and no tensor moves. Every
+collective is a layout of what this rank gives and takes, and a :class:`Traffic`, which says what it cannot
+see of other ranks. From these an engine chooses among its ways: beside the message, in one copy, in rings,
+by a kernel, in pieces.
+
+=====================  ============  ==============
+traffic                exchange      reduce
+=====================  ============  ==============
+all to all, alike      all_gather    all_reduce
+all to all             all_to_all    reduce_scatter
+all to a root, alike   gather        reduce
+a root to all, alike   broadcast
+a root to all          scatter
+=====================  ============  ==============
+
 ================  ===============================================================================
 ``places/shm``    processes of one host: shared memory, torch operators, no Triton
 ``engines``       everywhere else: copies, signals and sums on a rank's streams; within and between nodes
@@ -11,10 +27,11 @@ calls of all ranks before any byte of a caller's tensor changes, and then does t
 ================  ===============================================================================
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +39,23 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.stream import Event, Outcome
 
 Tensors = Sequence[torch.Tensor]
+Parts = torch.Tensor | Tensors
+"""Tensors by rank, or one that is as many equal parts, one behind the other, on all ranks."""
 ENGINES: dict[str, Callable[[Any], "Engine"]] = {}
 """What makes the engine of a communicator; "streams" is for ranks that work on streams."""
+ALL = -1  # for a rank
+
+
+class Traffic(NamedTuple):
+    """Who gives and who takes: a rank, or ``ALL``. ``alike``: a rank gives the same tensor to everybody."""
+
+    giver: int
+    taker: int
+    alike: bool
+
+
+TO_ALL, TO_EACH = Traffic(ALL, ALL, True), Traffic(ALL, ALL, False)
+traffic_of = functools.cache(Traffic)
 
 
 class Engine(ABC):
@@ -44,69 +76,74 @@ class Engine(ABC):
         """Every rank has called it."""
 
     @abstractmethod
-    def parts(self, call: Call) -> list[Any]:
+    def agree(self, call: Call) -> list[Any]:
         """Every rank's ``call.part``, by rank; nothing else moves."""
 
     @abstractmethod
-    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
-        """``outputs[r]`` = rank r's ``input``; lengths may differ between ranks."""
+    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> Event | None:
+        """What other ranks take, and what this rank takes of them.
+
+        ``gives``: a tensor for each rank; one alone if ``alike``; () of a rank that gives nothing.
+        ``takes``: a tensor from each rank, or one alone from the only giver; () if it takes nothing.
+        Lengths may differ between ranks, but for a broadcast.
+        """
 
     @abstractmethod
-    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
-        """``outputs[r]`` = rank r's ``inputs[own rank]``; lengths may differ between pairs."""
+    def reduce(
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
+    ) -> Event | None:
+        """``take`` = the reduction over ranks of what they give to this one. All ranks give.
 
-    @abstractmethod
+        ``gives`` as of :meth:`exchange`; if ``alike``, ``take`` is the tensor that a taker gives.
+        """
+
+    # -- layouts -------------------------------------------------------------------------------
+
+    def all_gather(self, call: Call, outputs: Parts, input: torch.Tensor) -> Event | None:
+        """``outputs[r]`` = rank r's ``input``."""
+        return self.exchange(call, (input,), outputs, TO_ALL)
+
+    def all_to_all(self, call: Call, outputs: Parts, inputs: Parts) -> Event | None:
+        """``outputs[r]`` = rank r's ``inputs[own rank]``."""
+        return self.exchange(call, inputs, outputs, TO_EACH)
+
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         """``tensor`` = that of rank ``root``."""
+        gives, takes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
+        return self.exchange(call, gives, takes, traffic_of(root, ALL, True))
 
-    @abstractmethod
     def gather(
         self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
         """On ``root``: ``outputs[r]`` = rank r's ``input``. Elsewhere ``outputs`` is None."""
+        return self.exchange(call, (input,), outputs or (), traffic_of(ALL, root, True))
 
-    @abstractmethod
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
         """``output`` = ``inputs[own rank]`` of ``root``. Elsewhere ``inputs`` is None."""
+        return self.exchange(call, inputs or (), (output,), traffic_of(root, ALL, False))
 
-    @abstractmethod
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
         """``tensor`` = the reduction over ranks; every rank gets the same bits."""
+        return self.reduce(call, (tensor,), tensor, op, TO_ALL)
 
-    @abstractmethod
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
+    def reduce_to(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
         """On ``root``: ``tensor`` = the reduction over ranks. Elsewhere it stays as it is."""
+        take = tensor if self.rank == root else None
+        return self.reduce(call, (tensor,), take, op, traffic_of(ALL, root, True))
 
-    @abstractmethod
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Tensors, op: str
+        self, call: Call, output: torch.Tensor, inputs: Parts, op: str
     ) -> Event | None:
         """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
+        return self.reduce(call, inputs, output, op, TO_EACH)
 
-    # -- parts of equal size, one behind the other ---------------------------------------------
-
-    def all_gather_single(
-        self, call: Call, output: torch.Tensor, input: torch.Tensor
-    ) -> Event | None:
-        """``output`` = all ranks' ``input``, which are equal in size, one behind the other."""
-        return self.all_gather(call, self._cut(output), input.view(-1))
-
-    def all_to_all_single(
-        self, call: Call, output: torch.Tensor, input: torch.Tensor
-    ) -> Event | None:
-        """Part r of ``output`` = part [own rank] of rank r's ``input``; all parts are equal in size."""
-        return self.all_to_all(call, self._cut(output), self._cut(input))
-
-    def reduce_scatter_single(
-        self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
-    ) -> Event | None:
-        """``output`` = the reduction over ranks of part [own rank] of ``input``."""
-        return self.reduce_scatter(call, output.view(-1), self._cut(input), op)
-
-    def _cut(self, whole: torch.Tensor) -> Tensors:
-        return whole.view(self.world_size, whole.numel() // self.world_size).unbind(0)
+    def cut(self, parts: Parts) -> Tensors:
+        """``parts`` as tensors by rank."""
+        if isinstance(parts, torch.Tensor):
+            return parts.view(self.world_size, parts.numel() // self.world_size).unbind(0)
+        return parts
 
     @abstractmethod
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:

@@ -39,7 +39,7 @@ def exchange(
     parts: list[Any] = []
 
     def start() -> None:
-        parts.extend(communicator.engine.parts(call))
+        parts.extend(communicator.engine.agree(call))
 
     in_rank(lambda: communicator.run(op, start, async_op=False))
     return parts

@@ -44,12 +44,14 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.engine import ALL, TO_ALL, TO_EACH, Engine, Parts, Tensors, Traffic
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.partials import Partial
-from interlace.runtime.places.hosts.pieces import ALL, HostsOps, OpPiece, in_pieces
+from interlace.runtime.places.hosts.pieces import HostsOps, OpPiece, in_pieces
 from interlace.runtime.places.shm.mail import Mail
+
+Pieces = Sequence[Callable[[], OpPiece]]
 
 SMALL_BYTES = 32 << 10  # of all ranks of the largest host
 MEETING_BYTES = 256 << 10  # what goes with a meeting in the host
@@ -69,7 +71,7 @@ class HostsEngine(Engine):
     def barrier(self, call: Call) -> None:
         self._ops.run(call, [OpPiece])
 
-    def parts(self, call: Call) -> list[Any]:
+    def agree(self, call: Call) -> list[Any]:
         return call.compared(self._place.exchange(call.message, call.op))
 
     # -- where things go -----------------------------------------------------------------------
@@ -96,12 +98,37 @@ class HostsEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
+    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> None:
+        single, (giver, taker, alike) = isinstance(takes, torch.Tensor), traffic
+        gives, takes = self.cut(gives), self.cut(takes)
+        sizes = {each.nbytes for each in (*gives, *takes)}
+        if alike and giver != ALL:
+            pieces = self._broadcast(call, (*gives, *takes)[0], giver)
+        elif traffic == TO_ALL:
+            if len(sizes) == 1 and gives[0].nbytes * self._most <= SMALL_BYTES:
+                pieces = [lambda: self._small_gather(gives[0], takes, ALL, None)]
+            else:
+                pieces = self._gather_all(call, takes, gives[0])
+        else:
+            even = single or (call.match is not None and (traffic != TO_EACH or len(sizes) == 1))
+
+            def direct() -> OpPiece:
+                return self._direct(call, gives, takes, traffic, even=even)
+
+            def small() -> OpPiece:
+                if alike:
+                    return self._small_gather(gives[0], takes, taker, direct)
+                if giver == ALL:
+                    return self._small_exchange(gives, takes, direct)
+                return self._small_scatter(gives, takes[0], giver, direct)
+
+            part = (gives if alike else takes)[0].nbytes  # of all, if messages are equal
+            pieces = [small if even and part * self.world_size <= MEETING_BYTES else direct]
+        self._ops.run(call, pieces)
+
+    def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Pieces:
+        """``outputs[r]`` = rank r's ``input``, in pieces."""
         longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
-        even = all(output.numel() == input.numel() for output in outputs)
-        if even and input.nbytes * self._most <= SMALL_BYTES:
-            self._ops.run(call, [lambda: self._small_gather(outputs, input)])
-            return
 
         def piece(part: slice) -> OpPiece:
             sends = {self._twin(self._index, ranks): input[part] for ranks in self._others}
@@ -121,7 +148,7 @@ class HostsEngine(Engine):
             return OpPiece(None, sends, receives, near, functools.partial(share, self._others))
 
         outputs, input = [output.view(-1) for output in outputs], input.view(-1)
-        self._ops.run(call, in_pieces(piece, longest))
+        return in_pieces(piece, longest)
 
     def _share(
         self, op: str, parts: Tensors, sources: Sequence[int | None], input: torch.Tensor
@@ -135,70 +162,122 @@ class HostsEngine(Engine):
         elif sources[0] == self.rank:
             _copy(parts[self.rank], input)
 
-    def _small_gather(self, outputs: Tensors, input: torch.Tensor) -> OpPiece:
-        count = input.numel()
-        block = input.new_empty(len(self._mine) * count)
-        blocks = [input.new_empty(len(ranks) * count) for ranks in self._others]
+    def _direct(
+        self, call: Call, gives: Tensors, takes: Tensors, traffic: Traffic, *, even: bool
+    ) -> OpPiece:
+        """Data goes from rank to rank. ``even``: all parts are equal in size, if messages are."""
+        (giver, taker, alike), mine = traffic, self._mine
+        sends: dict[int, torch.Tensor] = {}
+        if alike:
+            sends = {taker: gives[0]} if taker not in mine else {}
+        elif gives:
+            sends = self._far(gives)
+        receives: dict[int, torch.Tensor] = {}
+        if giver != ALL:
+            receives = {giver: takes[0]} if giver not in mine else {}
+        elif takes:
+            receives = self._far(takes)
+        if not {giver, taker} <= {ALL, *mine}:  # the root is on another host
+            return OpPiece(None, sends, receives, route=(giver, taker))
+        near_gives = gives if alike or not gives else [gives[rank] for rank in mine]
+        near_takes = takes if giver != ALL or not takes else [takes[rank] for rank in mine]
+        within = [rank if rank == ALL else mine.index(rank) for rank in (giver, taker)]
+        of_host = Traffic(within[0], within[1], alike)
 
-        def after() -> None:
-            for ranks, found in zip((self._mine, *self._others), (block, *blocks), strict=True):
-                self._fill(outputs, ranks, found.view(len(ranks), count))
+        def share(call: Call, takes: Tensors) -> None:
+            self._ops.local.exchange(call, near_gives, takes, of_host)
 
+        if giver != ALL and even and takes[0].nbytes <= MEETING_BYTES:
+            part = self._ops.buffer(takes[0])
+            return OpPiece(
+                lambda call: share(call, (part,)),
+                sends,
+                after=lambda: _copy(takes[0], part),
+                route=(giver, taker),
+            )
         return OpPiece(
-            lambda call: self._ops.local.all_gather_single(call, block, input),
-            dict.fromkeys(self._frames.receivers, block),
-            dict(zip(self._frames.twins, blocks, strict=True)),
-            after=after,
+            None,
+            sends,
+            receives,
+            lambda: share(self._ops.within(call.op, even=even), near_takes),
+            route=(giver, taker),
         )
 
-    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
-        even = call.match is not None and len({part.nbytes for part in (*outputs, *inputs)}) == 1
-        self._exchange(call, outputs, inputs, even=even)
+    def _small_gather(
+        self,
+        input: torch.Tensor,
+        outputs: Tensors,
+        taker: int,
+        uneven: Callable[[], OpPiece] | None,
+    ) -> OpPiece:
+        """All ranks of a host know what all of these have; twins of who takes it send it."""
+        block = input.new_empty(len(self._mine), input.numel())
+        blocks = [input.new_empty(len(ranks), input.numel()) for ranks in self._others]
 
-    def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
-        self._exchange(call, self._cut(output), self._cut(input), even=True)
+        def after() -> None:
+            if outputs:
+                for ranks, found in zip((self._mine, *self._others), (block, *blocks), strict=True):
+                    self._fill(outputs, ranks, found)
 
-    def _exchange(self, call: Call, outputs: Tensors, inputs: Tensors, *, even: bool) -> None:
-        """An all_to_all. ``even``: all parts of all ranks are equal in size, if their messages are."""
+        return OpPiece(
+            lambda call: self._ops.local.all_gather(call, block.view(-1), input.view(-1)),
+            {peer: block for peer in self._frames.receivers if taker in (ALL, peer)},
+            dict(zip(self._frames.twins, blocks, strict=True)) if outputs else {},
+            after=after,
+            uneven=uneven,
+        )
+
+    def _small_exchange(
+        self, inputs: Tensors, outputs: Tensors, uneven: Callable[[], OpPiece]
+    ) -> OpPiece:
+        """All ranks of the host know what all have for others, so each has all that its twin gets."""
         count, mine = inputs[0].numel(), self._mine
+        own = torch.cat([part.view(-1) for part in inputs])
+        block = own.new_empty(len(mine), self.world_size, count)
+        packed = {peer: own.new_empty(len(mine), count) for peer in self._frames.receivers}
+        found = [own.new_empty(len(ranks), count) for ranks in self._others]
 
-        def direct() -> OpPiece:
-            def meanwhile() -> None:
-                self._ops.local.all_to_all(self._ops.within(call.op, even=even), *near)
+        def near(call: Call) -> None:
+            self._ops.local.all_gather(call, block.view(-1), own)
+            for peer, to in packed.items():
+                to.copy_(block[:, peer])
 
-            near = [[of[rank] for rank in mine] for of in (outputs, inputs)]
-            far = self._far(inputs), self._far(outputs)
-            return OpPiece(None, *far, meanwhile, route=(ALL, ALL))
+        def after() -> None:
+            self._fill(outputs, mine, block[:, self.rank])
+            for ranks, parts in zip(self._others, found, strict=True):
+                self._fill(outputs, ranks, parts)
 
-        def small() -> OpPiece:
-            """All ranks of the host know what all have for others, so each has all that its twin gets."""
-            own = torch.cat([part.view(-1) for part in inputs])
-            block = own.new_empty(len(mine), self.world_size, count)
-            packed = {peer: own.new_empty(len(mine), count) for peer in self._frames.receivers}
-            found = [own.new_empty(len(ranks), count) for ranks in self._others]
+        from_twins = dict(zip(self._frames.twins, found, strict=True))
+        return OpPiece(near, packed, from_twins, after=after, uneven=uneven)
 
-            def near(call: Call) -> None:
-                self._ops.local.all_gather_single(call, block.view(-1), own)
-                for peer, to in packed.items():
-                    to.copy_(block[:, peer])
+    def _small_scatter(
+        self, inputs: Tensors, output: torch.Tensor, root: int, uneven: Callable[[], OpPiece]
+    ) -> OpPiece:
+        """All ranks of the root's host know all parts, and send their twins'."""
+        whole = output.new_empty(self.world_size, output.numel())
+        for row, part in zip(whole, inputs, strict=False):
+            row.copy_(part.view(-1))
+        near, sends, receives = None, {}, {}
+        if root in self._mine:
+            in_host = self._mine.index(root)
+            near = lambda call: self._ops.local.broadcast(call, whole, in_host)  # noqa: E731
+            sends = {peer: whole[peer] for peer in self._frames.receivers}
+        else:
+            home = next(ranks for ranks in self._hosts if root in ranks)
+            receives = {self._twin(self._index, home): whole[self.rank]}
 
-            def after() -> None:
-                self._fill(outputs, mine, block[:, self.rank])
-                for ranks, parts in zip(self._others, found, strict=True):
-                    self._fill(outputs, ranks, parts)
+        def after() -> None:
+            output.copy_(whole[self.rank].view(output.shape))
 
-            from_twins = dict(zip(self._frames.twins, found, strict=True))
-            return OpPiece(near, packed, from_twins, after=after, uneven=direct)
-
-        is_small = even and sum(part.nbytes for part in inputs) <= MEETING_BYTES
-        self._ops.run(call, [small if is_small else direct])
+        return OpPiece(near, sends, receives, after=after, uneven=uneven)
 
     def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
         """The outputs for ``ranks`` = ``parts``."""
         for rank, part in zip(ranks, parts, strict=True):
             outputs[rank].copy_(part.view(outputs[rank].shape))
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
+    def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Pieces:
+        """``tensor`` = that of rank ``root``."""
         home = next(ranks for ranks in self._hosts if root in ranks)
         place, flat, here = home.index(root), tensor.view(-1), root in self._mine
         source = self._twin(place, self._mine)
@@ -238,110 +317,26 @@ class HostsEngine(Engine):
             )
 
         if flat.nbytes * len(home) <= SMALL_BYTES:
-            self._ops.run(call, [lambda: small(True)])
-        elif flat.nbytes <= MEETING_BYTES and len(set(map(len, self._hosts))) == 1:
-            self._ops.run(call, [lambda: small(False)])
-        else:
-            self._ops.run(call, in_pieces(piece, flat))
-
-    def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
-        near = None if outputs is None else [outputs[rank] for rank in self._mine]
-        even = call.match is not None  # if messages are equal
-
-        def direct() -> OpPiece:
-            if root not in self._mine:
-                return OpPiece(sends={root: input}, route=(ALL, root))
-            return OpPiece(
-                receives={} if outputs is None else self._far(outputs),
-                meanwhile=lambda: self._ops.local.gather(
-                    self._ops.within(call.op, even=even), near, input, self._mine.index(root)
-                ),
-            )
-
-        def small() -> OpPiece:
-            """The root's twin on each host, like all of its ranks, knows what all of these have."""
-            blocks = [input.new_empty(len(ranks), input.numel()) for ranks in self._others]
-            block = input.new_empty(len(self._mine), input.numel())
-
-            def after() -> None:
-                if outputs is not None:
-                    self._fill(outputs, self._mine, block)
-                    for ranks, parts in zip(self._others, blocks, strict=True):
-                        self._fill(outputs, ranks, parts)
-
-            return OpPiece(
-                lambda call: self._ops.local.all_gather_single(
-                    call, block.view(-1), input.view(-1)
-                ),
-                {root: block} if root in self._frames.receivers else {},
-                {} if outputs is None else dict(zip(self._frames.twins, blocks, strict=True)),
-                after=after,
-                uneven=direct,
-            )
-
-        self._run_rooted(call, direct, small, input.nbytes)
-
-    def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
-        near = None if inputs is None else [inputs[rank] for rank in self._mine]
-        here, count = root in self._mine, output.numel()
-        even = call.match is not None  # if messages are equal
-
-        def direct() -> OpPiece:
-            if not here:
-                return OpPiece(receives={root: output})
-            sends = {} if inputs is None else self._far(inputs)
-            if even and output.nbytes <= MEETING_BYTES:
-                part = self._ops.buffer(output)
-                return OpPiece(
-                    lambda call: share(call, part),
-                    sends,
-                    after=lambda: _copy(output, part),
-                    route=(root, ALL),
-                )
-            return OpPiece(
-                sends=sends,
-                meanwhile=lambda: share(self._ops.within(call.op, even=even), output),
-                route=(root, ALL),
-            )
-
-        def share(call: Call, output: torch.Tensor) -> None:
-            self._ops.local.scatter(call, output, near, self._mine.index(root))
-
-        def small() -> OpPiece:
-            """All ranks of the root's host know all parts, and send their twins'."""
-            whole = output.new_empty(self.world_size, count)
-            for row, part in zip(whole, inputs or (), strict=False):
-                row.copy_(part.view(-1))
-            if here:
-                return OpPiece(
-                    lambda call: self._ops.local.broadcast(call, whole, self._mine.index(root)),
-                    {peer: whole[peer] for peer in self._frames.receivers},
-                    after=lambda: output.copy_(whole[self.rank].view(output.shape)),
-                    uneven=direct,
-                )
-            home = next(ranks for ranks in self._hosts if root in ranks)
-            return OpPiece(
-                receives={self._twin(self._index, home): whole[self.rank]},
-                after=lambda: output.copy_(whole[self.rank].view(output.shape)),
-                uneven=direct,
-            )
-
-        self._run_rooted(call, direct, small, output.nbytes)
-
-    def _run_rooted(
-        self,
-        call: Call,
-        direct: Callable[[], OpPiece],
-        small: Callable[[], OpPiece],
-        nbytes: int,
-    ) -> None:
-        """A gather or scatter; ``nbytes`` is that of this rank's part, and of all if messages are equal."""
-        is_small = call.match is not None and nbytes * self.world_size <= MEETING_BYTES
-        self._ops.run(call, [small if is_small else direct])
+            return [lambda: small(True)]
+        if flat.nbytes <= MEETING_BYTES and len(set(map(len, self._hosts))) == 1:
+            return [lambda: small(False)]
+        return in_pieces(piece, flat)
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
+    def reduce(
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
+    ) -> None:
+        gives, (_, taker, alike) = self.cut(gives), traffic
+        if not alike:
+            assert take is not None
+            self._reduce_scatter(call, take, gives, op)
+        elif taker == ALL:
+            self._all_reduce(call, gives[0], op)
+        else:
+            self._reduce_to(call, gives[0], taker, op)
+
+    def _all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
         if flat.nbytes * self._most <= SMALL_BYTES or flat.numel() < self._columns:
             self._ops.run(call, [lambda: self._small_reduce(flat, 1, flat, partial)])
@@ -399,7 +394,7 @@ class HostsEngine(Engine):
 
         return OpPiece(near, dict.fromkeys(peers, own), found, after=after)
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
+    def _reduce_to(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
         flat, partial = tensor.view(-1), Partial.of(op, tensor.dtype)
         home = next(ranks for ranks in self._hosts if root in ranks)
         collector = self._twin(home.index(root), self._mine)
@@ -418,7 +413,7 @@ class HostsEngine(Engine):
                     partial.finish(self._by_host(found, sums), flat[part], self.world_size)
 
             return OpPiece(
-                lambda call: self._ops.local.reduce(call, sums, place, partial.step),
+                lambda call: self._ops.local.reduce_to(call, sums, place, partial.step),
                 {root: sums} if self.rank == collector != root else {},
                 found,
                 after=after,
@@ -426,7 +421,7 @@ class HostsEngine(Engine):
 
         self._ops.run(call, in_pieces(piece, flat))
 
-    def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
+    def _reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
         partial, longest = Partial.of(op, output.dtype), max(inputs, key=torch.Tensor.numel)
         even = all(part.numel() == output.numel() for part in inputs)
         if even and output.nbytes * self.world_size <= MEETING_BYTES:

@@ -38,7 +38,7 @@ import torch
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.engine import ALL, Engine
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.places.hosts.host_map import HostMap
 from interlace.runtime.places.hosts.links import HostLinks
@@ -48,7 +48,7 @@ from interlace.runtime.processes.control import LARGEST_MESSAGE
 
 MIDDLE_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20
-ALL, NOBODY = -1, -2  # ranks
+NOBODY = -2  # for a rank
 Route = tuple[int, int]
 """Who sends to whom, before all agree, what goes with no frame."""
 NO_ROUTE = NOBODY, NOBODY

@@ -11,14 +11,14 @@ large that is, and so knows of every other where its data is and how many rounds
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.engine import ALL, TO_EACH, Engine, Parts, Traffic
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.shm.boxes import Boxes
@@ -29,7 +29,6 @@ from interlace.runtime.places.shm.message_steps import (
     INPUT,
     MEDIUM,
     MOST_RANKS,
-    OUTPUT,
     SMALL,
     Addresses,
     Doing,
@@ -44,7 +43,6 @@ from interlace.runtime.processes.control import SMALL_DATA
 from interlace.runtime.processes.group import HostGroup
 
 PartsAndTargets = tuple[Sequence[RingPart], Sequence[RingTarget]]
-LaidOut = Callable[..., PartsAndTargets]
 
 _memmove = ctypes.memmove
 
@@ -68,7 +66,7 @@ class HostEngine(Engine):
                     self._steps.meet(key)
                     self._steps.end()
 
-    def parts(self, call: Call) -> list[Any]:
+    def agree(self, call: Call) -> list[Any]:
         return call.compared(self._group.exchange(call.message, call.op))
 
     # -- data that goes with messages ----------------------------------------------------------
@@ -91,9 +89,12 @@ class HostEngine(Engine):
         """Where part ``number`` of the data of ``peer`` is."""
         return at(self._data(peer, stride * self.world_size), number * stride)
 
-    def _even(self, register: int, nbytes: int) -> list[RingPart]:
-        """Parts of ``nbytes``, one behind the other."""
-        return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
+    def _parts(self, register: int, tensors: Parts) -> list[RingPart]:
+        """Where the parts are whose addresses, or the one of all, are in registers from ``register`` on."""
+        if isinstance(tensors, torch.Tensor):
+            nbytes = tensors.nbytes // self.world_size
+            return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
+        return [((0, number), tensor.nbytes) for number, tensor in enumerate(tensors, register)]
 
     def _key(self, sizes: list[int], known: bool, *key: Any) -> Key | None:
         """``key`` if what it ends with are the bytes of each, and it is ``known`` that those of other
@@ -104,16 +105,29 @@ class HostEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _move(
-        self, call: Call, key: Key | None, addresses: Addresses, extent: int, most: int,
-        whole: torch.Tensor | None, laid_out: LaidOut, *given: Any,
-    ) -> None:  # fmt: skip
-        """Rank r's part for this rank to its target, where there are both.
-
-        ``laid_out(*given)`` returns own parts, of at most ``extent`` bytes, and targets. There is a part
-        for each rank; or one for all, ``whole``. The length of a part on any rank is at ``most`` that, if
-        there is a key.
-        """
+    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> None:
+        giver, _, alike = traffic
+        key: Key | None
+        if isinstance(takes, torch.Tensor):
+            whole: Any = gives[0] if alike else gives
+            extent = nbytes = takes.nbytes // self.world_size
+            addresses = [whole.data_ptr(), takes.data_ptr()]
+            in_place = alike and addresses[0] == addresses[1] + self.rank * nbytes
+            key = traffic, in_place, nbytes
+        elif alike and giver != ALL:  # lengths are equal
+            (whole,), in_place = gives or takes, False
+            nbytes, addresses = whole.nbytes, [whole.data_ptr()]
+            extent, key = nbytes if gives else 0, (traffic, nbytes)
+        else:
+            tensors = [*gives, *takes]
+            addresses = [each.data_ptr() for each in tensors]
+            sizes = [each.nbytes for each in tensors]
+            whole, nbytes = tensors[0], sizes[0]
+            in_place = alike and len(takes) > 1 and addresses[1 + self.rank] == addresses[0]
+            extent = max(sizes[: len(gives)], default=0)
+            known = traffic != TO_EACH and len(takes if alike else gives) > 0
+            known = known or call.match is not None
+            key = self._key(sizes, known, "list", traffic, in_place, nbytes)
         if self.world_size == 1:  # nobody to meet
             if len(addresses) > 1:
                 _memmove(addresses[1], addresses[0], extent)
@@ -121,21 +135,25 @@ class HostEngine(Engine):
         with self._group.collective_lock:
             where = 0, 0
             if self._group.shared_ranges:
-                if whole is not None:
+                if alike:
                     where = self._direct.find(whole)
                 else:
-                    where = self._where(*laid_out(*given), addresses)
-            alike = self._steps.begin(call, extent, where, None if where[0] else key, addresses)
-            if not alike:
-                parts, direct, apart = laid_out(*given), where[0], whole is None
-                self._move_anew(alike, key, addresses, extent, parts, direct, most, apart)
+                    where = self._where(*self._laid_out(gives, takes, giver, in_place), addresses)
+            same = self._steps.begin(call, extent, where, None if where[0] else key, addresses)
+            if not same:
+                laid_out = self._laid_out(gives, takes, giver, in_place)
+                self._move_anew(same, key, addresses, extent, laid_out, where[0], nbytes, not alike)
                 self._steps.end()
 
     def _move_anew(
         self, alike: bool | None, key: Key | None, addresses: Addresses, extent: int,
         laid_out: PartsAndTargets, direct: int, longest: int, apart: bool,
     ) -> None:  # fmt: skip
-        """The rest of :meth:`_move` where no steps were kept, or the messages were not ``alike``."""
+        """The rest of :meth:`exchange` where no steps were kept, or the messages were not ``alike``.
+
+        Parts have at most ``extent`` bytes, those of any rank ``longest`` if there is a key. ``apart``: a
+        rank has a part for each, rather than one for all.
+        """
         rank, steps, rounds, (parts, targets) = self.rank, self._steps, self._rounds, laid_out
         own = parts[rank if apart else 0] if parts else None
         limit = steps.sizes.medium if rounds.opened else SMALL_DATA
@@ -188,45 +206,18 @@ class HostEngine(Engine):
             kept = key if alike else None
             rounds.move(kept, addresses, parts, targets, large, apart=apart)
 
-    def _gathered(
-        self, targets: Callable[..., list[Any]], of: Any, nbytes: int, in_place: bool
-    ) -> PartsAndTargets:
-        """One part for all, and ``targets`` from OUTPUT on."""
-        found: list[RingTarget] = targets(OUTPUT, of) or [None] * self.world_size
+    def _laid_out(self, gives: Parts, takes: Parts, giver: int, in_place: bool) -> PartsAndTargets:
+        """Parts and targets, whose addresses are in registers: those that it gives, then those it takes."""
+        parts = self._parts(INPUT, gives)
+        first = 1 if isinstance(gives, torch.Tensor) else len(parts)
+        targets: list[RingTarget] = [*self._parts(INPUT + first, takes)]
+        if giver != ALL or not targets:
+            alone, targets = targets, [None] * self.world_size
+            if alone:
+                targets[giver] = alone[0]
         if in_place:
-            found[self.rank] = None
-        return [((0, INPUT), nbytes)], found
-
-    def all_gather_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
-        target, source, nbytes = output.data_ptr(), input.data_ptr(), input.nbytes
-        in_place = source == target + self.rank * nbytes
-        key, addresses = ("all_gather", nbytes, in_place), (source, target)
-        given = self._even, nbytes, nbytes, in_place
-        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
-
-    def gather(self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int) -> None:
-        self.all_gather(call, outputs or (), input)
-
-    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> None:
-        source, nbytes = input.data_ptr(), input.nbytes
-        addresses = [source, *[output.data_ptr() for output in outputs]]
-        in_place = len(outputs) > 0 and addresses[1 + self.rank] == source
-        known, sizes = len(outputs) > 0 or call.match is not None, _sizes(outputs)
-        key = self._key(sizes, known, "gather", len(outputs), in_place, nbytes)
-        given = _listed, outputs, nbytes, in_place
-        self._move(call, key, addresses, nbytes, nbytes, input, self._gathered, *given)
-
-    def _broadcast(self, nbytes: int, root: int) -> PartsAndTargets:
-        targets: list[RingTarget] = [None] * self.world_size
-        if root != self.rank:
-            targets[root] = (0, INPUT), nbytes
-        return [((0, INPUT), nbytes * (root == self.rank))], targets
-
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
-        nbytes = tensor.nbytes
-        own = nbytes * (root == self.rank)
-        key, addresses = ("broadcast", nbytes, root), (tensor.data_ptr(),)
-        self._move(call, key, addresses, own, nbytes, tensor, self._broadcast, nbytes, root)
+            targets[self.rank] = None
+        return parts, targets
 
     def _where(
         self,
@@ -239,45 +230,17 @@ class HostEngine(Engine):
         found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
         return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 
-    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> None:
-        addresses = [each.data_ptr() for each in (*inputs, *outputs)]
-        sizes = _sizes(inputs)
-        extent = max(sizes)
-
-        def laid_out() -> PartsAndTargets:
-            return _listed(INPUT, inputs), _listed(INPUT + self.world_size, outputs)
-
-        key = self._key(sizes + _sizes(outputs), call.match is not None, "all_to_all lists", extent)
-        self._move(call, key, addresses, extent, extent, None, laid_out)
-
-    def all_to_all_single(self, call: Call, output: torch.Tensor, input: torch.Tensor) -> None:
-        nbytes, addresses = input.nbytes // self.world_size, (input.data_ptr(), output.data_ptr())
-
-        def laid_out() -> PartsAndTargets:
-            return self._even(INPUT, nbytes), self._even(OUTPUT, nbytes)
-
-        self._move(call, ("all_to_all", nbytes), addresses, nbytes, nbytes, None, laid_out)
-
-    def scatter(self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int) -> None:
-        parts, most = inputs or (), output.nbytes
-        sizes = _sizes(parts)
-        addresses = [each.data_ptr() for each in (*parts, output)]
-
-        def laid_out() -> PartsAndTargets:
-            targets: list[RingTarget] = [None] * self.world_size
-            targets[root] = (0, INPUT + len(parts)), most
-            return _listed(INPUT, parts), targets
-
-        key = self._key(sizes, len(parts) > 0 or call.match is not None, "scatter", root, most)
-        self._move(call, key, addresses, max(sizes, default=0), most, None, laid_out)
-
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> None:
-        self._reduce(call, tensor, op, None)
-
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> None:
-        self._reduce(call, tensor, op, root)
+    def reduce(
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
+    ) -> None:
+        _, taker, alike = traffic
+        if alike:
+            self._reduce(call, gives[0], op, None if taker == ALL else taker)
+        else:
+            assert take is not None
+            self._reduce_scatter(call, gives, take, op)
 
     def _reduce(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         """``tensor`` = the reduction, on ``root`` only unless that is None."""
@@ -344,26 +307,17 @@ class HostEngine(Engine):
         else:
             rounds.reduce(tensor, op, root, meets=meets)
 
-    def reduce_scatter(self, call: Call, output: torch.Tensor, inputs: Tensors, op: str) -> None:
-        sizes, addresses = _sizes(inputs), [each.data_ptr() for each in (*inputs, output)]
-        extent = max(sizes)
-        key = self._key(sizes, True, "reduce_scatter list", extent)
-        parts = functools.partial(_listed, INPUT, inputs)
-        self._reduce_scatter(call, key, output, addresses, extent, parts, op)
-
-    def reduce_scatter_single(
-        self, call: Call, output: torch.Tensor, input: torch.Tensor, op: str
-    ) -> None:
-        extent, addresses = output.nbytes, (input.data_ptr(), output.data_ptr())
-        parts = functools.partial(self._even, INPUT, extent)
-        key = "reduce_scatter", extent
-        self._reduce_scatter(call, key, output, addresses, extent, parts, op)
-
-    def _reduce_scatter(
-        self, call: Call, key: Key | None, output: torch.Tensor, addresses: Addresses, extent: int,
-        parts: Callable[[], Sequence[RingPart]], op: str,
-    ) -> None:  # fmt: skip
-        """``output`` = the reduction of ``parts`` for this rank, of at most ``extent`` bytes."""
+    def _reduce_scatter(self, call: Call, gives: Parts, output: torch.Tensor, op: str) -> None:
+        """``output`` = the reduction of what all ranks give to this one."""
+        key: Key | None
+        if isinstance(gives, torch.Tensor):
+            extent, addresses = output.nbytes, [gives.data_ptr(), output.data_ptr()]
+            key = "reduce_scatter", extent
+        else:
+            sizes = [each.nbytes for each in gives]
+            extent, addresses = max(sizes), [each.data_ptr() for each in (*gives, output)]
+            key = self._key(sizes, True, "reduce_scatter list", extent)
+        parts = functools.partial(self._parts, INPUT, gives)
         rank, world_size, steps, rounds = self.rank, self.world_size, self._steps, self._rounds
         dtype = output.dtype
         if world_size == 1:
@@ -415,15 +369,6 @@ class HostEngine(Engine):
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         return self.mail.recv(call, tensor, peer, tag)
-
-
-def _sizes(tensors: Tensors) -> list[int]:
-    return [each.nbytes for each in tensors]
-
-
-def _listed(register: int, tensors: Tensors) -> list[RingPart]:
-    """Tensors whose addresses are in registers of their own, from ``register`` on."""
-    return [((0, number), tensor.nbytes) for number, tensor in enumerate(tensors, register)]
 
 
 def _spans(targets: Sequence[RingTarget], addresses: Addresses) -> list[Any]:

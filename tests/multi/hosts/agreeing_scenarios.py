@@ -66,7 +66,7 @@ def fitting(group: Communicator) -> list[str]:
                     check(f"all_reduce {case}", tensor, _full(count, total))
                     for root in (0, last):
                         tensor = _full(count, rank)
-                        _run(group, call("reduce"), tensor, root, "sum")
+                        _run(group, call("reduce_to"), tensor, root, "sum")
                         expected = total if rank == root else float(rank)
                         check(f"reduce {root} {case}", tensor, _full(count, expected))
                         tensor = _full(count, rank)
@@ -94,9 +94,9 @@ def fitting(group: Communicator) -> list[str]:
                         check(f"all_gather {case}", found[r], _full(count, r))
                     whole = torch.cat(parts)
                     output = torch.empty_like(whole)
-                    _run(group, call("all_to_all_single"), output, whole)
+                    _run(group, call("all_to_all"), output, whole)
                     expected_of_all = torch.cat([_full(count, 10 * r + rank) for r in everyone])
-                    check(f"all_to_all_single {case}", output, expected_of_all)
+                    check(f"all_to_all {case}", output, expected_of_all)
     return wrong
 
 
@@ -129,7 +129,7 @@ def refused(group: Communicator) -> list[str]:
         arguments: dict[str, tuple[Any, ...]] = {
             "all_reduce": (tensor, "sum"),
             "broadcast": (tensor, 0),
-            "all_to_all_single": (tensor, tensor.clone()),
+            "all_to_all": (tensor, tensor.clone()),
             "gather": (parts or None, tensor, 0),
             "scatter": (tensor, parts or None, 0),
         }
@@ -146,7 +146,7 @@ def refused(group: Communicator) -> list[str]:
                 if of_odd == of_others:
                     continue
                 case = f"rank {odd} with {of_odd}, others with {of_others}"
-                for op in ("all_reduce", "broadcast", "all_to_all_single", "gather", "scatter"):
+                for op in ("all_reduce", "broadcast", "all_to_all", "gather", "scatter"):
                     texts: list[str] = []
                     with small_pieces(200_000 * world_size):
                         called(op, of_others)

@@ -173,7 +173,7 @@ def reducing(group: Communicator) -> list[str]:
                     continue
                 root = n % world_size
                 tensor = parts[rank].clone()
-                run(group, "reduce", tensor, root, op)
+                run(group, "reduce_to", tensor, root, op)
                 if not same(tensor, expected if rank == root else parts[rank]):
                     wrong.append(f"reduce {case}")
                 # parts of different lengths
@@ -250,7 +250,7 @@ def agreeing(group: Communicator) -> list[str]:
                 wrong.append(f"exchange of {length} from {rank}: {len(answer)} bytes")
     call = Call("parts", part=("of", group.rank))
     found: list[Any] = []
-    group.run(call.op, lambda: found.extend(group.engine.parts(call)), async_op=False)
+    group.run(call.op, lambda: found.extend(group.engine.agree(call)), async_op=False)
     if found != [("of", rank) for rank in range(group.world_size)]:
         wrong.append(f"parts: {found}")
     run(group, "barrier")

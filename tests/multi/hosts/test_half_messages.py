@@ -94,7 +94,7 @@ def gather_for_ever(rank: int, timeout: float, folder: pathlib.Path, said: Any) 
         while True:
             group.run(
                 "all_gather",
-                lambda: group.engine.all_gather_single(call, out, mine),
+                lambda: group.engine.all_gather(call, out, mine),
                 async_op=False,
             )
             (folder / f"up{rank}").touch()

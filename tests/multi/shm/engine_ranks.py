@@ -176,7 +176,7 @@ def many_rounds(way: str) -> list[str]:
             e.all_gather(Call("g"), whole.split(n), mine[rank])
             wrong += _check(f"all_gather {turn}", whole, torch.cat(mine))
             whole.zero_()
-            e.all_gather_single(Call("h"), whole, mine[rank])
+            e.all_gather(Call("h"), whole, mine[rank])
             wrong += _check(f"all_gather_single {turn}", whole, torch.cat(mine))
     finally:
         RingWrites.past = choose  # type: ignore[method-assign]
@@ -238,7 +238,7 @@ def reducing() -> list[str]:
             wrong += _check(f"all_reduce {name}", tensor, wanted)
             root = number % world
             tensor = everyone[rank].clone()
-            e.reduce(call, tensor, root, op)
+            e.reduce_to(call, tensor, root, op)
             wrong += _check(f"reduce {name}", tensor, wanted if rank == root else everyone[rank])
             parts = [data(rank, n, dtype, 7 * r + number) for r in range(world)]
             mine = [data(p, n, dtype, 7 * rank + number) for p in range(world)]
@@ -297,7 +297,7 @@ def fitting(nbytes: int) -> list[float]:
         tensor = torch.ones(nbytes // 4)
         e.all_reduce(call, tensor, "sum")
         part = torch.zeros(nbytes // 4)
-        e.reduce_scatter_single(call, part, torch.ones(e.world_size * nbytes // 4), "sum")
+        e.reduce_scatter(call, part, torch.ones(e.world_size * nbytes // 4), "sum")
         found += [float(each) for of in (tensor, part) for each in (of[0], of[-1])]
     return found
 

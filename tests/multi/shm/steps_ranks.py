@@ -123,7 +123,7 @@ def once(
         if lists:
             e.reduce_scatter(call, got, split(mine), reduction)
         else:
-            e.reduce_scatter_single(call, got, mine, reduction)
+            e.reduce_scatter(call, got, mine, reduction)
         fold(reduction, [parts(peer)[rank * n : (rank + 1) * n] for peer in range(world)], wanted)
     elif op in ("all_gather", "in place", "gather"):
         everyone = [data(peer, nbytes, key, dtype) for peer in range(world)]
@@ -137,7 +137,7 @@ def once(
         elif lists:
             e.all_gather(call, outputs, own)
         else:
-            e.all_gather_single(call, got, own)
+            e.all_gather(call, got, own)
         if op == "gather" or lists:
             got = torch.cat(outputs)
         if op == "gather" and rank != root:
@@ -157,7 +157,7 @@ def once(
             e.all_to_all(call, outputs, split(parts(rank)))
             got = torch.cat(outputs)
         else:
-            e.all_to_all_single(call, got, parts(rank))
+            e.all_to_all(call, got, parts(rank))
         wanted = torch.cat([parts(peer)[rank * n : (rank + 1) * n] for peer in range(world)])
     same = got.numel() == 0 or torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     return [] if same else [f"{op} of {nbytes} bytes, {dtype}, {reduction}, key {key}"]
@@ -247,7 +247,7 @@ def shared_on_one_rank(seed: int) -> list[str]:
                 wrong.append(f"broadcast of {count}, key {key}")
             mine.copy_(everyone[rank])
             got = torch.zeros(count * world)
-            e.all_gather_single(Call("all_gather", (("n", count),)), got, mine)
+            e.all_gather(Call("all_gather", (("n", count),)), got, mine)
             if not torch.equal(got, torch.cat(everyone)):
                 wrong.append(f"all_gather of {count}, key {key}")
     return wrong

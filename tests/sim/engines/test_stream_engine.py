@@ -311,7 +311,7 @@ def test_reduce(world: int, length: int) -> None:
         rank = interlace.get_rank()
         for root in range(world):
             tensor = payload(length, rank, root)
-            run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce(c, t, r, "max"))
+            run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce_to(c, t, r, "max"))
             parts = [payload(length, source, root) for source in range(world)]
             expected = torch.stack(parts).amax(0) if rank == root else parts[rank]
             check(tensor, expected, root)
@@ -341,7 +341,7 @@ def test_every_reduction_of_every_dtype(op: str) -> None:
             output = torch.empty(length, dtype=dtype)
             pieces = list(numbers(dtype, rank).split(length))
             run_op("all_reduce", lambda e, c, t=everywhere: e.all_reduce(c, t, op))
-            run_op("reduce", lambda e, c, t=on_root: e.reduce(c, t, 1, op))
+            run_op("reduce", lambda e, c, t=on_root: e.reduce_to(c, t, 1, op))
             run_op("reduce_scatter", lambda e, c, o=output, p=pieces: e.reduce_scatter(c, o, p, op))
             wide = torch.complex128 if dtype.is_complex else torch.float64
             check(everywhere.to(wide), expected.to(wide), dtype)
@@ -359,7 +359,7 @@ def test_parts_and_barrier() -> None:
     def on_rank() -> list[Any]:
         engine, rank = default_group().engine, interlace.get_rank()
         assert engine.barrier(Call("barrier")) is None
-        return engine.parts(Call("talk", (("topic", 1),), part={"rank": rank}))
+        return engine.agree(Call("talk", (("topic", 1),), part={"rank": rank}))
 
     for world in WORLDS:
         assert interlace.run(on_rank, world) == [[{"rank": r} for r in range(world)]] * world
@@ -367,14 +367,14 @@ def test_parts_and_barrier() -> None:
 
 OPS: dict[str, Callable[[Engine, Call, torch.Tensor], Any]] = {
     "barrier": lambda e, c, t: e.barrier(c),
-    "parts": lambda e, c, t: e.parts(c),
+    "parts": lambda e, c, t: e.agree(c),
     "all_gather": lambda e, c, t: e.all_gather(c, [t, t.clone()], t),
     "all_to_all": lambda e, c, t: e.all_to_all(c, [t, t], [t, t]),
     "broadcast": lambda e, c, t: e.broadcast(c, t, 0),
     "gather": lambda e, c, t: e.gather(c, [t, t] if e.rank == 0 else None, t, 0),
     "scatter": lambda e, c, t: e.scatter(c, t, [t, t] if e.rank == 0 else None, 0),
     "all_reduce": lambda e, c, t: e.all_reduce(c, t, "sum"),
-    "reduce": lambda e, c, t: e.reduce(c, t, 0, "sum"),
+    "reduce": lambda e, c, t: e.reduce_to(c, t, 0, "sum"),
     "reduce_scatter": lambda e, c, t: e.reduce_scatter(c, t, [t, t], "sum"),
 }
 
@@ -443,7 +443,7 @@ def several_ops() -> None:
         )
         run_op("scatter", lambda e, c, p=parts: e.scatter(c, p[0], p if e.rank == 1 else None, 1))
         run_op("all_reduce", lambda e, c, t=whole: e.all_reduce(c, t, "max"))
-        run_op("reduce", lambda e, c, t=whole: e.reduce(c, t, 0, "sum"))
+        run_op("reduce", lambda e, c, t=whole: e.reduce_to(c, t, 0, "sum"))
         for algorithm in ("copy", "kernel"):
             run_op(
                 "reduce_scatter",

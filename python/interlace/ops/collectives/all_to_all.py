@@ -175,7 +175,7 @@ def checked_all_to_all_single(
         and out.is_contiguous()
         and not overlap(data, out)
     ):
-        return (lambda: communicator.engine.all_to_all_single(known, out, data), (output,), known)
+        return (lambda: communicator.engine.all_to_all(known, out, data), (output,), known)
     if out.dtype is not data.dtype:
         checks.same_dtype("output", out.dtype, "input", data.dtype)
     if not data.dim() or not out.dim() or data.shape[1:] != out.shape[1:]:

@@ -30,7 +30,7 @@ def _together(
         whole = dense.remember(communicator, key, Call(name, tuple(terms)))
 
     def start() -> Any:
-        communicator.engine.parts(whole)
+        communicator.engine.agree(whole)
         event = None
         for begin, *_ in prepared:
             event = begin()

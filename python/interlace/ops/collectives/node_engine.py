@@ -25,7 +25,7 @@ from interlace.ops.collectives.stream_engine import StreamEngine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import name_algorithm
-from interlace.runtime.core.engine import ENGINES, Engine, Tensors
+from interlace.runtime.core.engine import ALL, ENGINES, Engine, Parts, Tensors, Traffic
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.reductions import fold
@@ -45,18 +45,25 @@ class HierarchicalEngine(StreamEngine):
         super()._verify(call)
         name_algorithm("hierarchical")
 
-    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
+    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> Event | None:
         self._verify(call)
-        parts = [bytes_of(output) for output in outputs]
-        return algorithms.gather_parts(self._communicator, parts, bytes_of(input))
+        (giver, taker, alike), ranks = traffic, range(self.world_size)
+        given, taken = [[bytes_of(each) for each in self.cut(of)] for of in (gives, takes)]
+        nothing = (given or taken)[0][:0]
+        if alike and taker == ALL:
+            if giver != ALL:
+                taken = [(given or taken)[0] if rank == giver else nothing for rank in ranks]
+            source = given[0] if given else nothing
+            return algorithms.gather_parts(self._communicator, taken, source)
+        if alike:
+            given = [given[0] if rank == taker else nothing for rank in ranks]
+        if giver != ALL:
+            taken = [taken[0] if rank == giver else nothing for rank in ranks]
+        given, taken = given or [nothing] * len(ranks), taken or [nothing] * len(ranks)
+        sizes = self._everyones(call.op, [part.nbytes for part in given])
+        return self._swap(call, taken, given, sizes)
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        self._verify(call)
-        data = bytes_of(tensor)
-        outputs = [data if rank == root else data[:0] for rank in range(self.world_size)]
-        return algorithms.gather_parts(self._communicator, outputs, outputs[self.rank])
-
-    def _exchange(
+    def _swap(
         self, call: Call, outputs: Tensors, inputs: Tensors, sizes: Sequence[Sequence[int]]
     ) -> Event | None:
         """Part r of ``inputs`` to rank r, all as flat uint8; ``sizes[source][destination]``."""
@@ -78,38 +85,6 @@ class HierarchicalEngine(StreamEngine):
             compute.copy(own, whole[first : first + own.numel()], "own part")
             event = compute.record()
         return event
-
-    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
-        self._verify(call)
-        parts = [bytes_of(part) for part in inputs]
-        sizes = self._told(call.op, [part.nbytes for part in parts])
-        return self._exchange(call, [bytes_of(output) for output in outputs], parts, sizes)
-
-    def gather(
-        self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
-    ) -> Event | None:
-        self._verify(call)
-        data = bytes_of(input)
-        lengths = self._told(call.op, data.nbytes)
-        ranks = range(self.world_size)
-        sizes = [[lengths[source] if rank == root else 0 for rank in ranks] for source in ranks]
-        parts = [data if rank == root else data[:0] for rank in ranks]
-        empty = [data[:0] for _ in ranks]
-        targets = empty if outputs is None else [bytes_of(output) for output in outputs]
-        return self._exchange(call, targets, parts, sizes)
-
-    def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
-    ) -> Event | None:
-        self._verify(call)
-        ranks = range(self.world_size)
-        mine = None if inputs is None else [part.nbytes for part in inputs]
-        lengths = self._told(call.op, mine)[root]
-        sizes = [lengths if source == root else [0] * self.world_size for source in ranks]
-        data = bytes_of(output)
-        parts = [data[:0] for _ in ranks] if inputs is None else [bytes_of(p) for p in inputs]
-        targets = [data if source == root else data[:0] for source in ranks]
-        return self._exchange(call, targets, parts, sizes)
 
     def _scatter_sums(
         self, call: Call, output: torch.Tensor, parts: Tensors, op: str
@@ -133,39 +108,36 @@ class HierarchicalEngine(StreamEngine):
         )
         sizes = [[length * output.element_size() for length in lengths]] * self.world_size
         pieces = [bytes_of(part) for part in torch.split(whole, lengths)]
-        self._exchange(call, [bytes_of(part) for part in collected], pieces, sizes)
+        self._swap(call, [bytes_of(part) for part in collected], pieces, sizes)
         compute = communicator.compute
         compute.call(lambda: fold(op, list(collected), output), op)
         return compute.record()
 
-    def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Tensors, op: str
+    def reduce(
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
     ) -> Event | None:
         self._verify(call)
-        parts = [part.view(-1) for part in inputs]
-        return self._scatter_sums(call, output.view(-1), parts, op)
-
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        self._verify(call)
-        flat = tensor.view(-1)
-        parts = [flat if rank == root else flat[:0] for rank in range(self.world_size)]
+        communicator, gives = self._communicator, self.cut(gives)
+        if not traffic.alike:
+            assert take is not None
+            return self._scatter_sums(call, take.view(-1), [part.view(-1) for part in gives], op)
+        flat, ranks = gives[0].view(-1), range(self.world_size)
+        if traffic.taker == ALL:
+            lengths = [count for _, count in split_rows(flat.numel(), self.world_size)]
+        else:
+            lengths = [flat.numel() if rank == traffic.taker else 0 for rank in ranks]
+        parts = torch.split(flat, lengths)
         total = torch.empty_like(parts[self.rank])
         event = self._scatter_sums(call, total, parts, op)
-        if event is not None and self.rank == root:
-            self._communicator.compute.copy(flat, total, "sum")
-            event = self._communicator.compute.record()
-        return event
-
-    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        self._verify(call)
-        flat = tensor.view(-1)
-        lengths = [count for _, count in split_rows(flat.numel(), self.world_size)]
-        total = torch.empty(lengths[self.rank], dtype=flat.dtype, device=flat.device)
-        event = self._scatter_sums(call, total, torch.split(flat, lengths), op)
         if event is None:
             return None
-        outputs = [bytes_of(part) for part in torch.split(flat, lengths)]
-        return algorithms.gather_parts(self._communicator, outputs, bytes_of(total), event)
+        if traffic.taker == ALL:
+            outputs = [bytes_of(part) for part in parts]
+            return algorithms.gather_parts(communicator, outputs, bytes_of(total), event)
+        if take is not None:
+            communicator.compute.copy(flat, total, "sum")
+            event = communicator.compute.record()
+        return event
 
 
 ENGINES["streams"] = on_streams

@@ -55,7 +55,7 @@ def _gathered(
     found: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
-        said: list[bytes | int] = communicator.engine.parts(call)
+        said: list[bytes | int] = communicator.engine.agree(call)
         lengths = [each if isinstance(each, int) else 0 for each in said]
         outputs = [_room(communicator, length) for length in lengths if here]
         for each, output in zip(said, outputs, strict=False):
@@ -197,7 +197,7 @@ def scatter_object_list(
     received: list[bytes | torch.Tensor] = []
 
     def start() -> Event | None:
-        said = communicator.engine.parts(call)[root]
+        said = communicator.engine.agree(call)[root]
         if isinstance(said[rank], bytes):
             received.append(said[rank])
             return None

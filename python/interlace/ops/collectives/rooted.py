@@ -125,7 +125,7 @@ def _launch_reduce(
     root: int,
 ) -> Event | None:
     made, name = reduce_ops.dense(data, name, factor)
-    event = communicator.engine.reduce(call, made, root, name)
+    event = communicator.engine.reduce_to(call, made, root, name)
     if made is data or communicator.rank != root:
         return event
     return dense.copied_back(communicator, [data], [made], event)

@@ -24,6 +24,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.collectives import chosen_algorithm, sparse
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.engine import TO_ALL, TO_EACH
 from interlace.runtime.core.memory import contiguous
 from interlace.runtime.core.stream import Event
 from interlace.runtime.core.work import Work
@@ -50,7 +51,8 @@ def checked_all_reduce(
         )
         call = dense.remember(communicator, key, Call("all_reduce", terms))
     if factor is None and algorithm == "auto" and data.is_contiguous():
-        return functools.partial(communicator.engine.all_reduce, call, data, name), (tensor,), call
+        reduce = communicator.engine.reduce
+        return functools.partial(reduce, call, (data,), data, name, TO_ALL), (tensor,), call
     start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
     return start, (tensor,), call
 
@@ -134,8 +136,8 @@ def checked_all_gather(
         key = (*key, whole.shape, whole.dtype)
         known = communicator.calls.get(key)
         if known is not None and algorithm == "auto" and _uncut(whole, data, communicator.rank):
-            at_once = functools.partial(communicator.engine.all_gather_single, known, whole, data)
-            return at_once, given, known
+            exchange = communicator.engine.exchange
+            return functools.partial(exchange, known, (data,), whole, TO_ALL), given, known
     outputs = parts("output", output, "tensor", data, communicator, written=True)
     if whole is None:
         key = (*key, *[each.shape for each in outputs])
@@ -235,9 +237,8 @@ def checked_reduce_scatter(
         known: Any = communicator.calls.get(key)
         as_it_is = known is not None and algorithm == "auto" and factor is None
         if as_it_is and _uncut(whole, out, communicator.rank):
-            engine = communicator.engine
-            at_once = functools.partial(engine.reduce_scatter_single, known, out, whole, name)
-            return at_once, (output,), known
+            reduce = communicator.engine.reduce
+            return functools.partial(reduce, known, whole, out, name, TO_EACH), (output,), known
     inputs = parts("input", input, "output", out, communicator, written=False)
     if factor is not None:
         for r, each in enumerate(inputs):

@@ -63,7 +63,7 @@ def _checked(communicator: Communicator, tensor: torch.Tensor, op: Any = "sum") 
     call = Call(NAME, terms, part=len(indices))
 
     def start() -> None:
-        counts, everyones = engine.parts(call), []
+        counts, everyones = engine.agree(call), []
         for what, part in (("indices", indices), ("values", values)):
             parts = [part.new_empty((count, *part.shape[1:])) for count in counts]
             about = (("part of a sparse tensor", what), ("dtype of tensor", part.dtype))

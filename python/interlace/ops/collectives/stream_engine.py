@@ -44,7 +44,7 @@ from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current, name_algorithm
-from interlace.runtime.core.engine import Engine, Tensors
+from interlace.runtime.core.engine import ALL, TO_ALL, Engine, Parts, Tensors, Traffic
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.core.stream import Event, Outcome
@@ -78,7 +78,7 @@ class StreamEngine(Engine):
             call = replace(call, terms=(*call.terms, ("configuration", overrides)))
         call.verify(self._communicator.messages(call))
 
-    def _told(self, op: str, mine: Any) -> list[Any]:
+    def _everyones(self, op: str, mine: Any) -> list[Any]:
         """Every rank's ``mine``, once all agree on the call."""
         if self.world_size == 1:
             return [mine]
@@ -87,11 +87,6 @@ class StreamEngine(Engine):
             recorder.spoil()  # it may differ the next time
         answers = self._communicator.place.exchange(plain.dumps(mine), op)
         return [plain.loads(answer) for answer in answers]
-
-    def _verify_copies(self, call: Call) -> None:
-        """Raise unless all ranks agree on ``call``, which copies do."""
-        call.verify(self._communicator.messages(call))
-        name_algorithm("copy")
 
     def _chosen(
         self,
@@ -138,7 +133,7 @@ class StreamEngine(Engine):
             )
         return algorithm
 
-    def parts(self, call: Call) -> list[Any]:
+    def agree(self, call: Call) -> list[Any]:
         return call.compared(self._communicator.messages(call))
 
     def barrier(self, call: Call) -> Event | None:
@@ -150,7 +145,47 @@ class StreamEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def all_gather(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
+    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> Event | None:
+        (giver, taker, alike), rank, communicator = traffic, self.rank, self._communicator
+        gives, takes = self.cut(gives), self.cut(takes)
+        if traffic == TO_ALL:
+            return self._gather_all(call, takes, gives[0])
+        call.verify(communicator.messages(call))
+        if alike and taker == ALL:
+            (tensor,) = gives or takes
+            algorithm = dict(call.terms).get("algorithm", "auto")
+            if algorithm == "auto":
+                algorithm = auto.choose_collective(communicator.place, tensor.nbytes, kernel=False)
+            if algorithm == "low_latency" and tensor.numel():
+                name_algorithm(algorithm)
+                return kernels.broadcast(communicator, tensor, giver)
+            starts = [[0, tensor.nbytes]] * self.world_size
+        else:
+            sizes = self._everyones(call.op, [each.nbytes for each in gives])
+            starts = [_starts(each) for each in sizes]
+        name_algorithm("copy")
+        mine, own = 0 if alike else rank, rank if giver == ALL else 0
+        keep = bool(gives and takes) and _same(takes[own], gives[mine])
+        if alike:
+            readers = algorithms.others(communicator) if taker == ALL else [taker]
+            readers = [reader for reader in readers if reader != rank]
+            staged = [Staged(0, bytes_of(give), readers) for give in gives]
+        else:
+            staged = [
+                Staged(starts[rank][peer], bytes_of(gives[peer]), [] if peer == rank else [peer])
+                for peer in owner_order(rank, self.world_size)
+                if gives and not (peer == rank and keep)
+            ]
+        sources = algorithms.sources(communicator) if giver == ALL else [giver]
+        taken = [
+            Taken(source, starts[source][mine], bytes_of(takes[source if giver == ALL else 0]))
+            for source in sources
+            if takes and not (source == rank and keep)
+        ]
+        nbytes = max(each[-1] for each in starts)
+        return algorithms.pull(communicator, call.op, nbytes, staged, taken)
+
+    def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Event | None:
         self._verify(call)
         elements = sum(output.numel() for output in outputs)
         equal = all(output.numel() == input.numel() for output in outputs)
@@ -162,101 +197,33 @@ class StreamEngine(Engine):
             self._communicator, bytes_of(input), [bytes_of(output) for output in outputs]
         )
 
-    def all_to_all(self, call: Call, outputs: Tensors, inputs: Tensors) -> Event | None:
-        self._verify_copies(call)
-        rank = self.rank
-        starts = [_starts(s) for s in self._told(call.op, [part.nbytes for part in inputs])]
-        keep = _same(outputs[rank], inputs[rank])
-        staged = [
-            Staged(starts[rank][peer], bytes_of(inputs[peer]), [] if peer == rank else [peer])
-            for peer in owner_order(rank, self.world_size)
-            if not (peer == rank and keep)
-        ]
-        taken = [
-            Taken(source, starts[source][rank], bytes_of(outputs[source]))
-            for source in algorithms.sources(self._communicator)
-            if not (source == rank and keep)
-        ]
-        nbytes = max(each[-1] for each in starts)
-        return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
-
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        call.verify(self._communicator.messages(call))
-        algorithm = dict(call.terms).get("algorithm", "auto")
-        if algorithm == "auto":
-            place = self._communicator.place
-            algorithm = auto.choose_collective(place, tensor.nbytes, kernel=False)
-        if algorithm == "low_latency" and tensor.numel():
-            name_algorithm(algorithm)
-            return kernels.broadcast(self._communicator, tensor, root)
-        name_algorithm("copy")
-        data = bytes_of(tensor)
-        is_root = self.rank == root
-        staged = [Staged(0, data, algorithms.others(self._communicator))] if is_root else []
-        taken = [] if is_root else [Taken(root, 0, data)]
-        return algorithms.pull(self._communicator, call.op, tensor.nbytes, staged, taken)
-
-    def gather(
-        self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
-    ) -> Event | None:
-        self._verify_copies(call)
-        nbytes = max(self._told(call.op, input.nbytes))
-        staged = [Staged(0, bytes_of(input), [] if self.rank == root else [root])]
-        taken: list[Taken] = []
-        if outputs is not None:
-            taken = [
-                Taken(source, 0, bytes_of(outputs[source]))
-                for source in algorithms.sources(self._communicator)
-                if not (source == root and _same(outputs[root], input))
-            ]
-        return algorithms.pull(self._communicator, call.op, nbytes, staged, taken)
-
-    def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
-    ) -> Event | None:
-        self._verify_copies(call)
-        mine = None if inputs is None else [part.nbytes for part in inputs]
-        starts = _starts(self._told(call.op, mine)[root])
-        staged: list[Staged] = []
-        if inputs is not None:
-            staged = [
-                Staged(starts[peer], bytes_of(inputs[peer]), [] if peer == root else [peer])
-                for peer in owner_order(root, self.world_size)
-            ]
-        taken = [Taken(root, starts[self.rank], bytes_of(output))]
-        if inputs is not None and _same(output, inputs[root]):
-            taken = []
-        return algorithms.pull(self._communicator, call.op, starts[-1], staged, taken)
-
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        self._verify(call)
-        algorithm = self._chosen(
-            call, tensor.dtype, tensor.numel(), small=tensor.nbytes, reduction=op
-        )
-        if algorithm != "copy":
-            return kernels.all_reduce(self._communicator, tensor, op, algorithm)
-        flat = tensor.view(-1)
-        segments = split_rows(flat.numel(), self.world_size)
-        return algorithms.all_reduce_copy(self._communicator, flat, flat, segments, reduction=op)
-
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        self._verify_copies(call)
-        return algorithms.reduce_copy(self._communicator, tensor.view(-1), root, reduction=op)
-
-    def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Tensors, op: str
+    def reduce(
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
     ) -> Event | None:
+        communicator, gives = self._communicator, self.cut(gives)
+        if traffic.taker != ALL:
+            call.verify(communicator.messages(call))
+            name_algorithm("copy")
+            return algorithms.reduce_copy(
+                communicator, gives[0].view(-1), traffic.taker, reduction=op
+            )
+        assert take is not None
         self._verify(call)
-        elements = sum(part.numel() for part in inputs)
-        algorithm = self._chosen(call, output.dtype, elements, reduction=op)
+        elements = sum(part.numel() for part in gives)
+        small = take.nbytes if traffic.alike else None
+        algorithm = self._chosen(call, take.dtype, elements, small=small, reduction=op)
+        flat = take.view(-1)
+        if traffic.alike:
+            if algorithm != "copy":
+                return kernels.all_reduce(communicator, take, op, algorithm)
+            segments = split_rows(flat.numel(), self.world_size)
+            return algorithms.all_reduce_copy(communicator, flat, flat, segments, reduction=op)
         if algorithm != "copy":
-            return kernels.reduce_scatter(self._communicator, output, inputs, op, algorithm)
-        flat = [part.view(-1) for part in inputs]
-        return algorithms.reduce_scatter_copy(
-            self._communicator, flat, output.view(-1), reduction=op
-        )
+            return kernels.reduce_scatter(communicator, take, gives, op, algorithm)
+        parts = [part.view(-1) for part in gives]
+        return algorithms.reduce_scatter_copy(communicator, parts, flat, reduction=op)
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         return self._communicator.place.send(tensor, peer, tag)
