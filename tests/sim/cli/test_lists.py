@@ -1,0 +1,94 @@
+"""What the tools know by name: targets of verify, cases of check, the catalogue, ops of bench and tune.
+
+``lists.txt`` has the names; a line that is gone is something that is no longer checked, built or measured.
+
+    python tests/sim/cli/test_lists.py      writes the file anew
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from interlace.benchmark.runs.tune_candidates import by_name
+from interlace.benchmark.subjects.by_rows import ByRows
+from interlace.benchmark.subjects.requests import FUSED, OPS, TUNED
+from interlace.cli.check.cases import WORLDS, cases
+from interlace.tools.catalogue.catalogue import ARCHES, entries
+from interlace.verify.suite.targets import TARGETS
+
+FILE = pathlib.Path(__file__).with_name("lists.txt")
+
+
+def of_verify() -> Iterator[str]:
+    for name, target in TARGETS.items():
+        quick = "all" if target.quick is None else ", ".join(target.quick) or "none"
+        yield f"{name}: {', '.join(target.variants)}; quick: {quick}; {' '.join(target.kernels)}"
+
+
+def of_catalogue() -> Iterator[str]:
+    """By entry its architectures, with a star where it is no default."""
+    found: dict[str, list[str]] = {}
+    for arch in ARCHES:
+        for each in entries(arch):
+            found.setdefault(each.name, []).append(f"{arch}{'' if each.default else '*'}")
+    for name, arches in found.items():
+        yield f"{name}: {' '.join(arches)}"
+
+
+def of_check(device: str) -> Iterator[str]:
+    """By case without its ranks, these."""
+    found: dict[str, list[str]] = {}
+    for case in cases(device):
+        about = f"{case.op}, {case.variant}, {case.shape}, {case.dtype}"
+        how = " ".join(f"{name}={value}" for name, value in case.overrides.items())
+        line = f"{about}; {case.branch}; {how}; {' '.join(case.kernels)}"
+        found.setdefault(line, []).append(str(case.world_size))
+    for line, ranks in sorted(found.items()):
+        yield f"{line}; {' '.join(sorted(ranks))} of {len(WORLDS[device])}"
+
+
+def of_bench() -> Iterator[str]:
+    for name, kind in OPS.items():
+        facts = [", ".join(kind.algorithms), " ".join(kind.sizes), str(kind.defaults)]
+        facts += [" ".join(kind.settings)] if issubclass(kind, ByRows) else []
+        yield "; ".join([f"{name}: {facts[0]}", *facts[1:]])
+
+
+def of_tune() -> Iterator[str]:
+    yield f"if none is named: {', '.join(FUSED)}"
+    for name, kind in TUNED.items():
+        for place in ("sim", "shm", "cuda") if name not in FUSED else ():
+            tried = "; ".join(each.describe() for each in by_name(place, kind))
+            yield f"{name}, {place}: {tried}"
+
+
+LISTS = {
+    "verify": of_verify,
+    "catalogue": of_catalogue,
+    "check, cpu": lambda: of_check("cpu"),
+    "check, cuda": lambda: of_check("cuda"),
+    "bench": of_bench,
+    "tune": of_tune,
+}
+
+
+def written() -> dict[str, list[str]]:
+    """The file's lines by heading."""
+    found: dict[str, list[str]] = {}
+    for line in FILE.read_text("ascii").splitlines():
+        if line.startswith("# "):
+            found[line[2:]] = []
+        else:
+            next(reversed(found.values())).append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_is_that_of_the_file(name: str) -> None:
+    assert list(LISTS[name]()) == written()[name]
+
+
+if __name__ == "__main__":
+    texts = [line for name, made in LISTS.items() for line in (f"# {name}", *made())]
+    FILE.write_text("\n".join(texts) + "\n", encoding="ascii")
